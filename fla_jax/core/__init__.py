@@ -1,0 +1,1 @@
+"""What the ops share: choice of implementation, checked mode, names for rematerialisation."""

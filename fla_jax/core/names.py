@@ -1,0 +1,23 @@
+"""Names that the ops give to their outputs and kept states, for `jax.checkpoint` policies."""
+
+from __future__ import annotations
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+OUT, FINAL, STATES = "fla_jax_out", "fla_jax_final_state", "fla_jax_states"
+CHECKPOINT_NAMES = (OUT, FINAL, STATES)
+
+
+def remat_policy():
+    """Policy for `jax.checkpoint` / `flax.linen.remat` that keeps what the ops' forward made.
+
+    With it the backward of a rematerialised block runs no op's forward a second time. Combine it with others through
+    `jax.checkpoint_policies.save_from_both_policies`.
+    """
+    return jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+
+
+def name_results(o, final, states):
+    """Tags the results of an op's forward rule; ``states`` may be any tree of arrays."""
+    return checkpoint_name(o, OUT), checkpoint_name(final, FINAL), jax.tree.map(lambda x: checkpoint_name(x, STATES), states)

@@ -1,0 +1,1 @@
+"""Flax linen layers of RWKV-6 and RWKV-7."""

@@ -1,0 +1,1 @@
+"""RWKV-6 and RWKV-7 language models."""

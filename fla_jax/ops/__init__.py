@@ -1,0 +1,6 @@
+"""The RWKV-6 and RWKV-7 recurrences as differentiable JAX ops."""
+
+from .rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
+from .rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
+
+__all__ = ["chunk_rwkv6", "chunk_rwkv7", "fused_recurrent_rwkv6", "fused_recurrent_rwkv7"]

@@ -1,0 +1,30 @@
+"""The static part of one op call: what a custom_vjp core may depend on besides arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class OpConfig:
+    """Hashable settings of one call, resolved from the public arguments.
+
+    Attributes:
+        implementation: ``"reference"``, ``"xla"``, ...: a key of the op's table.
+        scale: factor on the output.
+        chunk_size: tokens per chunk, or None for the implementation's own choice.
+        lower_bound: promise that every log decay is at least this, or None.
+        compute: name of the dtype of states and arithmetic, ``"float32"`` or ``"float64"``.
+    """
+
+    implementation: str
+    scale: float
+    chunk_size: int | None
+    lower_bound: float | None
+    compute_name: str
+
+    @property
+    def compute(self) -> jnp.dtype:
+        return jnp.dtype(self.compute_name)

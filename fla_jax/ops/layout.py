@@ -1,0 +1,90 @@
+"""From user layouts to equal chunks and back: rows of any length, packed documents, packed sequences.
+
+Every plain-JAX form works on arrays ``[n, B, H, C, D]``: ``n`` chunks of ``C`` tokens, walked in order, each chunk within one row (or one packed sequence).
+Missing tokens are zeros in every input, which leaves the state as it is (log decay 0, k = v = a = b = 0).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Chunks(NamedTuple):
+    """How the tokens of one call are cut into chunks.
+
+    ``gather`` [n * C] and ``scatter`` [T] are token positions for packed sequences (``cu_seqlens``) and None for plain rows; ``sequence`` [n] names the
+    packed sequence that a chunk belongs to.
+    """
+
+    size: int
+    count: int
+    length: int
+    gather: jax.Array | None = None
+    scatter: jax.Array | None = None
+    sequence: jax.Array | None = None
+
+    def split(self, x: jax.Array, dtype) -> jax.Array:
+        """[B, T, H, D] -> [n, B, H, C, D] in ``dtype``, zeros where a chunk has no token."""
+        if self.gather is not None:
+            x = jnp.take(x, self.gather, axis=1, mode="fill", fill_value=0)
+        else:
+            x = jnp.pad(x, ((0, 0), (0, self.count * self.size - self.length), (0, 0), (0, 0)))
+        B, _, H, D = x.shape
+        return x.astype(dtype).reshape(B, self.count, self.size, H, D).transpose(1, 0, 3, 2, 4)
+
+    def join(self, x: jax.Array, dtype) -> jax.Array:
+        """[n, B, H, C, D] -> [B, T, H, D] in ``dtype``."""
+        n, B, H, C, D = x.shape
+        x = x.astype(dtype).transpose(1, 0, 3, 2, 4).reshape(B, n * C, H, D)
+        return x[:, : self.length] if self.scatter is None else jnp.take(x, self.scatter, axis=1, mode="clip")
+
+    def read(self, state: jax.Array, sequence: jax.Array | None) -> jax.Array:
+        """The state that a chunk works on: all rows' [B, H, K, V], or the one packed sequence's as [1, H, K, V]."""
+        return state if sequence is None else jax.lax.dynamic_index_in_dim(state, sequence, 0)
+
+    def write(self, state: jax.Array, new: jax.Array, sequence: jax.Array | None) -> jax.Array:
+        """The states after a chunk has replaced its own."""
+        return new if sequence is None else jax.lax.dynamic_update_index_in_dim(state, new, sequence, 0)
+
+
+def plan(length: int, size: int, cu_seqlens: jax.Array | None) -> Chunks:
+    """Cuts ``length`` tokens into chunks of ``size``; with ``cu_seqlens`` [N + 1], each packed sequence starts a chunk of its own."""
+    if cu_seqlens is None:
+        return Chunks(size, -(-length // size), length)
+    n_seq = cu_seqlens.shape[0] - 1
+    count = (length + n_seq * (size - 1)) // size  # the most that sum(ceil(len / size)) can be
+    cu = cu_seqlens.astype(jnp.int32)
+    ends = jnp.cumsum(-(-jnp.diff(cu) // size))  # last chunk + 1 of each sequence
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    chunk = jnp.arange(count, dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, chunk, side="right"), n_seq - 1).astype(jnp.int32)
+    token = (cu[sequence] + (chunk - starts[sequence]) * size)[:, None] + jnp.arange(size, dtype=jnp.int32)
+    gather = jnp.where(token < cu[sequence + 1][:, None], token, length).reshape(-1)  # `length` reads as zero
+    t = jnp.arange(length, dtype=jnp.int32)
+    of_token = jnp.clip(jnp.searchsorted(cu, t, side="right") - 1, 0, n_seq - 1)
+    return Chunks(size, count, length, gather, starts[of_token] * size + t - cu[of_token], sequence)
+
+
+class Segments(NamedTuple):
+    """Which tokens of a chunk see each other, and the states at its two ends. All boolean; see `segments`."""
+
+    ids: jax.Array  # [n, B, 1, C, 1] int32: number of restarts up to and including the token
+    start: jax.Array  # [n, B, 1, C, 1]: the token sees the state that enters the chunk
+    end: jax.Array  # [n, B, 1, C, 1]: the state that leaves the chunk sees the token
+    through: jax.Array  # [n, B, 1, 1, 1]: the state passes through the whole chunk
+
+
+def segments(chunks: Chunks, segment_ids: jax.Array | None) -> Segments | None:
+    """Restart masks from ``segment_ids`` [B, T] (None without them)."""
+    if segment_ids is None:
+        return None
+    change = segment_ids[:, 1:] != segment_ids[:, :-1]
+    ids = jnp.cumsum(jnp.pad(change, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
+    ids = jnp.pad(ids, ((0, 0), (0, chunks.count * chunks.size - chunks.length)), mode="edge")
+    ids = ids.reshape(-1, chunks.count, chunks.size).transpose(1, 0, 2)[:, :, None, :, None]
+    last = ids[..., -1:, :]
+    before = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])
+    return Segments(ids, ids == before, ids == last, last == before)

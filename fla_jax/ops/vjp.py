@@ -1,0 +1,38 @@
+"""The custom_vjp core of an op: one rule, whatever implementation runs it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from ..core.names import name_results
+
+# An implementation is a pair of plain functions over the op's inputs (token arrays, u for RWKV-6, initial state, segment_ids, cu_seqlens):
+#   forward(cfg, *inputs)                    -> (o, final_state), states          `states`: a tree of arrays that only its own backward reads
+#   backward(cfg, inputs, states, do, dfinal) -> gradients of all inputs but the last two
+Implementation = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def make_core(table: Mapping[str, Implementation]) -> Callable[..., Any]:
+    """``core(cfg, *inputs) -> (o, final_state)``, differentiable in reverse mode, run by ``table[cfg.implementation]``."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def core(cfg, *inputs):
+        results, _ = table[cfg.implementation][0](cfg, *inputs)
+        return results
+
+    def forward(cfg, *inputs):
+        (o, final), states = table[cfg.implementation][0](cfg, *inputs)
+        # named inside the rule, so that a policy can keep them: see core/names.py
+        o, final, states = name_results(o, final, states)
+        return (o, final), (inputs, states)
+
+    def backward(cfg, residuals, cotangents):
+        inputs, states = residuals
+        return (*table[cfg.implementation][1](cfg, inputs, states, *cotangents), None, None)
+
+    core.defvjp(forward, backward)
+    return core
