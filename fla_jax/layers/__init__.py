@@ -1,1 +1,8 @@
 """Flax linen layers of RWKV-6 and RWKV-7."""
+
+from .rwkv6 import RWKV6Attention, RWKV6FeedForward
+from .rwkv7 import RWKV7Attention, RWKV7FeedForward
+from .shift import token_shift
+from .state import RWKVState
+
+__all__ = ["RWKV6Attention", "RWKV6FeedForward", "RWKV7Attention", "RWKV7FeedForward", "RWKVState", "token_shift"]

@@ -1,1 +1,18 @@
 """RWKV-6 and RWKV-7 language models."""
+
+from ..layers.state import RWKVState
+from .causal_lm import RWKV6Block, RWKV6ForCausalLM, RWKV7Block, RWKV7ForCausalLM
+from .config import RWKV6Config, RWKV7Config
+from .stacking import stack_layers, unstack_layers
+
+__all__ = [
+    "RWKV6Block",
+    "RWKV6Config",
+    "RWKV6ForCausalLM",
+    "RWKV7Block",
+    "RWKV7Config",
+    "RWKV7ForCausalLM",
+    "RWKVState",
+    "stack_layers",
+    "unstack_layers",
+]

@@ -1,0 +1,154 @@
+"""What all layers share: dtypes, logical axes, dense projections, checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from .init import ByDepth, Initializer
+from .state import RWKVState, check_state, zero_state
+
+LAYER_NORM_EPS = 1e-5
+GROUP_NORM_EPS = 64e-5  # 1e-5 times the square of RWKV's head size divisor, 8
+
+
+def with_axes(init: Initializer, axes: tuple[str | None, ...], logical_axes: bool) -> Initializer:
+    """``init``, its result boxed with the names of its axes if ``logical_axes``."""
+    return nn.with_logical_partitioning(init, axes) if logical_axes else init
+
+
+class Layer(nn.Module):
+    """Fields and helpers of the RWKV layers.
+
+    Attributes:
+        hidden_size: C, channels of input and output.
+        layer_index: position in the network, from 0: initial values depend on it. An int, or a traced integer inside `flax.linen.scan`.
+        num_layers: number of layers of the network.
+        dtype: compute dtype; None for the promotion of the input's with ``param_dtype``. Decay, normalisations and states are float32 in any case.
+        param_dtype: dtype of the parameters.
+        logical_axes: whether `init` returns parameters boxed with the names of their axes (`flax.linen.LogicallyPartitioned`) instead of plain arrays.
+    """
+
+    hidden_size: int
+    layer_index: Any = 0
+    num_layers: int = 1
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    logical_axes: bool = False
+
+    def compute_dtype(self, x: jax.Array) -> Any:
+        """Dtype to compute in, for input ``x``."""
+        return jnp.dtype(self.dtype) if self.dtype is not None else jnp.promote_types(x.dtype, self.param_dtype)
+
+    def weight(self, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> jax.Array:
+        """A parameter in ``param_dtype``."""
+        return self.param(name, with_axes(init, axes, self.logical_axes), shape, self.param_dtype)
+
+    def dense(self, name: str, features: int, init: Initializer, axes: tuple[str | None, ...], x: jax.Array) -> jax.Array:
+        """``x @ kernel``, kernel [in, out]."""
+        init = with_axes(init, axes, self.logical_axes)
+        return nn.Dense(features, use_bias=False, dtype=x.dtype, param_dtype=self.param_dtype, kernel_init=init, name=name)(x)
+
+    def check_input(self, x: jax.Array, segment_ids: jax.Array | None) -> None:
+        """Raises unless the arguments fit each other."""
+        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x must have shape [B, T, C] with C = hidden_size = {self.hidden_size}, got {list(x.shape)}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"x must have a floating-point dtype, got {x.dtype}")
+        if x.shape[1] == 0:
+            raise ValueError("x must hold at least one token, got T = 0")
+        if segment_ids is not None:
+            if segment_ids.shape != x.shape[:2]:
+                raise ValueError(f"segment_ids must have shape [B, T] = {list(x.shape[:2])}, got {list(segment_ids.shape)}")
+            if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+                raise TypeError(f"segment_ids must be integers, got {segment_ids.dtype}")
+
+
+class FeedForward(Layer):
+    """Fields of the feed-forward layers (RWKV calls them channel mix).
+
+    Attributes:
+        intermediate_size: width of the hidden layer; None for the official one.
+    """
+
+    intermediate_size: int | None = None
+
+    def prepare(self, x: jax.Array, shift: jax.Array | None, segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Checked input and shift in the compute dtype."""
+        self.check_input(x, segment_ids)
+        x = x.astype(self.compute_dtype(x))
+        want = (x.shape[0], self.hidden_size)
+        if shift is None:
+            return x, jnp.zeros(want, x.dtype)
+        if shift.shape != want:
+            raise ValueError(f"shift must have shape [B, C] = {list(want)}, got {list(shift.shape)}")
+        return x, shift
+
+
+class Attention(Layer):
+    """Fields and helpers of the attention layers (RWKV calls them time mix).
+
+    Attributes:
+        head_dim: channels per head, K = V.
+        chunk_size: tokens per chunk of the op; None for the implementation's own choice.
+        implementation: which implementation of the op runs; None for the best that qualifies.
+    """
+
+    head_dim: int = 64
+    chunk_size: int | None = None
+    implementation: str | None = None
+
+    @nn.nowrap
+    def init_state(self, batch: int) -> RWKVState:
+        """The state before the first token; needs no parameters."""
+        return zero_state(batch, self.hidden_size, self.head_dim, self.param_dtype if self.dtype is None else self.dtype)
+
+    @property
+    def depth(self) -> ByDepth:
+        """Initial values for this layer."""
+        return ByDepth(self.layer_index, self.num_layers, self.hidden_size, self.head_dim)
+
+    def prepare(self, x: jax.Array, state: RWKVState | None, segment_ids: jax.Array | None) -> tuple[jax.Array, RWKVState]:
+        """Checked input in the compute dtype, and state."""
+        if self.head_dim < 1 or self.hidden_size % self.head_dim:
+            raise ValueError(f"hidden_size must be a multiple of head_dim, got hidden_size = {self.hidden_size}, head_dim = {self.head_dim}")
+        self.check_input(x, segment_ids)
+        x = x.astype(self.compute_dtype(x))
+        zeros = zero_state(x.shape[0], self.hidden_size, self.head_dim, x.dtype)
+        if state is None:
+            return x, zeros
+        check_state(state, zeros)
+        return x, state
+
+    def heads(self, x: jax.Array) -> jax.Array:
+        """[B, T, C] -> [B, T, H, N]."""
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+    def run(self, chunked: Any, recurrent: Any, arrays: tuple[jax.Array, ...], state: RWKVState, segment_ids: jax.Array | None, **options: Any):
+        """The op on [B, T, H, N] arrays, the first one with T tokens: output [B, T, C] and final state [B, H, K, V]."""
+        B, T = arrays[0].shape[:2]
+        op = recurrent
+        if T > 1:
+            op, options = chunked, {"chunk_size": self.chunk_size, **options}
+        else:
+            options.pop("lower_bound", None)
+        o, wkv = op(*arrays, initial_state=state.wkv, output_final_state=True, segment_ids=segment_ids, implementation=self.implementation, **options)
+        o = nn.with_logical_constraint(o, ("batch", "length", "heads", "kv"))
+        return o.reshape(B, T, self.hidden_size), wkv
+
+    def group_norm(self, o: jax.Array, dtype: Any) -> jax.Array:
+        """Normalises every head on its own; eps is 64e-5 whatever the size of a head."""
+        return nn.GroupNorm(
+            num_groups=self.hidden_size // self.head_dim,
+            epsilon=GROUP_NORM_EPS,
+            reduction_axes=(-1,),
+            use_fast_variance=False,
+            dtype=dtype,
+            param_dtype=self.param_dtype,
+            scale_init=with_axes(lambda key, shape, dtype: jnp.full(shape, self.depth.depth_scale(), dtype), ("heads",), self.logical_axes),
+            bias_init=with_axes(nn.initializers.zeros, ("heads",), self.logical_axes),
+            name="ln_x",
+        )(o)

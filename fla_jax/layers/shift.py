@@ -1,0 +1,25 @@
+"""Token shift: every token sees the one before it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def token_shift(x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+    """``y[:, t] = x[:, t - 1]``.
+
+    Args:
+        x: [B, T, C].
+        last: [B, C], what token 0 sees: the last token of the call before, or zeros.
+        segment_ids: [B, T] integers; the first token of every segment but a row's first sees zeros.
+
+    Returns:
+        [B, T, C] in x's dtype.
+    """
+    y = jnp.concatenate([last[:, None].astype(x.dtype), x[:, :-1]], 1)
+    if segment_ids is None:
+        return y
+    starts = segment_ids[:, 1:] != segment_ids[:, :-1]
+    starts = jnp.pad(starts, ((0, 0), (1, 0)))  # token 0 carries on with `last`
+    return jnp.where(starts[..., None], 0, y)

@@ -1,0 +1,247 @@
+"""Blocks and language models; the two versions differ in their layers only."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from ..core.names import remat_policy
+from ..layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward, RWKVState
+from ..layers.base import LAYER_NORM_EPS, with_axes
+from ..layers.init import head_gain, orthogonal, symmetric_uniform
+from ..layers.state import check_state, zero_state
+from .config import RWKV6Config, RWKV7Config, RWKVConfig
+
+Carry = tuple[jax.Array, jax.Array | None]
+
+
+def _layer_norm(config: RWKVConfig, name: str | None = None) -> nn.LayerNorm:
+    boxed = functools.partial(with_axes, axes=("embed",), logical_axes=config.logical_axes)
+    return nn.LayerNorm(
+        epsilon=LAYER_NORM_EPS,
+        use_fast_variance=False,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        scale_init=boxed(nn.initializers.ones),
+        bias_init=boxed(nn.initializers.zeros),
+        name=name,
+    )
+
+
+class RWKV6Block(nn.Module):
+    """One layer of RWKV-6: ``x + att(ln1(x))``, then ``x + ffn(ln2(x))``.
+
+    Attributes:
+        config: of the model.
+    """
+
+    config: RWKV6Config
+
+    @nn.compact
+    def __call__(self, carry: Carry, state: RWKVState, layer_index: Any = 0, segment_ids: jax.Array | None = None) -> tuple[Carry, RWKVState]:
+        """Runs the layer.
+
+        Args:
+            carry: ``(x, None)``, x [B, T, C].
+            state: of this layer.
+            layer_index: position in the network, an int or a traced integer.
+            segment_ids: [B, T] integers or None.
+
+        Returns:
+            ``(carry, state)``.
+        """
+        config, (x, v_first) = self.config, carry
+        y, state = RWKV6Attention(**config.attention, layer_index=layer_index, name="att")(_layer_norm(config, "ln1")(x), state, segment_ids)
+        x = x + y
+        ffn = RWKV6FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
+        y, shift = ffn(_layer_norm(config, "ln2")(x), state.ffn_shift, segment_ids)
+        return (x + y, v_first), state.replace(ffn_shift=shift)
+
+
+class RWKV7Block(nn.Module):
+    """One layer of RWKV-7: ``x + att(ln1(x))``, then ``x + ffn(ln2(x))``.
+
+    Attributes:
+        config: of the model.
+    """
+
+    config: RWKV7Config
+
+    @nn.compact
+    def __call__(self, carry: Carry, state: RWKVState, layer_index: Any = 0, segment_ids: jax.Array | None = None) -> tuple[Carry, RWKVState]:
+        """Runs the layer.
+
+        Args:
+            carry: ``(x, v_first)``, both [B, T, C]; v_first comes from layer 0, which ignores the one it gets.
+            state: of this layer.
+            layer_index: position in the network, an int or a traced integer.
+            segment_ids: [B, T] integers or None.
+
+        Returns:
+            ``(carry, state)``.
+        """
+        config, (x, v_first) = self.config, carry
+        att = RWKV7Attention(**config.attention, layer_index=layer_index, name="att")
+        y, state, v_first = att(_layer_norm(config, "ln1")(x), state, v_first, segment_ids)
+        x = x + y
+        ffn = RWKV7FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
+        y, shift = ffn(_layer_norm(config, "ln2")(x), state.ffn_shift, segment_ids)
+        return (x + y, v_first), state.replace(ffn_shift=shift)
+
+
+class RWKVForCausalLM(nn.Module):
+    """What the language models of both versions share; use `RWKV6ForCausalLM` or `RWKV7ForCausalLM`."""
+
+    config: Any
+    block: ClassVar[type[nn.Module]]
+
+    def setup(self) -> None:
+        """Makes the submodules."""
+        config = self.config
+        boxed = functools.partial(with_axes, logical_axes=config.logical_axes)
+        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        self.emb = nn.Embed(config.vocab_size, config.hidden_size, embedding_init=boxed(symmetric_uniform(1e-4), ("vocab", "embed")), **dtypes)
+        self.ln0 = _layer_norm(config)
+        block: Any = self.block
+        if config.remat:
+            # layer_index (argument 3) stays a Python int unless the scan counts it; the scan's loop rules out the elimination that prevent_cse is about
+            static = () if config.scan_layers else (3,)
+            block = nn.remat(block, prevent_cse=not config.scan_layers, policy=remat_policy(), static_argnums=static)
+        if config.scan_layers:
+            self.blocks = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=(0, 0, nn.broadcast),
+                length=config.num_layers,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )(config)
+        else:
+            self.blocks = [block(config) for _ in range(config.num_layers)]
+        self.ln_out = _layer_norm(config)
+        wide = jnp.promote_types(config.dtype, jnp.float32)
+        self.head = nn.Dense(
+            config.vocab_size,
+            use_bias=False,
+            kernel_init=boxed(orthogonal(head_gain(config.vocab_size, config.hidden_size)), ("embed", "vocab")),
+            dot_general=functools.partial(jax.lax.dot_general, preferred_element_type=wide),
+            **dtypes,
+        )
+
+    @nn.nowrap
+    def init_state(self, batch: int) -> RWKVState:
+        """The state before the first token: zeros, arrays with a leading layer axis. Needs no parameters."""
+        config = self.config
+        return zero_state(batch, config.hidden_size, config.head_dim, config.dtype, num_layers=config.num_layers)
+
+    def hidden(self, tokens: jax.Array, state: RWKVState | None = None, segment_ids: jax.Array | None = None) -> tuple[jax.Array, RWKVState]:
+        """Like calling the model, but returns what the head would read, [B, T, C] in the compute dtype, instead of logits.
+
+        ``model.apply({"params": p}, tokens, state, method="hidden")``; `logits` does the rest, for as many positions as wanted.
+        """
+        config = self.config
+        _check_tokens(tokens, segment_ids)
+        zeros = self.init_state(tokens.shape[0])
+        if state is None:
+            state = zeros
+        check_state(state, zeros)
+        # one dtype in and out, whatever came (float32 states under a bfloat16 model, say)
+        state = jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
+        x = self.ln0(self.emb(tokens))
+        x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
+        carry: Carry = (x, jnp.zeros_like(x) if isinstance(config, RWKV7Config) else None)
+        if config.scan_layers:
+            carry, state = self.blocks(carry, state, jnp.arange(config.num_layers), segment_ids)
+        else:
+            states = []
+            for i, block in enumerate(self.blocks):
+                carry, layer = block(carry, jax.tree.map(lambda x, i=i: x[i], state), i, segment_ids)
+                states.append(layer)
+            state = jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+        return self.ln_out(carry[0]), state
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """The head: [..., C] -> float32 logits [..., V]."""
+        return self.head(hidden)
+
+    def __call__(self, tokens: jax.Array, state: RWKVState | None = None, segment_ids: jax.Array | None = None) -> tuple[jax.Array, RWKVState]:
+        """Reads tokens.
+
+        Args:
+            tokens: [B, T] integers in [0, V), T >= 1. One token runs the recurrent op, more run the chunked one; any split of a text into calls that hand
+                the state on gives the same logits.
+            state: of the tokens before; None for zeros.
+            segment_ids: [B, T] integers, for rows of several packed documents: state and token shift restart wherever the id changes. ``state`` belongs to
+                each row's first segment, the new state to its last.
+
+        Returns:
+            ``(logits, state)``: logits [B, T, V] in float32 for the token after each, and the state after the last token.
+
+        Raises:
+            ValueError: a shape does not fit. TypeError: a dtype does not fit. The message names the argument.
+        """
+        hidden, state = self.hidden(tokens, state, segment_ids)
+        return self.logits(hidden), state
+
+
+class RWKV6ForCausalLM(RWKVForCausalLM):
+    """RWKV-6 language model.
+
+    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with ``scan_layers``), ln_out, head/kernel.
+
+    Attributes:
+        config: `RWKV6Config`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV6Config, RWKV6ForCausalLM
+        >>> model = RWKV6ForCausalLM(RWKV6Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> tokens = jnp.arange(10)[None]
+        >>> params = model.init(jax.random.key(0), tokens)["params"]
+        >>> logits, state = model.apply({"params": params}, tokens)
+        >>> logits.shape, state.wkv.shape
+        ((1, 10, 100), (2, 1, 4, 16, 16))
+    """
+
+    config: RWKV6Config
+    block = RWKV6Block
+
+
+class RWKV7ForCausalLM(RWKVForCausalLM):
+    """RWKV-7 language model.
+
+    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with ``scan_layers``), ln_out, head/kernel.
+
+    Attributes:
+        config: `RWKV7Config`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> tokens = jnp.arange(10)[None]
+        >>> params = model.init(jax.random.key(0), tokens)["params"]
+        >>> logits, state = model.apply({"params": params}, tokens)
+        >>> next_logits, state = model.apply({"params": params}, tokens[:, :1], state)
+        >>> next_logits.shape, state.wkv.shape
+        ((1, 1, 100), (2, 1, 4, 16, 16))
+    """
+
+    config: RWKV7Config
+    block = RWKV7Block
+
+
+def _check_tokens(tokens: Any, segment_ids: Any) -> None:
+    for name, ids in (("tokens", tokens), ("segment_ids", segment_ids)):
+        if name == "segment_ids" and ids is None:
+            continue
+        if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise TypeError(f"{name} must be an integer array, got {getattr(ids, 'dtype', type(ids).__name__)}")
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"tokens must have shape [B, T] with B, T >= 1, got {list(tokens.shape)}")
+    if segment_ids is not None and segment_ids.shape != tokens.shape:
+        raise ValueError(f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}")

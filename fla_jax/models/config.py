@@ -1,0 +1,138 @@
+"""Configurations: frozen, hashable, checked when they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+_SIZES = ("vocab_size", "hidden_size", "num_layers", "head_dim")
+_RUN = ("num_layers", "dtype", "param_dtype", "logical_axes", "hidden_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class RWKVConfig:
+    """What RWKV-6 and RWKV-7 have in common; use `RWKV6Config` or `RWKV7Config`.
+
+    Attributes:
+        vocab_size: number of tokens, V.
+        hidden_size: channels, C.
+        num_layers: layers, L.
+        head_dim: channels per head; a divisor of ``hidden_size``.
+        intermediate_size: width of the feed-forward; None for the official one.
+        dtype: compute dtype. Decay, normalisations, matrix-valued states and logits are float32 in any case.
+        param_dtype: dtype of the parameters. For training keep float32, also with ``dtype=bfloat16``: the optimizer's small steps vanish in bfloat16.
+        scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters lie stacked under ``blocks`` instead of ``blocks_0``,
+            ``blocks_1``, ... (`stack_layers` and `unstack_layers` convert). The state is the same in both forms.
+        remat: recompute each block in the backward pass instead of keeping its activations; the op's forward still runs once (`fla_jax.remat_policy`).
+        logical_axes: ``model.init`` returns parameters boxed with logical axis names (`flax.linen.LogicallyPartitioned`), to be sharded by
+            `flax.linen.logical_to_mesh_sharding`; otherwise plain arrays. ``model.apply`` takes both. Names: vocab, embed, heads, kv, mlp, rank, layers, and,
+            of activations, batch, length.
+        chunk_size: tokens per chunk of the op; None for the implementation's own choice.
+        implementation: which implementation of the op runs; None for the best that qualifies.
+
+    Raises:
+        ValueError, TypeError: a field does not fit; the message names it.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    head_dim: int = 64
+    intermediate_size: int | None = None
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    scan_layers: bool = False
+    remat: bool = False
+    logical_axes: bool = False
+    chunk_size: int | None = None
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            optional = field.name.endswith("_low_rank_dim") or field.name == "intermediate_size"
+            if field.name in _SIZES or (optional and value is not None):
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    raise ValueError(f"{field.name} must be a positive integer, got {value!r}")
+            elif field.name in ("dtype", "param_dtype"):
+                try:
+                    value = jnp.dtype(value)
+                except TypeError:
+                    raise TypeError(f"{field.name} must be a floating-point dtype, got {value!r}") from None
+                if not jnp.issubdtype(value, jnp.floating):
+                    raise TypeError(f"{field.name} must be a floating-point dtype, got {value}")
+                object.__setattr__(self, field.name, value)  # one spelling of a dtype, so that equal configurations are equal
+        if self.hidden_size % self.head_dim:
+            raise ValueError(f"hidden_size must be a multiple of head_dim, got hidden_size = {self.hidden_size}, head_dim = {self.head_dim}")
+
+    def _pick(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*_RUN, *names)}
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """Fields of the attention layers."""
+        ranks = (field.name for field in dataclasses.fields(self) if field.name.endswith("_low_rank_dim"))
+        return self._pick("head_dim", "chunk_size", "implementation", *ranks)
+
+    @property
+    def feed_forward(self) -> dict[str, Any]:
+        """Fields of the feed-forward layers."""
+        return self._pick("intermediate_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class RWKV6Config(RWKVConfig):
+    """RWKV-6 ("Finch", x060). Official widths: ``intermediate_size = floor(3.5 C / 32) * 32``.
+
+    Attributes:
+        proj_low_rank_dim: rank of the token shift's low-rank part; None for the official 32 (64 from C = 4096 on).
+        decay_low_rank_dim: rank of the decay's low-rank part; None for the official 64 (128 from C = 4096 on).
+
+    The other fields: `RWKVConfig`.
+
+    Example:
+        >>> from fla_jax.models import RWKV6Config
+        >>> RWKV6Config(vocab_size=65536, hidden_size=768, num_layers=12).head_dim
+        64
+    """
+
+    proj_low_rank_dim: int | None = None
+    decay_low_rank_dim: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RWKV7Config(RWKVConfig):
+    """RWKV-7 ("Goose", x070). Official widths: ``intermediate_size = 4 C``.
+
+    Attributes:
+        decay_low_rank_dim: rank of the decay's low-rank part; None for the official ``max(32, round(2.5 sqrt(C) / 32) * 32)``.
+        a_low_rank_dim: the same of the in-context rate; None for the official one, factor 2.5.
+        v_low_rank_dim: the same of the value residual; None for the official one, factor 1.7.
+        gate_low_rank_dim: the same of the gate; None for the official one, factor 5.
+        rate_scale: factor on the in-context rate in the state transition: 1 official, 2 for state tracking; see `RWKV7Attention`.
+
+    The other fields: `RWKVConfig`.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config
+        >>> RWKV7Config(vocab_size=65536, hidden_size=768, num_layers=12, dtype="bfloat16").dtype
+        dtype(bfloat16)
+    """
+
+    decay_low_rank_dim: int | None = None
+    a_low_rank_dim: int | None = None
+    v_low_rank_dim: int | None = None
+    gate_low_rank_dim: int | None = None
+    rate_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.rate_scale, int | float) or not 0 < self.rate_scale <= 2:
+            raise ValueError(f"rate_scale must be a number above 0 and at most 2, got {self.rate_scale!r}")
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """Fields of the attention layers."""
+        return {**super().attention, "rate_scale": self.rate_scale}
