@@ -6,7 +6,8 @@ Missing tokens are zeros in every input, which leaves the state as it is (log de
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,13 @@ class Chunks(NamedTuple):
     """How the tokens of one call are cut into chunks.
 
     ``gather`` [n * C] and ``scatter`` [T] are token positions for packed sequences (``cu_seqlens``) and None for plain rows; ``sequence`` [n] names the
-    packed sequence that a chunk belongs to.
+    packed sequence that a chunk belongs to. `walk` hands ``group`` chunks at a time to a step; ``count`` is a multiple of it.
     """
 
     size: int
     count: int
     length: int
+    group: int
     gather: jax.Array | None = None
     scatter: jax.Array | None = None
     sequence: jax.Array | None = None
@@ -41,6 +43,14 @@ class Chunks(NamedTuple):
         x = x.astype(dtype).transpose(1, 0, 3, 2, 4).reshape(B, n * C, H, D)
         return x[:, : self.length] if self.scatter is None else jnp.take(x, self.scatter, axis=1, mode="clip")
 
+    def walk(self, step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
+        """`jax.lax.scan` over groups of chunks: leaves [n, ...] of ``xs`` reach ``step`` as [group, ...], its results come back as [n, ...].
+
+        What a step computes for its group at once stays small: in cache on a CPU, and never all T tokens' worth of intermediates.
+        """
+        carry, ys = jax.lax.scan(step, carry, jax.tree.map(lambda x: x.reshape(-1, self.group, *x.shape[1:]), xs), reverse=reverse)
+        return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
+
     def read(self, state: jax.Array, sequence: jax.Array | None) -> jax.Array:
         """The state that a chunk works on: all rows' [B, H, K, V], or the one packed sequence's as [1, H, K, V]."""
         return state if sequence is None else jax.lax.dynamic_index_in_dim(state, sequence, 0)
@@ -50,12 +60,22 @@ class Chunks(NamedTuple):
         return new if sequence is None else jax.lax.dynamic_update_index_in_dim(state, new, sequence, 0)
 
 
-def plan(length: int, size: int, cu_seqlens: jax.Array | None) -> Chunks:
-    """Cuts ``length`` tokens into chunks of ``size``; with ``cu_seqlens`` [N + 1], each packed sequence starts a chunk of its own."""
+def group_size(tokens: int) -> int:
+    """How many chunks of ``tokens`` (times rows and heads) to work on at once: about a CPU's second-level cache, or enough to fill an accelerator."""
+    return max(1, (1024 if jax.default_backend() == "cpu" else 1 << 18) // tokens)
+
+
+def plan(length: int, size: int, cu_seqlens: jax.Array | None, group: int = 1) -> Chunks:
+    """Cuts ``length`` tokens into chunks of ``size``, at most ``group`` of them at a time.
+
+    With ``cu_seqlens`` [N + 1], each packed sequence starts a chunk of its own.
+    """
+    n_seq = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    count = (length + max(n_seq, 1) * (size - 1)) // size  # with sequences: the most that sum(ceil(len / size)) can be
+    group = max(1, min(group, count))
+    count = -(-count // group) * group
     if cu_seqlens is None:
-        return Chunks(size, -(-length // size), length)
-    n_seq = cu_seqlens.shape[0] - 1
-    count = (length + n_seq * (size - 1)) // size  # the most that sum(ceil(len / size)) can be
+        return Chunks(size, count, length, group)
     cu = cu_seqlens.astype(jnp.int32)
     ends = jnp.cumsum(-(-jnp.diff(cu) // size))  # last chunk + 1 of each sequence
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
@@ -65,7 +85,7 @@ def plan(length: int, size: int, cu_seqlens: jax.Array | None) -> Chunks:
     gather = jnp.where(token < cu[sequence + 1][:, None], token, length).reshape(-1)  # `length` reads as zero
     t = jnp.arange(length, dtype=jnp.int32)
     of_token = jnp.clip(jnp.searchsorted(cu, t, side="right") - 1, 0, n_seq - 1)
-    return Chunks(size, count, length, gather, starts[of_token] * size + t - cu[of_token], sequence)
+    return Chunks(size, count, length, group, gather, starts[of_token] * size + t - cu[of_token], sequence)
 
 
 class Segments(NamedTuple):
@@ -75,6 +95,11 @@ class Segments(NamedTuple):
     start: jax.Array  # [n, B, 1, C, 1]: the token sees the state that enters the chunk
     end: jax.Array  # [n, B, 1, C, 1]: the state that leaves the chunk sees the token
     through: jax.Array  # [n, B, 1, 1, 1]: the state passes through the whole chunk
+
+    @property
+    def pairs(self) -> jax.Array:
+        """[n, B, 1, C, C]: two tokens are in one segment."""
+        return self.ids == jnp.swapaxes(self.ids, -1, -2)
 
 
 def segments(chunks: Chunks, segment_ids: jax.Array | None) -> Segments | None:

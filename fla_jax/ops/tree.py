@@ -1,23 +1,24 @@
 """Scores and their gradients within a chunk, exact at every decay, by a binary tree over the tokens.
 
-A pair (t, i), i < t, is split at the one block boundary m (block size 1, 2, 4, ..., C / 2) that has i in the left and t in the right half of a block, so that
-its decay is a product of two factors whose exponents are both sums of log decays, hence <= 0::
+A pair (t, i), i < t, is split at the one block boundary m (block size s = 1, 2, 4, ..., C / 2) that has i in the left and t in the right half of a block of 2s
+tokens. Its decay is the product of two factors, both products of decays, hence both in [0, 1]::
 
-    sum_{i < j <= t} g_j  =  sum_{i < j < m} g_j  +  sum_{m <= j <= t} g_j
+    prod_{i < j <= t} d_j  =  prod_{i < j < m} d_j  *  prod_{m <= j <= t} d_j
 
-No exponential can overflow, no large sums are subtracted, -inf is legal, and all products are matrix products. "Rows" are the tokens t (r, a), "columns" the
-tokens i (k, b); a row kind is inclusive if its own decay g_t counts (r in RWKV-7) and exclusive if not (r in RWKV-6, a in RWKV-7).
+No exponential can overflow, nothing is divided, no large sums are subtracted, d = 0 (w = -inf) is legal. "Rows" are the tokens t (r, a), "columns" the tokens
+i (k, b). Level s holds the rows decayed from the start of their s-block and the columns decayed to the end of theirs; one matrix product per level, masked to
+its pairs, gives the scores. A row kind is inclusive if its own decay d_t counts (r in RWKV-7) and exclusive if not (r in RWKV-6, a in RWKV-7).
 
-Shapes: tokens [..., C, K]; p row kinds stacked [..., p, C, K]; q column kinds [..., q, C, K]; scores [..., p, C, q, C].
+Shapes: decays [..., C, K]; p row kinds [..., p, C, K]; q column kinds [..., q, C, K]; scores [..., p * C, q * C].
 """
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def dot(spec: str, *operands: jax.Array) -> jax.Array:
@@ -26,134 +27,99 @@ def dot(spec: str, *operands: jax.Array) -> jax.Array:
 
 
 class Level(NamedTuple):
-    """Decay factors of one tree level; ``nb`` blocks of two halves of ``s`` tokens."""
+    """One tree level: blocks of ``s`` tokens, ``total`` [..., C / s, K] their whole decay."""
 
-    rows: jax.Array  # [..., nb, p, s, K]: from the boundary to the row, in the right halves
-    cols: jax.Array  # [..., nb, 1, s, K]: from the column to the boundary, in the left halves
-    mask: jax.Array | None  # [..., nb, 1, s, 1, s]: pairs in one segment
-
-
-class Decays(NamedTuple):
-    """All decay factors of a chunk."""
-
-    levels: tuple[Level, ...]  # smallest blocks first
-    rows: jax.Array  # [..., p, C, K]: from the chunk's start to the row
-    cols: jax.Array  # [..., 1, C, K]: from the column to the chunk's end
-    through: jax.Array  # [..., K]: over the whole chunk
+    s: int
+    rows: jax.Array
+    cols: jax.Array
+    total: jax.Array
 
 
-def _halves(x: jax.Array, s: int) -> tuple[jax.Array, jax.Array]:
-    """[..., C, K] -> left and right halves [..., C / 2s, s, K]."""
-    x = x.reshape(*x.shape[:-2], x.shape[-2] // (2 * s), 2, s, x.shape[-1])
-    return x[..., 0, :, :], x[..., 1, :, :]
+def pairs(C: int, s: int) -> np.ndarray:
+    """[C, C] mask of the pairs (t, i) of level ``s``: t in the right, i in the left half of one block of 2s."""
+    t = np.arange(C)
+    return (t[:, None] // (2 * s) == t[None, :] // (2 * s)) & ((t[:, None] // s) % 2 == 1) & ((t[None, :] // s) % 2 == 0)
 
 
-def _join(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Inverse of `_halves`."""
-    x = jnp.stack([left, right], -3)
-    return x.reshape(*x.shape[:-4], -1, x.shape[-1])
+def _halves(x: jax.Array, s: int) -> jax.Array:
+    """[..., C, K] -> [..., C / 2s, 2, s, K]."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] // (2 * s), 2, s, x.shape[-1])
 
 
-def _exclusive(prefix: jax.Array) -> jax.Array:
-    """Inclusive prefix sums along axis -2 -> exclusive ones."""
-    return jnp.pad(prefix, [(0, 0)] * (prefix.ndim - 2) + [(1, 0), (0, 0)])[..., :-1, :]
+def _scale_half(x: jax.Array, total: jax.Array, s: int, right: bool) -> jax.Array:
+    """Multiplies one half of each 2s-block of ``x`` [..., p, C, K] by the other half's whole decay."""
+    total = total.reshape(*total.shape[:-2], -1, 2, total.shape[-1])
+    other = total[..., None, :, 0 if right else 1, None, None, :]  # [..., 1, nb, 1, 1, K]
+    is_half = (np.arange(2) == (1 if right else 0))[:, None, None]
+    x2 = _halves(x, s)
+    return jnp.where(is_half, x2 * other, x2).reshape(x.shape)
 
 
-def decays(g: jax.Array, inclusive: tuple[bool, ...], ids: jax.Array | None) -> Decays:
-    """Factors for log decays ``g`` [..., C, K] and row kinds ``inclusive``; ``ids`` [..., C, 1] number the segments."""
-    C = g.shape[-2]
-    rows_of = lambda prefix: jnp.exp(jnp.stack([prefix if kind else _exclusive(prefix) for kind in inclusive], -3))
-    prefix, suffix, levels, s = g, jnp.zeros_like(g), [], 1
-    while s < C:
-        (pl, pr), (sl, sr) = _halves(prefix, s), _halves(suffix, s)
-        mask = None
-        if ids is not None:
-            il, ir = _halves(ids, s)
-            mask = (ir == jnp.swapaxes(il, -1, -2))[..., None, :, None, :]
-        levels.append(Level(rows_of(pr), jnp.exp(sl)[..., None, :, :], mask))
-        prefix, suffix, s = _join(pl, pr + pl[..., -1:, :]), _join(sl + pr[..., -1:, :], sr), 2 * s
-    return Decays(tuple(levels), rows_of(prefix), jnp.exp(suffix)[..., None, :, :], jnp.exp(prefix[..., -1, :]))
+def levels(d: jax.Array, rows: jax.Array, cols: jax.Array, inclusive: tuple[bool, ...]) -> list[Level]:
+    """All levels, from single tokens (s = 1) to the whole chunk (s = C), for decays ``d`` = exp(w)."""
+    C = d.shape[-2]
+    kinds = np.array(inclusive)[:, None, None]
+    rows = jnp.where(kinds, rows * d[..., None, :, :], rows)
+    result = [Level(1, rows, cols, d)]
+    while result[-1].s < C:
+        s, rows, cols, total = result[-1]
+        halves = total.reshape(*total.shape[:-2], -1, 2, total.shape[-1])
+        merged = halves[..., 0, :] * halves[..., 1, :]
+        result.append(Level(2 * s, _scale_half(rows, total, s, True), _scale_half(cols, total, s, False), merged))
+    return result
 
 
-def _kinds(x: jax.Array) -> jax.Array:
-    """Sum over the one or two kinds on axis -3. Additions and not a reduction: jaxlib 0.10's CPU backend crashes in reductions of such high rank."""
-    return functools.reduce(jnp.add, (x[..., i, :, :] for i in range(x.shape[-3])))
+def _flat(x: jax.Array) -> jax.Array:
+    """[..., p, C, K] -> [..., p * C, K]."""
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
-def _kind_halves(x: jax.Array, s: int) -> tuple[jax.Array, jax.Array]:
-    """[..., p, C, K] -> halves [..., C / 2s, p, s, K]."""
-    left, right = _halves(x, s)
-    return jnp.swapaxes(left, -4, -3), jnp.swapaxes(right, -4, -3)
-
-
-def scores(rows: jax.Array, cols: jax.Array, diagonal: jax.Array, d: Decays) -> jax.Array:
-    """[..., p, C, q, C]: decayed products of rows and earlier columns; ``diagonal`` [..., C, p, q] where they meet."""
-    A = diagonal[..., :, None, :, None]  # [..., nb, p, s, q, s] with s = 1
-    for level in d.levels:
-        s = A.shape[-1]
-        right = _kind_halves(rows, s)[1] * level.rows
-        left = _kind_halves(cols, s)[0] * level.cols
-        cross = dot("...pik,...qjk->...piqj", right, left)
-        if level.mask is not None:
-            cross = jnp.where(level.mask, cross, 0)
-        A = A.reshape(*A.shape[:-5], -1, 2, *A.shape[-4:])
-        upper, lower = A[..., 0, :, :, :, :], A[..., 1, :, :, :, :]
-        A = jnp.concatenate([jnp.concatenate([upper, jnp.zeros_like(upper)], -1), jnp.concatenate([cross, lower], -1)], -3)
-    return A[..., 0, :, :, :, :]
+def scores(tree: list[Level]) -> jax.Array:
+    """[..., p * C, q * C]: decayed products of rows and earlier columns, zero on and above the diagonal."""
+    p, C, q = tree[0].rows.shape[-3], tree[0].rows.shape[-2], tree[0].cols.shape[-3]
+    A = jnp.zeros((), tree[0].rows.dtype)
+    for level in tree[:-1]:
+        A = jnp.where(np.tile(pairs(C, level.s), (p, q)), dot("...ik,...jk->...ij", _flat(level.rows), _flat(level.cols)), A)
+    return A if len(tree) > 1 else jnp.zeros((*_flat(tree[0].rows).shape[:-1], q * C), A.dtype)
 
 
 def inverse(A: jax.Array) -> jax.Array:
-    """(I - A)^-1 for strictly lower triangular ``A`` [..., C, C], by block forward substitution (never by doubling: that is unstable)."""
+    """(I - A)^-1 for strictly lower triangular ``A`` [..., C, C], by merging blocks (never by nilpotent doubling over many rows: that is unstable)."""
     C = A.shape[-1]
-    T = jnp.ones((*A.shape[:-2], C, 1, 1), A.dtype)
+    T = jnp.broadcast_to(jnp.eye(C, dtype=A.dtype), A.shape)
     s = 1
     while s < C:
-        nb = C // (2 * s)
-        blocks = A.reshape(*A.shape[:-2], nb, 2, s, nb, 2, s)[..., 1, :, :, 0, :]  # [..., nb, s, nb, s]
-        off = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-        T = T.reshape(*T.shape[:-3], nb, 2, s, s)
-        upper, lower = T[..., 0, :, :], T[..., 1, :, :]
-        cross = dot("...ij,...jk,...kl->...il", lower, off, upper)
-        T = jnp.concatenate([jnp.concatenate([upper, jnp.zeros_like(upper)], -1), jnp.concatenate([cross, lower], -1)], -2)
+        off = jnp.where(pairs(C, s), A, 0)
+        T = T + (off if s == 1 else dot("...ij,...jk->...ik", dot("...ij,...jk->...ik", T, off), T))
         s *= 2
-    return T[..., 0, :, :]
+    return T
 
 
-def gradients(dA: jax.Array, rows: jax.Array, cols: jax.Array, drows: jax.Array, dcols: jax.Array, dg: jax.Array, d: Decays, inclusive: tuple[bool, ...]):
+def gradients(tree: list[Level], dA: jax.Array, drows: jax.Array, dcols: jax.Array, dg: jax.Array, inclusive: tuple[bool, ...]):
     """Gradients of rows, columns and log decays.
 
-    ``dA`` [..., p, C, q, C] are cotangents of the scores (only those below the diagonal are read); ``drows``, ``dcols`` [..., p or q, C, K] the parts that
-    come through the states at the chunk's start and end, and ``dg`` [..., C, K] the part of the state that passes through.
+    ``dA`` [..., p * C, q * C] are the cotangents of the scores (only those below the diagonal are read); ``drows``, ``dcols`` [..., p or q, C, K] those of
+    the last level's rows and columns (the state's way in and out of the chunk), and ``dg`` [..., C, K] the part of the state that passes through.
 
-    Every term of dg_j carries a decay that contains g_j: rows after j whose factor spans j, and columns before j whose factor spans j. Both are sums over half
-    blocks, walked from the largest block down: nothing is added that must be subtracted again.
+    dg_j collects every term whose decay contains d_j. At each level these are the rows right of j's block whose factor spans the block, and the columns left
+    of it: sums over half blocks, walked from the whole chunk down. Nothing is added that must be subtracted again.
     """
-    C = rows.shape[-2]
-    p, q = rows.shape[-3], cols.shape[-3]
-    D = dA[..., None, :, :, :, :]
-    after = _kinds(rows * drows)[..., None, :, :]  # [..., nb, 2s, K]: row terms whose factor starts before this block
-    before = _kinds(cols * dcols)[..., None, :, :]  # column terms whose factor ends after this block
-    dg, drows, dcols = dg[..., None, :, :], drows[..., None, :, :, :], dcols[..., None, :, :, :]
-    split = lambda x: (lambda y: (y[..., 0, :, :], y[..., 1, :, :]))(x.reshape(*x.shape[:-2], 2, x.shape[-2] // 2, x.shape[-1]))
-    join = lambda left, right, axis: (lambda y: y.reshape(*y.shape[:axis - 1], -1, *y.shape[axis + 1 :]))(jnp.stack([left, right], axis))
-    for level in reversed(d.levels):
-        s = level.cols.shape[-2]
-        right = _kind_halves(rows, s)[1]
-        left = _kind_halves(cols, s)[0]
-        D = D.reshape(*D.shape[:-4], p, 2, s, q, 2, s)
-        cross = D[..., 1, :, :, 0, :]  # [..., nb, p, s, q, s]
-        if level.mask is not None:
-            cross = jnp.where(level.mask, cross, 0)
-        drow = level.rows * dot("...piqj,...qjk->...pik", cross, left * level.cols)
-        dcol = level.cols * dot("...piqj,...pik->...qjk", cross, right * level.rows)
-        D = join(D[..., 0, :, :, 0, :], D[..., 1, :, :, 1, :], -5)
-        (al, ar), (bl, br), (gl, gr) = split(after), split(before), split(dg)
-        dg = join(gl + jnp.sum(ar, -2, keepdims=True), gr + jnp.sum(bl, -2, keepdims=True), -3)
-        after = join(al, ar + _kinds(right * drow), -3)
-        before = join(bl + _kinds(left * dcol), br, -3)
-        (rl, rr), (cl, cr) = split(drows), split(dcols)
-        drows, dcols = join(rl, rr + drow, -4), join(cl + dcol, cr, -4)
-    flat = lambda x: jnp.moveaxis(x[..., 0, :], -3, -2)  # [..., C, p, 1, K] -> [..., p, C, K]
-    drows, dcols, dg = flat(drows), flat(dcols), dg[..., 0, :]
-    own = [rows[..., i, :, :] * drows[..., i, :, :] for i in range(p) if inclusive[i]]
-    return drows, dcols, sum(own, start=dg)
+    p, C, q = drows.shape[-3], drows.shape[-2], dcols.shape[-3]
+    left = (np.arange(2) == 0)[:, None, None]
+    for i in range(len(tree) - 2, -1, -1):
+        above, level = tree[i + 1], tree[i]
+        s = level.s
+        spans = jnp.sum(_halves(_kinds(above.rows * drows), s), -2, keepdims=True)[..., 1:, :, :]  # rows of the right half reach over the left one
+        spanned = jnp.sum(_halves(_kinds(above.cols * dcols), s), -2, keepdims=True)[..., :1, :, :]
+        dg = (_halves(dg, s) + jnp.where(left, spans, spanned)).reshape(dg.shape)
+        D = jnp.where(np.tile(pairs(C, s), (p, q)), dA, 0)
+        drows = _scale_half(drows, level.total, s, True) + dot("...ij,...jk->...ik", D, _flat(level.cols)).reshape(drows.shape)
+        dcols = _scale_half(dcols, level.total, s, False) + dot("...ij,...ik->...jk", D, _flat(level.rows)).reshape(dcols.shape)
+    own = tree[0].rows * drows
+    dg = dg + sum(own[..., i, :, :] for i in range(p) if inclusive[i])
+    return jnp.where(np.array(inclusive)[:, None, None], drows * tree[0].total[..., None, :, :], drows), dcols, dg
+
+
+def _kinds(x: jax.Array) -> jax.Array:
+    """Sum over the one or two kinds on axis -3. Not a reduction: jaxlib 0.10's CPU backend crashes in reductions of such high rank."""
+    return x[..., 0, :, :] if x.shape[-3] == 1 else x[..., 0, :, :] + x[..., 1, :, :]
