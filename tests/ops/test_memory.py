@@ -1,0 +1,96 @@
+"""What the backward keeps, and that a rematerialised block does not run an op's forward twice."""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import IMPLEMENTATIONS, OPS, Case
+
+import fla_jax
+
+each_op = pytest.mark.parametrize("op", OPS)
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def _residual_floats(op, implementation, T, K=32, V=16):
+    """Floating-point numbers that the vjp of one call keeps besides the call's own inputs."""
+    x = cases.build(Case(op, B=1, T=T, H=1, K=K, V=V))
+    f = lambda arrays: cases.call(op, arrays, implementation=implementation, chunk_size=16)
+    leaves = jax.tree.leaves(jax.eval_shape(lambda arrays: jax.vjp(f, arrays)[1], x.arrays))
+    floats = sum(a.size for a in leaves if jnp.issubdtype(a.dtype, jnp.floating))
+    return floats - sum(a.size for a in x.arrays.values()), [a.shape for a in leaves]
+
+
+@each_implementation
+@each_op
+def test_residuals_hold_one_state_per_chunk(op, implementation):
+    """Inputs, and no more than a state [K, V] for every 16 tokens and one row of values for every token (a state for every token would be 10 times more)."""
+    K, V, T = 32, 16, 256
+    kept, shapes = _residual_floats(op, implementation, T)
+    assert kept <= (T // 16 + 2) * K * V + T * V, shapes
+    twice, _ = _residual_floats(op, implementation, 2 * T)
+    assert 0 <= twice - kept <= (T // 16) * K * V + T * V
+
+
+def _equations(jaxpr, found):
+    for eqn in jaxpr.eqns:
+        found.append(eqn)
+        for sub in jax.core.jaxprs_in_params(eqn.params):
+            _equations(sub, found)
+    return found
+
+
+def _whiles(f, *args) -> int:
+    """Loops in the optimised program, dead and repeated ones removed."""
+    return jax.jit(f).lower(*args).compile().as_text().count(" while(")
+
+
+@each_implementation
+@each_op
+@pytest.mark.parametrize("policy", ["ours", "combined"])
+def test_remat_policy_runs_the_forward_once(op, implementation, policy):
+    """Loops in the gradient of two blocks: without remat and with the policy the same number, with plain remat more (so the count sees what it should)."""
+    x = cases.build(Case(op, B=1, T=64, H=1, K=4, V=4))
+    ours = fla_jax.remat_policy()
+    if policy == "combined":
+        ours = jax.checkpoint_policies.save_from_both_policies(ours, jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+
+    def block(v, scale):
+        o, final = cases.call(op, {**x.arrays, "v": jnp.tanh(v * scale)}, implementation=implementation, chunk_size=4)
+        return v + jnp.tanh(o) * jnp.sum(final)
+
+    def loss(scales, wrap):
+        return jnp.sum(wrap(block)(wrap(block)(x.arrays["v"], scales[0]), scales[1]))
+
+    count = lambda wrap: _whiles(jax.grad(functools.partial(loss, wrap=wrap)), jnp.array([0.5, 0.7]))
+    plain = count(lambda f: f)
+    again = count(jax.checkpoint)
+    kept = count(functools.partial(jax.checkpoint, policy=ours))
+    assert kept == plain < again, (plain, kept, again)
+
+
+@each_op
+def test_checkpoint_names_are_on_output_final_state_and_states(op):
+    """Layers may name these in policies of their own."""
+    x = cases.build(Case(op, B=1, T=32, H=1))
+    f = lambda arrays: jax.vjp(lambda a: cases.call(op, a), arrays)[0]
+    names = {e.params["name"] for e in _equations(jax.make_jaxpr(f)(x.arrays).jaxpr, []) if e.primitive.name == "name"}
+    assert names == set(fla_jax.CHECKPOINT_NAMES)
+
+
+@each_implementation
+@each_op
+def test_remat_with_the_policy_changes_no_value(op, implementation):
+    x = cases.build(Case(op, T=33))
+    f = jax.checkpoint(lambda a: cases.call(op, a, implementation=implementation), policy=fla_jax.remat_policy())
+
+    def run(arrays):
+        (o, final), pull = jax.vjp(f, arrays)
+        return cases.Outputs(o, final, pull((jnp.asarray(x.do), jnp.asarray(x.ds)))[0])
+
+    got = jax.device_get(jax.jit(run)(x.arrays))
+    cases.compare(got, cases.expected(Case(op, T=33)))
+    assert np.all(np.isfinite(got.o))
