@@ -74,7 +74,8 @@ def check_inputs(op: str, arrays: Mapping[str, jax.Array], lower_bound: float | 
         checkify.check(low >= lower_bound * (1 + 2.0**-7), f"{op}: lower_bound promises w >= {lower_bound}, got a smallest value of {{w}}", w=low)
     if cu_seqlens is not None:
         T = w.shape[1]
-        ok = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & jnp.all(jnp.diff(cu_seqlens) >= 0)
+        cu = cu_seqlens.astype(jnp.int32)  # differences of unsigned integers are never negative
+        ok = (cu[0] == 0) & (cu[-1] == T) & jnp.all(jnp.diff(cu) >= 0)
         checkify.check(ok, f"{op}: cu_seqlens must rise from 0 to T = {T} without falling")
 
 
