@@ -1,0 +1,86 @@
+"""Runs one implementation of one op on eight fake devices and prints, as JSON, the collectives of each sharded program and its errors against the oracle.
+
+Started by test_sharding.py in a process of its own: the number of devices is fixed when JAX starts.
+"""
+
+import json
+import math
+import re
+import sys
+
+import cases
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+HEADS, ROWS, TIME = P("data", None, "model"), P(("data", "model")), P(None, ("data", "model"))
+# name: (axis type, spec of the token arrays and cotangent, of the states, of u)
+LAYOUTS = {
+    "auto, rows and heads": (AxisType.Auto, HEADS, P("data", "model"), P("model")),
+    "auto, rows": (AxisType.Auto, ROWS, ROWS, P()),
+    "auto, segments": (AxisType.Auto, HEADS, P("data", "model"), P("model")),
+    "auto, time": (AxisType.Auto, TIME, P(), P()),
+    "explicit, rows and heads": (AxisType.Explicit, HEADS, P("data", "model"), P("model")),
+    "explicit, rows": (AxisType.Explicit, ROWS, ROWS, P()),
+    "shard_map, rows and heads": (AxisType.Auto, HEADS, P("data", "model"), P("model")),
+}
+
+
+def collectives(text: str) -> list[list]:
+    """[kind, elements of its largest result] of every collective in an optimised program."""
+    found = []
+    for result, kind in re.findall(rf"= (\S+(?: \S+)*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", text):
+        shapes = re.findall(r"\w+\[([\d,]*)\]", result)
+        found.append([kind, max(math.prod(int(n) for n in s.split(",") if n) for s in shapes)])
+    return found
+
+
+def program(op: str, implementation: str, mesh, name: str, specs):
+    """Function and shardings of its arguments; for shard_map the sum of du over rows is the caller's, as for any replicated parameter."""
+    run = cases.runner(op, implementation, chunk_size=8)
+    if not name.startswith("shard_map"):
+        return run
+    arrays, do, ds = specs
+    out = cases.Outputs(do, ds, arrays)
+
+    def local(arrays, do, ds):
+        got = run(arrays, do, ds)
+        return got._replace(grads={n: jax.lax.psum(g, "data") if n == "u" else g for n, g in got.grads.items()})
+
+    return lambda arrays, do, ds: jax.shard_map(local, mesh=mesh, in_specs=(arrays_specs(arrays, specs), *specs[1:]), out_specs=out, check_vma=False)(arrays, do, ds)
+
+
+def arrays_specs(arrays, specs):
+    return {n: specs[0][n] for n in arrays}
+
+
+def main(op: str, implementation: str) -> None:
+    report = {}
+    for name, (kind, token, state, u) in LAYOUTS.items():
+        case = cases.Case(op, B=8, T=32, H=4, K=4, V=4, chunk_size=8)
+        if "segments" in name:
+            case = cases.Case(op, B=8, T=32, H=4, K=4, V=4, chunk_size=8, layout="segments", lengths=(5, 9, 1, 17))
+        x = cases.build(case)
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+        specs = ({n: u if n == "u" else state if n == "initial_state" else token for n in x.arrays}, token, state)
+        try:
+            with jax.set_mesh(mesh):
+                put = lambda a, spec, mesh=mesh: jax.device_put(a, NamedSharding(mesh, spec))
+                args = [{n: put(a, specs[0][n]) for n, a in x.arrays.items()}, put(x.do, token), put(x.ds, state)]
+                if x.segment_ids is not None:
+                    args.append(put(x.segment_ids, P("data")))
+                compiled = jax.jit(program(op, implementation, mesh, name, specs)).lower(*args).compile()
+                got = jax.device_get(compiled(*args))
+            found = collectives(compiled.as_text())
+            cases.compare(got, cases.expected(case))
+            report[name] = {"collectives": found, "error": None}
+        except Exception as e:
+            report[name] = {"collectives": None, "error": f"{type(e).__name__}: {e}"[:2000]}
+    print("REPORT", json.dumps(report))
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 8 and np.prod(len(jax.devices())) == 8
+    main(*sys.argv[1:])
