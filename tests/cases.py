@@ -148,7 +148,7 @@ def call(op: str, arrays: dict[str, Any], form: str = "chunk", **options: Any):
     return getattr(ops, f"{form}_{op}")(*inputs, initial_state=arrays.get("initial_state"), **options)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def runner(op: str, implementation: str | None, form: str = "chunk", **options: Any):
     """Jitted ``(arrays, do, ds, segment_ids, cu_seqlens) -> Outputs``; one function for each set of static options, so that cases share compilations."""
 

@@ -16,9 +16,10 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _report(op, implementation):
-    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu", PYTHONPATH=str(HERE.parent))
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu", PYTHONPATH=path)
     done = subprocess.run([sys.executable, str(HERE / "sharded_run.py"), op, implementation], env=env, capture_output=True, text=True, timeout=500)
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert done.returncode == 0 and lines, f"exit status {done.returncode}\n{done.stderr[-4000:]}"

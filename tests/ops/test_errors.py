@@ -98,7 +98,9 @@ def test_dtypes(op, form):
     for name in INPUTS[op]:
         refused(TypeError, rf"^{name} must have a floating-point dtype, got int32", op, {name: x[name].astype(np.int32)}, form)
         refused(TypeError, rf"^{name} must have a floating-point dtype, got complex64", op, {name: x[name].astype(np.complex64)}, form)
-        refused(TypeError, rf"^{name} must be float16, bfloat16, float32 or float64, got float8_e4m3fn", op, {name: jnp.asarray(x[name], jnp.float8_e4m3fn)}, form)
+        refused(
+            TypeError, rf"^{name} must be float16, bfloat16, float32 or float64, got float8_e4m3fn", op, {name: jnp.asarray(x[name], jnp.float8_e4m3fn)}, form
+        )
         if name != "initial_state":
             refused(TypeError, rf"^{name} must be a floating-point array, got list", op, {name: x[name].tolist()}, form)
             refused(TypeError, rf"^{name} must be a floating-point array, got NoneType", op, {name: None}, form)

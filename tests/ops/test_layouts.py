@@ -91,7 +91,7 @@ def test_both_layouts_equal_separate_calls(op, implementation):
 @each_implementation
 @each_op
 def test_layout_arguments_come_as_lists_numpy_and_any_integer_type(op, implementation):
-    x = cases.build(Case(op, layout="packed", lengths=(3, 5)))
+    x = cases.build(Case(op, layout="packed", lengths=(3, 5), K=2, V=2))
     results = [cases.call(op, x.arrays, implementation=implementation, cu_seqlens=cu) for cu in ([0, 3, 8], (0, 3, 8), np.array([0, 3, 8], np.uint8))]
     one = {**x.arrays, "initial_state": x.arrays["initial_state"][:1]}
     results += [cases.call(op, one, implementation=implementation, segment_ids=ids) for ids in ([[1, 1, 1] + [2] * 5], np.int8([[3, 3, 3] + [-1] * 5]))]
