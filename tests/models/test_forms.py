@@ -1,0 +1,148 @@
+"""One model in many forms: prefill, steps and splits; packed documents; scanned, unscanned and rematerialised layers."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_models as small
+
+from fla_jax.models import causal_lm, stack_layers, unstack_layers
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=small.VERSIONS)
+def setup(request):
+    model = small.model(request.param)
+    return request.param, model, small.params(model), jax.jit(model.apply)
+
+
+def close(got, want, tolerance=TOLERANCE):
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), tolerance), got, want)
+
+
+def test_any_split_is_the_whole(setup):
+    _, model, params, apply = setup
+    tokens, state = small.tokens(2, 9), small.random_state(model, 2)
+    want = apply({"params": params}, tokens, state)
+    for split in ((5, 4), (1,) * 9):
+        logits, s, start = [], state, 0
+        for n in split:
+            row, s = apply({"params": params}, tokens[:, start : start + n], s)
+            logits.append(row)
+            start += n
+        close((jnp.concatenate(logits, 1), s), want)
+
+
+def test_no_state_is_zeros(setup):
+    _, model, params, apply = setup
+    tokens = small.tokens(2, 4)
+    assert jax.tree.structure(model.init_state(2)) == jax.tree.structure(apply({"params": params}, tokens)[1])
+    jax.tree.map(np.testing.assert_array_equal, apply({"params": params}, tokens), apply({"params": params}, tokens, model.init_state(2)))
+
+
+def test_packed_documents(setup):
+    """Rows of documents give what the documents alone give; only the first one continues the incoming state."""
+    _, model, params, apply = setup
+    tokens, state = small.tokens(2, 9), small.random_state(model, 2)
+    ids = jnp.array([[0, 0, 0, 1, 1, 1, 1, 1, 1], [7, 7, 7, 3, 3, 3, 7, 7, 7]])
+    logits, new = apply({"params": params}, tokens, state, ids)
+    first, _ = apply({"params": params}, tokens[:, :3], state)
+    close(logits[:, :3], first)
+    row, last = apply({"params": params}, tokens[:1, 3:])
+    close((logits[:1, 3:], jax.tree.map(lambda x: x[:, :1], new)), (row, last))
+    middle, _ = apply({"params": params}, tokens[:, 3:6])
+    close(logits[1:, 3:6], middle[1:])
+    end, last = apply({"params": params}, tokens[:, 6:])
+    close((logits[1:, 6:], jax.tree.map(lambda x: x[:, 1:], new)), (end[1:], jax.tree.map(lambda x: x[:, 1:], last)))
+    # and it matters: without the ids everything after the first document differs
+    plain, _ = apply({"params": params}, tokens, state)
+    assert small.error(plain[:, 3], logits[:, 3]) > 1e-2
+
+
+def test_hidden_and_head(setup):
+    _, model, params, apply = setup
+    tokens = small.tokens(2, 4)
+    hidden, state = model.apply({"params": params}, tokens, method="hidden")
+    assert hidden.shape == (2, 4, 32)
+    close((model.apply({"params": params}, hidden, method="logits"), state), apply({"params": params}, tokens))
+    assert hidden.dtype == jnp.float32
+
+
+def value_and_grad(model, params, tokens):
+    """Result and gradients, those of the initial state included."""
+
+    def loss(params, state):
+        logits, state = model.apply({"params": params}, tokens, state, jnp.array([[0] * 4 + [1] * 3] * 2))
+        return jnp.sum(jnp.sin(logits)) + sum(jnp.sum(x**2) for x in jax.tree.leaves(state)), (logits, state)
+
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=small.FAST_COMPILE)
+    (_, results), grads = gradient(params, small.random_state(model, 2))
+    return results, grads
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_scan_and_remat(version):
+    model, tokens = small.model(version, num_layers=2, implementation="reference"), small.tokens(2, 7)
+    params = small.params(model)
+    results, (dparams, dstate) = value_and_grad(model, params, tokens)
+    assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(dparams)), "a parameter without gradient is not tested"
+    for scan, remat in ((False, True), (True, True)):
+        other = small.model(version, num_layers=2, implementation="reference", scan_layers=scan, remat=remat)
+        got, (dp, ds) = value_and_grad(other, stack_layers(params) if scan else params, tokens)
+        close(got, results)
+        close(ds, dstate)
+        close(unstack_layers(dp) if scan else dp, dparams)
+
+
+def test_stacking_is_exact(setup):
+    version, _, params, _ = setup
+    stacked = stack_layers(params)
+    jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
+    scanned = small.shapes(small.model(version, scan_layers=True), jnp.zeros((1, 2), jnp.int32))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), stacked) == jax.tree.map(lambda x: (x.shape, x.dtype), scanned)
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(unstack_layers(stacked)), stacked)
+
+
+def test_stacking_refuses_the_wrong_form(setup):
+    _, _, params, _ = setup
+    with pytest.raises(ValueError, match="params must hold blocks,"):
+        unstack_layers(params)
+    with pytest.raises(ValueError, match="without gaps"):
+        stack_layers({name: value for name, value in params.items() if name != "blocks_1"})
+
+
+@pytest.mark.parametrize("version, scan", [(6, False), (7, True)])
+def test_remat_runs_the_op_once(version, scan, monkeypatch):
+    """In the compiled gradient: the token loops of the reference implementation are as many with remat as without, one forward and its backward a layer."""
+    tokens = small.tokens(1, 5)
+
+    def loops(remat):
+        model = small.model(version, num_layers=2, scan_layers=scan, remat=remat, implementation="reference")
+        params = small.shapes(model, tokens)
+        gradient = jax.jit(jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens)[0])), compiler_options=small.FAST_COMPILE)
+        return gradient.lower(params).compile().as_text().count(" while(")
+
+    kept = loops(True)
+    assert kept == loops(False)
+    monkeypatch.setattr(causal_lm, "remat_policy", lambda: jax.checkpoint_policies.nothing_saveable)
+    assert loops(True) > kept, "the count does not see a second forward"
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_logical_axes(version):
+    """Boxed on request only; names fit the shapes, scanned layers included."""
+    tokens = small.tokens(1, 2)
+    for scan in (False, True):
+        plain = small.shapes(small.model(version, scan_layers=scan), tokens)
+        assert not any(isinstance(x, nn.LogicallyPartitioned) for x in jax.tree.leaves(plain, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)))
+        boxed = small.shapes(small.model(version, scan_layers=scan, logical_axes=True), tokens)
+        assert jax.tree.structure(nn.meta.unbox(boxed)) == jax.tree.structure(plain)
+        leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+        for path, box in leaves:
+            assert isinstance(box, nn.LogicallyPartitioned), jax.tree_util.keystr(path)
+            assert len(box.names) == box.value.ndim, jax.tree_util.keystr(path)
+            assert (box.names[0] == "layers") == (path[0].key == "blocks")
