@@ -1,0 +1,199 @@
+"""Layers on their own: official equations, standing at any depth, the op they call, arguments that do not fit, low precision."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import official
+import pytest
+import small_models as small
+
+import fla_jax
+from fla_jax.layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward, RWKVState, rwkv6, rwkv7, token_shift
+from fla_jax.layers.rwkv7 import normalise
+
+B, T, C, N = 2, 6, 32, 16
+FIELDS = {"hidden_size": C, "num_layers": 3}
+X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, C)), jnp.float32)
+V_FIRST = X[::-1]
+STATE = RWKVState(X[:, 0], X[:, 1], jnp.asarray(np.random.default_rng(1).normal(size=(B, C // N, N, N)), jnp.float32))
+
+
+def attention(version, layer=1, **options):
+    """The layer, and its positional inputs between state and segment_ids."""
+    cls = {6: RWKV6Attention, 7: RWKV7Attention}[version]
+    return cls(**{**FIELDS, "head_dim": N, "layer_index": layer, **options}), ((V_FIRST if layer else None,) if version == 7 else ())
+
+
+def drawn(layer, *inputs):
+    return small.draw(small.shapes(layer, *inputs))
+
+
+def squeezed(params):
+    z = official.checkpoint({"ln0": {"scale": np.ones(1), "bias": np.ones(1)}, "att": params}, 0)
+    return official.lookup(z, "att.")
+
+
+@pytest.mark.parametrize("version, layer", [(6, 0), (6, 2), (7, 0), (7, 2)])
+def test_attention(version, layer):
+    att, extra = attention(version, layer)
+    params = drawn(att, X, STATE, *extra)
+    y, state, *v_first = jax.jit(att.apply)({"params": params}, X, STATE, *extra)
+    p = squeezed(params)
+    for b in range(B):
+        last, S = np.asarray(STATE.att_shift[b], np.float64), np.asarray(STATE.wkv[b], np.float64)
+        for t in range(T):
+            x = np.asarray(X[b, t], np.float64)
+            if version == 6:
+                want, S = official.time_mix6(p, x, last, S)
+            else:
+                want, S, v = official.time_mix7(p, x, last, S, np.asarray(V_FIRST[b, t]), layer)
+                assert small.error(v_first[0][b, t], v) < 1e-5
+            last = x
+            assert small.error(y[b, t], want) < 1e-5
+        assert small.error(state.wkv[b], S) < 1e-5
+    np.testing.assert_array_equal(state.att_shift, X[:, -1])
+    np.testing.assert_array_equal(state.ffn_shift, STATE.ffn_shift)
+
+
+@pytest.mark.parametrize("cls, mix", [(RWKV6FeedForward, official.channel_mix6), (RWKV7FeedForward, official.channel_mix7)])
+def test_feed_forward(cls, mix):
+    ffn = cls(**FIELDS)
+    params = drawn(ffn, X)
+    y, shift = jax.jit(ffn.apply)({"params": params}, X, STATE.ffn_shift)
+    p = squeezed(params)
+    for b in range(B):
+        rows = np.asarray(jnp.concatenate([STATE.ffn_shift[b : b + 1], X[b]]), np.float64)
+        assert small.error(y[b], [mix(p, rows[t + 1], rows[t]) for t in range(T)]) < 1e-5
+    np.testing.assert_array_equal(shift, X[:, -1])
+
+
+def test_a_traced_index_is_the_same_layer():
+    """Layer 0 of RWKV-7 with an index that only the run time knows: the value residual is off."""
+    att, _ = attention(7, 0)
+    params = drawn(att, X)
+    full = drawn(attention(7, 1)[0], X, STATE, V_FIRST)
+    full = {**full, **params}
+    want = jax.jit(att.apply)({"params": params}, X, STATE)
+
+    @jax.jit
+    def traced(index):
+        return RWKV7Attention(**FIELDS, head_dim=N, layer_index=index).apply({"params": full}, X, STATE, V_FIRST)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), traced(0), want)
+    assert small.error(traced(1)[0], want[0]) > 1e-3
+
+
+@pytest.mark.parametrize("version, module", [(6, rwkv6), (7, rwkv7)])
+def test_which_op_is_called(version, module, monkeypatch):
+    calls = []
+
+    def spy(name, op, *args, **kwargs):
+        calls.append((name, {**kwargs, "w": args[1 if version == 7 else 3].dtype}))
+        return op(*args, **kwargs)
+
+    for name in (f"chunk_rwkv{version}", f"fused_recurrent_rwkv{version}"):
+        monkeypatch.setattr(module, name, functools.partial(spy, name, getattr(module, name)))
+    att, extra = attention(version, chunk_size=2, implementation="reference", dtype=jnp.bfloat16)
+    for n in (4, 1):
+        jax.eval_shape(att.init, jax.random.key(0), X[:, :n], None, *(x[:, :n] for x in extra))
+    (many, options), (one, single) = calls
+    assert (many, one) == (f"chunk_rwkv{version}", f"fused_recurrent_rwkv{version}")
+    assert options["chunk_size"] == 2 and options["implementation"] == single["implementation"] == "reference"
+    assert options.get("lower_bound") == (-0.61 if version == 7 else None)
+    assert options["w"] == single["w"] == jnp.float32, "the decay is float32 whatever the compute dtype"
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+def test_bfloat16_is_finite_at_initialisation(version, param_dtype):
+    """Whole models: values and gradients, for a row with a repeated token too, whose token shift is all zero."""
+    model = small.model(version, scan_layers=True, dtype=jnp.bfloat16, param_dtype=param_dtype, implementation="reference")
+    tokens = small.tokens(2, 6).at[1].set(3)
+    params = jax.jit(model.init, compiler_options=small.FAST_COMPILE)(jax.random.key(0), tokens[:, :1])["params"]
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(param_dtype)}
+
+    def loss(params, state):
+        logits, state = model.apply({"params": params}, tokens, state)
+        assert logits.dtype == jnp.float32 and state.wkv.dtype == jnp.float32 and state.att_shift.dtype == jnp.bfloat16
+        return jnp.mean(jax.nn.logsumexp(logits, -1)) + sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(state))
+
+    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=small.FAST_COMPILE)(params, model.init_state(2))
+    assert np.isfinite(value)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_bfloat16_is_near_float32(version):
+    params = small.params(small.model(version))
+    tokens = small.tokens(2, 8)
+    run = lambda dtype: jax.jit(small.model(version, dtype=dtype, implementation="reference").apply, compiler_options=small.FAST_COMPILE)
+    full, half = (run(dtype)({"params": params}, tokens)[0] for dtype in (jnp.float32, jnp.bfloat16))
+    assert 1e-4 < np.sqrt(np.mean((full - half) ** 2)) / np.std(full) < 0.05
+
+
+def test_extreme_decay_has_finite_gradients():
+    """RWKV-6: exp(x) overflows from x = 89 on."""
+    att, _ = attention(6, implementation="reference")
+    params = {**drawn(att, X), "time_decay": jnp.full(C, 100.0)}
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(att.apply({"params": p}, X)[0])), compiler_options=small.FAST_COMPILE)(params)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(grads))
+
+
+def test_normalise():
+    x = jnp.array([[3.0, 4.0], [0.0, 0.0], [1e-13, 0.0], [3e-10, 4e-10]])
+    np.testing.assert_allclose(normalise(x), [[0.6, 0.8], [0, 0], [0.1, 0], [0.6, 0.8]], rtol=1e-6)
+    slope = jax.grad(lambda x: jnp.sum(normalise(x) * jnp.array([1.0, 2.0])))(x)
+    np.testing.assert_allclose(slope[0], [(1 - 0.6 * 2.2) / 5, (2 - 0.8 * 2.2) / 5], rtol=1e-5)
+    assert not slope[1:3].any()
+
+
+def test_token_shift():
+    x = jnp.arange(1.0, 11.0).reshape(2, 5, 1)
+    last = jnp.array([[-1.0], [-2.0]])
+    np.testing.assert_array_equal(token_shift(x, last)[..., 0], [[-1, 1, 2, 3, 4], [-2, 6, 7, 8, 9]])
+    ids = jnp.array([[5, 5, 0, 0, 5], [1, 2, 3, 3, 3]])
+    np.testing.assert_array_equal(token_shift(x, last, ids)[..., 0], [[-1, 1, 0, 3, 0], [-2, 0, 0, 8, 9]])
+
+
+def test_promises_to_the_op_hold():
+    """The checked mode looks at the decay's sign and lower bound, and at the growth of the state."""
+    att, extra = attention(7, rate_scale=2.0, implementation="reference")
+    params = jax.tree.map(lambda x: 5 * x, drawn(att, X, None, *extra))
+    fla_jax.checked(lambda p: att.apply({"params": p}, X, None, *extra)[0])(params)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"x": X[0]}, ValueError, "x must have shape"),
+        ({"x": X[..., :-1]}, ValueError, "x must have shape"),
+        ({"x": X.astype(jnp.int32)}, TypeError, "x must have a floating-point dtype"),
+        ({"x": X[:, :0]}, ValueError, "T = 0"),
+        ({"head_dim": 5}, ValueError, "hidden_size must be a multiple of head_dim"),
+        ({"state": STATE.replace(wkv=STATE.wkv[:1])}, ValueError, "state.wkv must have shape"),
+        ({"state": STATE.replace(att_shift=X)}, ValueError, "state.att_shift must have shape"),
+        ({"state": (X, X)}, TypeError, "state must be an RWKVState"),
+        ({"segment_ids": jnp.zeros((B, T + 1), jnp.int32)}, ValueError, "segment_ids must have shape"),
+        ({"segment_ids": jnp.zeros((B, T))}, TypeError, "segment_ids must be integers"),
+        ({"implementation": "nope"}, ValueError, "implementation must be one of"),
+        ({"chunk_size": 3}, ValueError, "chunk_size must be a power of two"),
+        ({"v_first": None}, ValueError, "v_first must be given"),
+        ({"v_first": X[:, :-1]}, ValueError, "v_first must have shape"),
+        ({"rate_scale": 0}, ValueError, "rate_scale must be"),
+    ],
+)
+def test_errors_name_the_argument(change, error, message):
+    names = ("x", "state", "v_first", "segment_ids")
+    inputs = {"x": X, "state": STATE, "v_first": V_FIRST, "segment_ids": None, **{k: v for k, v in change.items() if k in names}}
+    fields = {k: v for k, v in change.items() if k not in names}
+    with pytest.raises(error, match=message):
+        jax.eval_shape(lambda: attention(7, **fields)[0].init(jax.random.key(0), **inputs))
+
+
+def test_feed_forward_errors():
+    with pytest.raises(ValueError, match="shift must have shape"):
+        RWKV7FeedForward(**FIELDS).init(jax.random.key(0), X, X)

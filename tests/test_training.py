@@ -1,0 +1,174 @@
+"""The recipe: parameter groups, schedule, loss."""
+
+from __future__ import annotations
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_models as small
+
+from fla_jax.training import cross_entropy, parameter_groups, rwkv_optimizer, rwkv_schedule
+
+WIDE = ("receptance", "key", "value", "gate", "output", "head")
+
+
+def names(tree):
+    return {tuple(key.key for key in path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+@pytest.mark.parametrize("scan", [False, True])
+def test_groups(version, scan):
+    groups = names(parameter_groups(small.shapes(small.model(version, scan_layers=scan), jnp.zeros((1, 2), jnp.int32))))
+    layers = 1 if scan else 2
+    base = {path for path, group in groups.items() if group == "decay_base"}
+    assert {path[-1] for path in base} == {"w0" if version == 7 else "time_decay"} and len(base) == layers
+    matrices = {path for path, group in groups.items() if group == "matrix"}
+    assert matrices == {path for path in groups if path[-1] == "embedding" or (path[-1] == "kernel" and path[-2] in WIDE)}
+    assert len(matrices) == 2 + layers * (6 if version == 7 else 8)
+    # what is left has two or more axes only where it is low rank, per head or stacked
+    rest = {path[-1] for path, group in groups.items() if group == "other"}
+    assert {"scale", "bias"} < rest
+    assert ({"w1", "w2", "g2", "r_k"} if version == 7 else {"time_maa_w1", "time_maa_w2", "time_decay_w2", "time_faaaa"}) < rest
+
+
+def test_groups_of_boxed_parameters():
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    plain, boxed = (parameter_groups(small.shapes(small.model(7, scan_layers=True, logical_axes=flag), tokens)) for flag in (False, True))
+    assert nn.meta.unbox(boxed) == plain
+
+
+def adam(p, grads, lrs, weight_decay, scale):
+    """Adam with decoupled weight decay in Python floats."""
+    m = v = 0.0
+    for t, (g, lr) in enumerate(zip(grads, lrs), 1):
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        p -= scale * lr * (m / (1 - 0.9**t) / (math.sqrt(v / (1 - 0.99**t)) + 1e-18) + weight_decay * p)
+    return p
+
+
+def test_optimizer_steps():
+    schedule = rwkv_schedule(1e-2, 1e-3, 6, 2)
+    tx = rwkv_optimizer(schedule, weight_decay=0.3)
+    start = {"att": {"w0": jnp.array([0.5]), "w1": jnp.array([[0.5]]), "key": {"kernel": jnp.array([[0.5]])}}, "emb": {"embedding": jnp.array([[0.5]])}}
+    grads = [0.03, -0.2, 0.1, 1e-12]
+    params, state = start, tx.init(start)
+    for g in grads:
+        updates, state = tx.update(jax.tree.map(lambda x, g=g: jnp.full_like(x, g), params), state, params)
+        params = optax.apply_updates(params, updates)
+    lrs = [float(schedule(i)) for i in range(4)]
+    for path, value in names(params).items():
+        matrix, base = path[-1] in ("kernel", "embedding"), path[-1] == "w0"
+        want = adam(0.5, grads, lrs, 0.3 if matrix else 0.0, 2.0 if base else 1.0)
+        np.testing.assert_allclose(float(value.ravel()[0]), want, rtol=1e-6, err_msg=str(path))
+
+
+def test_clipping_by_the_global_norm():
+    """Adam forgets the gradient's scale, so two steps tell: the second, clipped gradient is smaller than the first by 1 / 50 and not by 1."""
+    tx = rwkv_optimizer(1.0, weight_decay=0.0)
+    params = {"a": jnp.zeros(2)}
+    _, state = tx.update({"a": jnp.array([3e1, 4e1])}, tx.init(params), params)
+    np.testing.assert_allclose(optax.tree.get(state, "mu")["a"], [0.06, 0.08], rtol=1e-6)
+    updates, _ = rwkv_optimizer(1.0, weight_decay=0.0, clip_norm=None).update({"a": jnp.zeros(2)}, tx.init(params), params)
+    assert not updates["a"].any(), "a zero gradient moves nothing, in spite of eps = 1e-18"
+
+
+@pytest.mark.parametrize("step, want", [(0, 0.01), (1, 0.01 + 0.99 / 10), (9, 0.01 + 0.99 * 9 / 10), (10, 1.0), (60, 0.55), (110, 0.1), (500, 0.1)])
+def test_schedule(step, want):
+    np.testing.assert_allclose(rwkv_schedule(6e-4, 6e-5, 110)(step), 6e-4 * want, rtol=1e-5)
+
+
+def test_schedule_is_the_official_cosine():
+    schedule = rwkv_schedule(6e-4, 6e-5, 200, 10)
+    for step in range(10, 200, 17):
+        progress = (step - 10) / (200 - 10)
+        want = 6e-4 * ((0.5 + 0.1 / 2) + (0.5 - 0.1 / 2) * math.cos(math.pi * progress))
+        np.testing.assert_allclose(schedule(step), want, rtol=1e-5)
+    with pytest.raises(ValueError, match="total_steps"):
+        rwkv_schedule(1e-3, 1e-4, 10, 10)
+    with pytest.raises(ValueError, match="peak"):
+        rwkv_schedule(0.0, 1e-4, 100)
+
+
+def reference_loss(logits, labels, weights, l2wrap, cotangent):
+    """Value and gradient in NumPy, float64."""
+    logits = np.asarray(logits, np.float64)
+    weights = np.asarray(weights, np.float64) / np.sum(weights)
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    grad = np.exp(log_p)
+    value = 0.0
+    for i in np.ndindex(labels.shape):
+        value -= weights[i] * log_p[i][labels[i]]
+        grad[i][labels[i]] -= 1
+        top = logits[i].argmax()
+        grad[i] *= weights[i]
+        grad[i][top] += l2wrap * weights[i] * logits[i][top]
+    return value, cotangent * grad
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("l2wrap", [1e-4, 0.5, 0.0])
+def test_cross_entropy(masked, l2wrap):
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(5 * rng.normal(size=(2, 5, 7)), jnp.float32).at[0, 0, 2:4].set(20.0)  # a tie: one of the two counts
+    labels = jnp.asarray(rng.integers(0, 7, (2, 5)))
+    mask = jnp.asarray(rng.integers(0, 2, (2, 5)), bool).at[0, 0].set(True) if masked else None
+    value, pull = jax.vjp(lambda x: cross_entropy(x, labels, mask, l2wrap), logits)
+    want, grad = reference_loss(logits, np.asarray(labels), np.ones((2, 5)) if mask is None else mask, l2wrap, 3.0)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(pull(jnp.float32(3.0))[0], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_masked_positions_may_hold_anything():
+    logits = jnp.zeros((1, 3, 4)).at[0, 1].set(jnp.nan).at[0, 2, 0].set(jnp.inf)
+    mask = jnp.array([[1, 0, 0]])
+    value, grad = jax.value_and_grad(cross_entropy)(logits, jnp.zeros((1, 3), jnp.int32), mask)
+    np.testing.assert_allclose(value, math.log(4), rtol=1e-6)
+    assert np.isfinite(grad).all() and not grad[0, 1:].any()
+    assert cross_entropy(logits, jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 3))) == 0
+
+
+def test_bfloat16_logits_are_summed_in_float32():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 1000)), jnp.bfloat16)
+    labels = jnp.arange(4)[None]
+    want, _ = reference_loss(logits.astype(jnp.float32), np.asarray(labels), np.ones((1, 4)), 1e-4, 1)
+    value, grad = jax.value_and_grad(cross_entropy)(logits, labels)
+    assert value.dtype == jnp.float32 and grad.dtype == jnp.bfloat16
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+
+
+def test_loss_errors():
+    logits = jnp.zeros((2, 3, 4))
+    with pytest.raises(ValueError, match="labels must have shape"):
+        cross_entropy(logits, jnp.zeros((2, 4), jnp.int32))
+    with pytest.raises(ValueError, match="mask must have shape"):
+        cross_entropy(logits, jnp.zeros((2, 3), jnp.int32), jnp.zeros((3, 2)))
+    with pytest.raises(TypeError, match="labels must be integers"):
+        cross_entropy(logits, jnp.zeros((2, 3)))
+
+
+def test_a_model_learns():
+    """Twenty steps from the official initialisation on one batch, with bfloat16 activations."""
+    model = small.model(7, scan_layers=True, remat=True, dtype=jnp.bfloat16, implementation="reference")
+    tokens = small.tokens(2, 9)
+    params = jax.jit(model.init, compiler_options=small.FAST_COMPILE)(jax.random.key(0), tokens[:, :1])["params"]
+    tx = rwkv_optimizer(rwkv_schedule(1e-2, 1e-3, 20, 2))
+
+    def step(params, state):
+        loss = lambda p: cross_entropy(model.apply({"params": p}, tokens[:, :-1])[0], tokens[:, 1:])
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    step = jax.jit(step, compiler_options=small.FAST_COMPILE)
+    state, losses = tx.init(params), []
+    for _ in range(20):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    assert abs(losses[0] - math.log(24)) < 0.5 and losses[-1] < 0.5 * losses[0], losses
