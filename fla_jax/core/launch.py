@@ -1,0 +1,81 @@
+"""The one place that calls Triton kernels: through jax-triton on a GPU, through Triton's interpreter where ``TRITON_INTERPRET=1`` is set.
+
+jax-triton 0.3 and 0.4 differ in argument names; kernels stay in what both accept: arrays and Python ints in order, outputs after inputs, everything else
+`tl.constexpr`, no None, no autotuning (its choice changes from run to run).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _jax_triton():
+    """jax-triton and whether it is 0.3; imported late, because 0.3 refuses to import without a CUDA plugin."""
+    import triton.backends.nvidia.driver as driver
+
+    if not hasattr(driver, "TMA_TF32"):  # all that jax-triton 0.4 misses in triton 3.6
+        driver.TMA_TF32 = 11
+    cache_dir = os.environ.get("TRITON_CACHE_DIR")
+    import jax_triton
+
+    if cache_dir is None:  # 0.3 sets it to '', which breaks other users of Triton in the process
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    else:
+        os.environ["TRITON_CACHE_DIR"] = cache_dir
+    return jax_triton, "out_shape" in inspect.signature(jax_triton.triton_call).parameters
+
+
+def why_not() -> str | None:
+    """None where Triton kernels can be called, else the reason."""
+    if INTERPRET:
+        return None
+    if not any(d.platform == "gpu" for d in jax.devices()):
+        return "no NVIDIA GPU is visible to JAX"
+    try:
+        _jax_triton()
+    except ImportError as error:
+        return f"jax-triton cannot be imported ({error})"
+    return None
+
+
+def launch(
+    kernel: Any,
+    *inputs: jax.Array | int,
+    out: Any,
+    grid: Sequence[int],
+    num_warps: int,
+    num_stages: int,
+    compute_capability: int | None = None,
+    **constexprs: Any,
+) -> Any:
+    """Calls ``kernel(*inputs, *outputs, **constexprs)`` and returns the outputs, a tree of arrays shaped like ``out`` (`jax.ShapeDtypeStruct`).
+
+    Args:
+        kernel: a `triton.jit` function.
+        inputs: arrays and Python ints, in the kernel's order.
+        out: tree of output shapes.
+        grid: number of programs along up to three axes.
+        num_warps: warps per program.
+        num_stages: depth of the load pipeline.
+        compute_capability: target when lowering without a GPU, such as 90.
+        constexprs: compile-time arguments.
+    """
+    if INTERPRET:
+        from .interpret import triton_call_interpreted
+
+        return triton_call_interpreted(kernel, inputs, out, tuple(grid), constexprs)
+    jax_triton, old = _jax_triton()
+    versioned = {"out_shape": out} if old else {"out_type": out}
+    return jax_triton.triton_call(
+        *inputs, kernel=kernel, grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, compute_capability=compute_capability,
+        **versioned, **constexprs,
+    )  # fmt: skip

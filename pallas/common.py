@@ -1,0 +1,94 @@
+"""Device functions that the chunked Triton kernels share: decayed sums, small inverses, segment masks.
+
+A chunk has 16 tokens. Sums over its tokens are matrix products with constant 0 / +-1 matrices: a third of the instructions of `tl.cumsum`, and no barriers.
+``HALF`` says that the large products have bfloat16 operands (16-bit inputs) and not float32 ones; ``PREC`` is the `tl.dot` precision of float32 operands.
+"""
+
+import triton
+import triton.language as tl
+
+C = tl.constexpr(16)  # tokens per chunk
+LOG2E = tl.constexpr(1.4426950408889634)
+# Any-decay kernels count log decays only down to here: exp(-17.375) = 2.8e-8 is below half an ulp of a float32 state. Exact in bfloat16.
+LOG_MIN = tl.constexpr(-17.375)
+
+
+@triton.jit
+def token_sums(matrix, x, PREC: tl.constexpr):
+    """``matrix`` [16, 16] of 0 and +-1 times ``x`` [16, K], to float32 accuracy."""
+    if x.dtype == tl.bfloat16:
+        return tl.dot(matrix.to(tl.bfloat16), x)
+    elif x.dtype == tl.float16:  # 11 bits are two bfloat16
+        hi = x.to(tl.bfloat16)
+        lo = (x.to(tl.float32) - hi.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(matrix.to(tl.bfloat16), lo, tl.dot(matrix.to(tl.bfloat16), hi))
+    else:
+        return tl.dot(matrix, x, input_precision=PREC)
+
+
+@triton.jit
+def token_sums_f32(matrix, x, acc, DOT: tl.constexpr, PREC: tl.constexpr):
+    """``acc + matrix @ x`` for float32 ``x``; with bfloat16 operands in two halves of 8 bits each."""
+    if DOT == tl.bfloat16:
+        hi = x.to(tl.bfloat16)
+        lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
+        m = matrix.to(tl.bfloat16)
+        return tl.dot(m, lo, tl.dot(m, hi, acc))
+    else:
+        return tl.dot(matrix, x, acc, input_precision=PREC)
+
+
+@triton.jit
+def inverse16(A, PREC: tl.constexpr):
+    """(I - A)^-1 for strictly lower triangular A [16, 16].
+
+    The 8 x 8 diagonal blocks by the series (I + D)(I + D^2)(I + D^4), then one merge. Doubling over all 16 rows would lose everything for nearly parallel keys.
+    """
+    o = tl.arange(0, 16)
+    same = (o[:, None] // 8) == (o[None, :] // 8)
+    D = tl.where(same, A, 0.0)
+    T = tl.where(o[:, None] == o[None, :], 1.0, 0.0) + D
+    P = tl.dot(D, D, input_precision=PREC)
+    T = tl.dot(P, T, T, input_precision=PREC)
+    P = tl.dot(P, P, input_precision=PREC)
+    T = tl.dot(P, T, T, input_precision=PREC)
+    X = tl.dot(T, A - D, input_precision=PREC)
+    return tl.dot(X, T, T, input_precision=PREC)
+
+
+@triton.jit
+def load_tokens(ptr, offsets, mask, EVEN: tl.constexpr):
+    """A [16, D] tile; ``EVEN`` says that no element of any tile is missing."""
+    if EVEN:
+        return tl.load(ptr + offsets)
+    else:
+        return tl.load(ptr + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tokens(ptr, offsets, x, mask, EVEN: tl.constexpr):
+    """Stores a [16, D] or [D, 16] tile in the pointer's dtype."""
+    if EVEN:
+        tl.store(ptr + offsets, x.to(ptr.dtype.element_ty))
+    else:
+        tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sequence(cu_, chunk0_, row, T, VAR: tl.constexpr):
+    """First token, number of tokens and first chunk of this program's sequence: a row of [B, T] or, with ``VAR``, a packed sequence."""
+    if VAR:
+        first = tl.load(cu_ + row)
+        return first.to(tl.int64), tl.load(cu_ + row + 1) - first, tl.load(chunk0_ + row).to(tl.int64)
+    else:
+        return row.to(tl.int64) * T, T, row.to(tl.int64) * tl.cdiv(T, C)
+
+
+@triton.jit
+def segment_masks(seg_, first, start, left):
+    """Restart counts of a chunk's 16 tokens, of the token before it, and of its last token. ``start`` is the chunk's first token, ``left`` tokens remain."""
+    o = tl.arange(0, 16)
+    ids = tl.load(seg_ + first + start + tl.minimum(o, left - 1))
+    before = tl.load(seg_ + first + tl.maximum(start - 1, 0))
+    last = tl.load(seg_ + first + start + tl.minimum(left, 16) - 1)
+    return ids, before, last
