@@ -48,6 +48,7 @@ class RWKV7Attention(Attention):
         rate_scale: factor on the in-context rate in the state transition, ``diag(w) - kk (rate_scale a kk)^T`` with a in (0, 1). 1 is official. 2 lets an
             eigenvalue be negative, down to -1, which state tracking (parity, permutations) needs; checkpoints do not carry over between values. The
             replacement key ``k (1 + (a - 1) k_a)`` keeps a in (0, 1): the option changes how the state forgets and not how strongly new values are written.
+            0 leaves the diagonal decay alone as the transition, RWKV-6's class: for comparisons.
     """
 
     decay_low_rank_dim: int | None = None
@@ -88,8 +89,8 @@ class RWKV7Attention(Attention):
         Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025; RWKV-LM ``RWKV-v7/train_temp/src/model.py``.
         """
         x, state = self.prepare(x, state, segment_ids)
-        if self.rate_scale <= 0:
-            raise ValueError(f"rate_scale must be > 0, got {self.rate_scale}")
+        if self.rate_scale < 0:
+            raise ValueError(f"rate_scale must be >= 0, got {self.rate_scale}")
         C, layer, depth, dtype = self.hidden_size, self.layer_index, self.depth, x.dtype
         first = isinstance(layer, int) and layer == 0
         if first:

@@ -111,7 +111,7 @@ class RWKV7Config(RWKVConfig):
         a_low_rank_dim: the same of the in-context rate; None for the official one, factor 2.5.
         v_low_rank_dim: the same of the value residual; None for the official one, factor 1.7.
         gate_low_rank_dim: the same of the gate; None for the official one, factor 5.
-        rate_scale: factor on the in-context rate in the state transition: 1 official, 2 for state tracking; see `RWKV7Attention`.
+        rate_scale: factor on the in-context rate in the state transition: 1 official, 2 for state tracking, 0 for none; see `RWKV7Attention`.
 
     The other fields: `RWKVConfig`.
 
@@ -129,8 +129,8 @@ class RWKV7Config(RWKVConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.rate_scale, int | float) or not 0 < self.rate_scale <= 2:
-            raise ValueError(f"rate_scale must be a number above 0 and at most 2, got {self.rate_scale!r}")
+        if not isinstance(self.rate_scale, int | float) or not 0 <= self.rate_scale <= 2:
+            raise ValueError(f"rate_scale must be a number from 0 to 2, got {self.rate_scale!r}")
 
     @property
     def attention(self) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def test_promises_to_the_op_hold():
         ({"chunk_size": 3}, ValueError, "chunk_size must be a power of two"),
         ({"v_first": None}, ValueError, "v_first must be given"),
         ({"v_first": X[:, :-1]}, ValueError, "v_first must have shape"),
-        ({"rate_scale": 0}, ValueError, "rate_scale must be"),
+        ({"rate_scale": -1}, ValueError, "rate_scale must be"),
     ],
 )
 def test_errors_name_the_argument(change, error, message):
