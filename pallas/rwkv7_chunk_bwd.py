@@ -86,7 +86,7 @@ def rwkv7_bwd_kernel(
         pre = tl.load(decay_ + chunk * (2 * K) + ok, mask=mk, other=1.0)
         post = tl.load(decay_ + chunk * (2 * K) + K + ok, mask=mk, other=1.0)
         wc = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype) if ANY else w
-        rq, ra, c1, c2, eq, ea = factors(wc, PREC, ANY)
+        rq, ra, c1, c2, eq, ea = factors(wc, ANY, PREC, False)
         q1, a1 = (r.to(tl.float32) * SCALE * rq).to(DOT), (a.to(tl.float32) * ra).to(DOT)
         k2, b2 = (k.to(tl.float32) * c2).to(DOT), (b.to(tl.float32) * c2).to(DOT)
         if ANY:
@@ -124,9 +124,11 @@ def rwkv7_bwd_kernel(
         Ut, dZt = tl.trans(U), tl.trans(dZ)
         dAqk, dAqb = tl.dot(dy, vt, input_precision=PREC), tl.dot(dy, U, input_precision=PREC)
         dAak, dAab = tl.dot(dZt, vt, input_precision=PREC), tl.dot(dZt, U, input_precision=PREC)
-        own_k = tl.sum(tl.where(t == j, dAqk, 0.0), 1)[:, None] * SCALE
-        own_b = tl.sum(tl.where(t == j, dAqb, 0.0), 1)[:, None] * SCALE
-        dAqk, dAqb = tl.where(below, dAqk, 0.0).to(DOT), tl.where(below, dAqb, 0.0).to(DOT)
+        if ANY:  # the undecayed diagonal apart: it must not drown the rest of dw
+            own_k = tl.sum(tl.where(t == j, dAqk, 0.0), 1)[:, None] * SCALE
+            own_b = tl.sum(tl.where(t == j, dAqb, 0.0), 1)[:, None] * SCALE
+            seen = below
+        dAqk, dAqb = tl.where(seen, dAqk, 0.0).to(DOT), tl.where(seen, dAqb, 0.0).to(DOT)
         dAak, dAab = tl.where(below, dAak, 0.0).to(DOT), tl.where(below, dAab, 0.0).to(DOT)
 
         # rows: through the state (xs, ys), then with the pairs of the chunk
@@ -147,12 +149,14 @@ def rwkv7_bwd_kernel(
             yi = row_gradient(dAak, dAab, k1, b1, k2, b2, ys, PREC, ANY)
             acc, y = q1.to(tl.float32) * xi, a1.to(tl.float32) * yi
             dr, da = rq * xi, ra * yi
-        store_tokens(dr_ + part + pk, offk, dr * SCALE + own_k * k.to(tl.float32) + own_b * b.to(tl.float32), mtk, EVEN)
+        dr *= SCALE
+        if ANY:
+            dr += own_k * k.to(tl.float32) + own_b * b.to(tl.float32)
+        store_tokens(dr_ + part + pk, offk, dr, mtk, EVEN)
         store_tokens(da_ + part + pk, offk, da, mtk, EVEN)
         acc += y
 
         # columns: pairs of the chunk, then through the state
-        rf = r.to(tl.float32)
         zk, zb = tl.dot(v, dSd, input_precision=PREC), tl.dot(Ut, dSd, input_precision=PREC)
         if SEG:
             zk, zb = tl.where(end, zk, 0.0), tl.where(end, zb, 0.0)
@@ -170,11 +174,14 @@ def rwkv7_bwd_kernel(
             xi = col_gradient(dAqb, dAab, q1, a1, True, PREC, ANY)
             acc -= b1.to(tl.float32) * xi
             db += c1 * xi
-        store_tokens(dk_ + part + pk, offk, dk + own_k * rf, mtk, EVEN)
-        store_tokens(db_ + part + pk, offk, db + own_b * rf, mtk, EVEN)
+            dk += own_k * r.to(tl.float32)
+            db += own_b * r.to(tl.float32)
+        store_tokens(dk_ + part + pk, offk, dk, mtk, EVEN)
+        store_tokens(db_ + part + pk, offk, db, mtk, EVEN)
 
         # the state that passes through
-        dS *= pre[None, :] if ANY else tl.full([1, BK], 1.0, tl.float32)
+        if ANY:
+            dS *= pre[None, :]
         if SEG:
             dS = tl.where(before == last, dS, 0.0)
         dg = tl.sum(Sd.to(tl.float32) * dS, 0)[None, :] - y

@@ -15,26 +15,35 @@ from .common import LOG2E, LOG_MIN, C, inverse16, load_tokens, segment_masks, se
 
 
 @triton.jit
-def factors(w, PREC: tl.constexpr, ANY: tl.constexpr):
+def factors(w, ANY: tl.constexpr, PREC: tl.constexpr, SCAN: tl.constexpr):
     """Decay factors [16, K] of a chunk with log decays ``w``.
 
-    Returns: rows r and a for the scores; columns for the scores of rows 0..7 and of rows 8..15 (also for the state); rows r and a for the state.
+    ``SCAN`` sums with `tl.cumsum`, which is shorter with two warps; else with products. Returns: rows r and a for the scores; columns for the scores of rows
+    0..7 and of rows 8..15 (also for the state); rows r and a for the state.
     """
     o = tl.arange(0, 16)
     t, j = o[:, None], o[None, :]
-    upto = tl.where(j <= t, 1.0, 0.0)
-    before = tl.where(j < t, 1.0, 0.0)
-    eq = tl.exp2(token_sums(upto, w, PREC) * LOG2E)
-    ea = tl.exp2(token_sums(before, w, PREC) * LOG2E)
-    if ANY:
-        ref = tl.where(j < tl.where(t < 8, 4, 12), 1.0, 0.0)
-        rq = tl.exp2(token_sums(upto - ref, w, PREC) * LOG2E)
-        ra = tl.exp2(token_sums(before - ref, w, PREC) * LOG2E)
-        c1 = tl.where(t < 8, tl.exp2(token_sums(tl.where(t < 8, tl.where(j < 4, 1.0, 0.0) - upto, 0.0), w, PREC) * LOG2E), 0.0)
-        c2 = tl.exp2(token_sums(tl.where(j < 12, 1.0, 0.0) - upto, w, PREC) * LOG2E)
-        return rq, ra, c1, c2, eq, ea
+    if SCAN:
+        g = w.to(tl.float32) * LOG2E
+        G = tl.cumsum(g, 0)
+        Gx = G - g
     else:
-        c2 = tl.exp2(token_sums(-upto, w, PREC) * LOG2E)
+        G = token_sums(tl.where(j <= t, 1.0, 0.0), w, PREC) * LOG2E
+        Gx = token_sums(tl.where(j < t, 1.0, 0.0), w, PREC) * LOG2E
+    eq, ea = tl.exp2(G), tl.exp2(Gx)
+    if ANY:
+        if SCAN:
+            g1 = tl.sum(tl.where(t < 4, g, 0.0), 0)[None, :]
+            g2 = tl.sum(tl.where(t < 12, g, 0.0), 0)[None, :]
+            ref = tl.where(t < 8, g1, g2)
+        else:
+            ref = token_sums(tl.where(j < tl.where(t < 8, 4, 12), 1.0, 0.0), w, PREC) * LOG2E
+            g1 = ref
+            g2 = token_sums(tl.where(j < 12, 1.0 + 0.0 * t, 0.0), w, PREC) * LOG2E
+        c1 = tl.where(t < 8, tl.exp2(tl.where(t < 8, g1 - G, 0.0)), 0.0)
+        return tl.exp2(G - ref), tl.exp2(Gx - ref), c1, tl.exp2(g2 - G), eq, ea
+    else:
+        c2 = tl.exp2(-G)
         return eq, ea, c2, c2, eq, ea
 
 
@@ -82,7 +91,7 @@ def rwkv7_fwd_kernel(
         v = load_tokens(v_ + pv, offv, mtv, EVEN).to(DOT)
         if ANY:
             w = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype)
-        rq, ra, c1, c2, eq, ea = factors(w, PREC, ANY)
+        rq, ra, c1, c2, eq, ea = factors(w, ANY, PREC, True)
         wf = w.to(tl.float32)
         total = tl.sum(wf, 0)
         if ANY:
