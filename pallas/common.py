@@ -27,9 +27,9 @@ def token_sums(matrix, x, PREC: tl.constexpr):
 
 
 @triton.jit
-def token_sums_f32(matrix, x, acc, DOT: tl.constexpr, PREC: tl.constexpr):
+def token_sums_f32(matrix, x, acc, HALF: tl.constexpr, PREC: tl.constexpr):
     """``acc + matrix @ x`` for float32 ``x``; with bfloat16 operands in two halves of 8 bits each."""
-    if DOT == tl.bfloat16:
+    if HALF:
         hi = x.to(tl.bfloat16)
         lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
         m = matrix.to(tl.bfloat16)

@@ -1,7 +1,7 @@
 """RWKV-7, chunked backward in Triton: one program walks the chunks of one sequence, head and block of values in reverse, the state's gradient in registers.
 
 States, inverses T and whole-chunk decays come from the forward; everything else is computed again. With dS the gradient of the state that leaves the chunk,
-``dU = A_qb^T dY + B' dS``, ``dZ = T^T dU``, ``dV = A_qk^T dY + K' dS + A_ak^T dZ``, ``dA = (dY, dZ) (V, U)^T``, and from them the gradients of rows and columns.
+``dU = A_qb^T dY + B' dS``, ``dZ = T^T dU``, ``dV = A_qk^T dY + K' dS + A_ak^T dZ``, ``dA = (dY, dZ) (V, U)^T``; then rows and columns.
 All value-sided tiles are held transposed, [V, 16], as in the forward.
 
 The gradient of the log decay adds only terms that contain the decay in question: rows through the entering state count for the tokens up to them, columns
@@ -185,8 +185,8 @@ def rwkv7_bwd_kernel(
         if SEG:
             dS = tl.where(before == last, dS, 0.0)
         dg = tl.sum(Sd.to(tl.float32) * dS, 0)[None, :] - y
-        dg = token_sums_f32(from_here, acc, dg, DOT, PREC)
-        dg = token_sums_f32(earlier, through, dg, DOT, PREC)
+        dg = token_sums_f32(from_here, acc, dg, HALF, PREC)
+        dg = token_sums_f32(earlier, through, dg, HALF, PREC)
         if ANY:
             dg *= tl.exp2((w.to(tl.float32) - wc.to(tl.float32)) * LOG2E)
         store_tokens(dw_ + part + pk, offk, dg, mtk, EVEN)

@@ -5,6 +5,8 @@ Inputs are cast to float64 exactly, so a comparison measures the error of the op
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 
@@ -16,7 +18,7 @@ def _rows(B, T, N, segment_ids, cu_seqlens):
     for b in range(B):
         ids = np.zeros(T, int) if segment_ids is None else np.asarray(segment_ids)[b]
         cuts = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1), T]
-        for j, (lo, hi) in enumerate(zip(cuts, cuts[1:])):
+        for j, (lo, hi) in enumerate(itertools.pairwise(cuts)):
             pieces.append((b, b, int(lo), int(hi), j == 0, j == len(cuts) - 2))
     return pieces
 

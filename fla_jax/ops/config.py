@@ -27,4 +27,5 @@ class OpConfig:
 
     @property
     def compute(self) -> jnp.dtype:
+        """The dtype of states and arithmetic."""
         return jnp.dtype(self.compute_name)

@@ -24,7 +24,8 @@ def _run(op: str, form: str, r, k, v, w, u, *, output_final_state: bool, impleme
     name = dispatch.choose(op, form, implementation, TABLE)
     call = check(tokens, u=u, implementation=name, warn_layout=form == "chunk", **options)
     if checked.is_checked():
-        checked.check_inputs(op, dict(zip(tokens, call.arrays), u=call.u, initial_state=call.state), call.cfg.lower_bound, call.cu_seqlens)
+        assert call.u is not None
+        checked.check_inputs(op, dict(zip(tokens, call.arrays)) | dict(u=call.u, initial_state=call.state), call.cfg.lower_bound, call.cu_seqlens)
     if not call.arrays[2].size:
         return jnp.zeros_like(call.arrays[2]), (call.state if output_final_state else None)
     o, final = _core(call.cfg, *call.arrays, call.u, call.state, call.segment_ids, call.cu_seqlens)

@@ -24,7 +24,7 @@ def _run(op: str, form: str, r, w, k, v, a, b, *, output_final_state: bool, impl
     name = dispatch.choose(op, form, implementation, TABLE)
     call = check(tokens, implementation=name, warn_layout=form == "chunk", **options)
     if checked.is_checked():
-        checked.check_inputs(op, dict(zip(tokens, call.arrays), initial_state=call.state), call.cfg.lower_bound, call.cu_seqlens)
+        checked.check_inputs(op, dict(zip(tokens, call.arrays)) | dict(initial_state=call.state), call.cfg.lower_bound, call.cu_seqlens)
     if not call.arrays[3].size:
         return jnp.zeros_like(call.arrays[3]), (call.state if output_final_state else None)
     o, final = _core(call.cfg, *call.arrays, call.state, call.segment_ids, call.cu_seqlens)
