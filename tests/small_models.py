@@ -10,7 +10,7 @@ from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForC
 
 VERSIONS = (6, 7)
 HEADS = 2
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # for gradients: halves the time they take to compile on CPU
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # halves the time that gradients take to compile on CPU
 
 
 def model(version, **options):
@@ -40,7 +40,8 @@ def draw(like, seed=SEED):
         name = path[-1].key
         scale = 1 / np.sqrt(x.shape[-2]) if x.ndim > 1 and name not in ("r_k", "time_faaaa") else 0.5
         values = rng.normal(size=x.shape) * scale
-        centre = {"scale": 1.0, "w0": -1.0, "time_decay": -1.0, "k_k": 1.0, "k_a": 1.0}.get(name, 0.5 if name[:2] == "x_" or name.startswith("time_maa_") else 0)
+        mix = 0.5 if name.startswith(("x_", "time_maa_")) else 0.0
+        centre = {"scale": 1.0, "w0": -1.0, "time_decay": -1.0, "k_k": 1.0, "k_a": 1.0}.get(name, mix)
         return jnp.asarray(values + (centre if x.ndim == 1 else 0), x.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, like)
