@@ -58,7 +58,7 @@ def _check_cu_seqlens(cu: jax.Array, B: int, T: int) -> None:
         raise ValueError(f"cu_seqlens packs all sequences into one row: r must have B = 1, got B = {B}")
     if isinstance(cu, jax.core.Tracer):
         return  # the values are known only at run time: the checked mode looks at them
-    values = np.asarray(cu)
+    values = np.asarray(cu).astype(np.int64)
     if values[0] != 0 or values[-1] != T or (np.diff(values) < 0).any():
         raise ValueError(f"cu_seqlens must rise from 0 to T = {T} without falling, got {values.tolist()[:8]}{' ...' if values.size > 8 else ''}")
 
