@@ -30,6 +30,7 @@ def _plan(cfg: OpConfig, r, w, k, v, a, b, segment_ids, cu_seqlens):
     V = v.shape[-1]
     BK = _tile(K)
     BV = min(_tile(V), max(16, 4096 // BK))
+    bounded = cfg.lower_bound is not None and cfg.lower_bound >= BOUNDED
     half = all(x.dtype in (jnp.bfloat16, jnp.float16) for x in (r, k, v, a, b))
     dummy = jnp.zeros(1, jnp.int32)
     seg = dummy if segment_ids is None else restarts(segment_ids)
@@ -42,7 +43,7 @@ def _plan(cfg: OpConfig, r, w, k, v, a, b, segment_ids, cu_seqlens):
         chunk0 = jnp.concatenate([dummy, jnp.cumsum(-(-jnp.diff(cu) // CHUNK))])
     constants = dict(
         H=H, K=K, V=V, BK=BK, BV=BV, SCALE=cfg.scale, HALF=half, PREC="tf32" if half else "tf32x3",
-        ANY=cfg.lower_bound is None or cfg.lower_bound < BOUNDED, SEG=segment_ids is not None, VAR=cu_seqlens is not None,
+        ANY=not bounded, SEG=segment_ids is not None, VAR=cu_seqlens is not None,
         EVEN=T % CHUNK == 0 and cu_seqlens is None and K == BK and V % BV == 0,
     )  # fmt: skip
     kept = (
@@ -50,7 +51,8 @@ def _plan(cfg: OpConfig, r, w, k, v, a, b, segment_ids, cu_seqlens):
         jax.ShapeDtypeStruct((chunks, H, CHUNK, CHUNK), jnp.bfloat16 if half else jnp.float32),
         jax.ShapeDtypeStruct((chunks, H, 2, K), jnp.float32),
     )
-    return (seg, cu, chunk0), constants, (-(-V // BV), H, rows), kept
+    strong = dummy if bounded else (jnp.min(w, (1, 3)) < BOUNDED).astype(jnp.int32)
+    return (seg, cu, chunk0, strong), constants, (-(-V // BV), H, rows), kept
 
 
 def forward(cfg: OpConfig, r, w, k, v, a, b, s0, segment_ids, cu_seqlens):

@@ -39,13 +39,13 @@ def col_gradient(dq, da, q, a, first_half: tl.constexpr, PREC: tl.constexpr, ANY
 
 
 @triton.jit
-def rwkv7_bwd_kernel(
+def walk_backward(
     r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, decay_, T,
     dr_, dw_, dk_, dv_, da_, db_, ds0_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value blocks, heads, sequences). dr, dw, dk, da, db have a leading axis of value blocks, to be summed."""
+    """All chunks of one sequence, head and block of values, from the last to the first."""
     DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
     iv, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, length, chunk0 = sequence(cu_, chunk0_, row, T, VAR)
@@ -65,9 +65,7 @@ def rwkv7_bwd_kernel(
     count = tl.cdiv(length, C)
     pk = ((first + (count - 1) * C) * H + h) * K
     pv = ((first + (count - 1) * C) * H + h) * V
-    part = tl.num_programs(2).to(tl.int64) * T * (H * K) * iv  # of the partial sums (T is all tokens with VAR, where it is a single row)
-    if VAR:
-        part = T.to(tl.int64) * (H * K) * iv
+    part = iv.to(tl.int64) * (1 if VAR else tl.num_programs(2)) * T * (H * K)  # of the partial sums
     for i in range(0, count):
         n = count - 1 - i
         left = length - n * C
@@ -195,3 +193,27 @@ def rwkv7_bwd_kernel(
         pk -= C * H * K
         pv -= C * H * V
     tl.store(ds0_ + head * (K * V) + sq, dS, mask=msq)
+
+
+@triton.jit
+def rwkv7_bwd_kernel(
+    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, inv_, decay_, T,
+    dr_, dw_, dk_, dv_, da_, db_, ds0_,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Grid (value blocks, heads, sequences). dr, dw, dk, da, db have a leading axis of value blocks, to be summed; ``strong_`` as in the forward."""
+    if ANY:
+        strong = tl.load(strong_ + (0 if VAR else tl.program_id(2)) * H + tl.program_id(1)) != 0
+    else:
+        strong = False
+    if strong:
+        walk_backward(
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, decay_, T, dr_, dw_, dk_, dv_, da_, db_, ds0_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN,
+        )  # fmt: skip
+    else:
+        walk_backward(
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, decay_, T, dr_, dw_, dk_, dv_, da_, db_, ds0_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN,
+        )  # fmt: skip

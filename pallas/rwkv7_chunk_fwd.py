@@ -58,13 +58,13 @@ def score(rows, cols1, cols2, mask, PREC: tl.constexpr, ANY: tl.constexpr):
 
 
 @triton.jit
-def rwkv7_fwd_kernel(
+def walk_forward(
     r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T,
     y_, sT_, states_, inv_, decay_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value blocks, heads, sequences). ``KEEP`` stores what the backward needs: states entering chunks, inverses, decays."""
+    """All chunks of one sequence, head and block of values."""
     DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
     iv, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, length, chunk0 = sequence(cu_, chunk0_, row, T, VAR)
@@ -144,3 +144,30 @@ def rwkv7_fwd_kernel(
         pk += C * H * K
         pv += C * H * V
     tl.store(sT_ + head * (K * V) + sq, S, mask=msq)
+
+
+@triton.jit
+def rwkv7_fwd_kernel(
+    r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, strong_, T,
+    y_, sT_, states_, inv_, decay_,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Grid (value blocks, heads, sequences). ``KEEP`` stores what the backward needs: states entering chunks, inverses, decays.
+
+    With ``ANY``, ``strong_`` [B, H] says which rows and heads need the form for any decay; the others take the bounded one.
+    """
+    if ANY:
+        strong = tl.load(strong_ + (0 if VAR else tl.program_id(2)) * H + tl.program_id(1)) != 0
+    else:
+        strong = False
+    if strong:
+        walk_forward(
+            r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, y_, sT_, states_, inv_, decay_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, KEEP,
+        )  # fmt: skip
+    else:
+        walk_forward(
+            r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, y_, sT_, states_, inv_, decay_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, KEEP,
+        )  # fmt: skip
