@@ -105,16 +105,9 @@ def _scan(f):
 loss = lambda f: lambda arrays: jnp.sum(f(arrays)[0])
 INSIDE = {
     "plain": lambda f: f,
-    "jit": jax.jit,
-    "grad": lambda f: jax.grad(loss(f)),
     "jit of grad": lambda f: jax.jit(jax.grad(loss(f))),
-    "grad of jit": lambda f: jax.grad(jax.jit(loss(f))),
-    "vmap": lambda f: lambda x: jax.vmap(f)(jax.tree.map(lambda a: jnp.stack([a, a]), x)),
     "vmap of grad": lambda f: lambda x: jax.vmap(jax.grad(loss(f)))(jax.tree.map(lambda a: jnp.stack([a, a]), x)),
-    "scan": _scan,
     "grad of scan": lambda f: jax.grad(_scan(f)),
-    "checkpoint": lambda f: jax.checkpoint(f),
-    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(loss(f))),
     "grad of checkpoint with the policy": lambda f: jax.grad(jax.checkpoint(loss(f), policy=fla_jax.remat_policy())),
     "grad of scan of checkpoint": lambda f: jax.jit(jax.grad(_scan(jax.checkpoint(f, policy=fla_jax.remat_policy())))),
     "cond": lambda f: lambda x: jax.lax.cond(x["r"][0, 0, 0, 0] < 100, f, lambda y: jax.tree.map(jnp.zeros_like, f(y)), x),

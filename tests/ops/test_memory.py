@@ -48,9 +48,8 @@ def _whiles(f, *args) -> int:
     return jax.jit(f).lower(*args).compile().as_text().count(" while(")
 
 
-@each_implementation
 @each_op
-@pytest.mark.parametrize("policy", ["ours", "combined"])
+@pytest.mark.parametrize("policy, implementation", [*(("ours", i) for i in IMPLEMENTATIONS), ("combined", "xla")])
 def test_remat_policy_runs_the_forward_once(op, implementation, policy):
     """Loops in the gradient of two blocks: without remat and with the policy the same number, with plain remat more (so the count sees what it should)."""
     x = cases.build(Case(op, B=1, T=64, H=1, K=4, V=4))

@@ -45,14 +45,14 @@ def test_lengths(op, implementation, T):
 
 @each_implementation
 @each_op
-@pytest.mark.parametrize("K, V", [(1, 1), (1, 9), (5, 1), (16, 24), (24, 16), (3, 64), (64, 64), (256, 5), (7, 256)])
+@pytest.mark.parametrize("K, V", [(1, 1), (1, 9), (16, 24), (24, 16), (64, 64), (256, 5), (7, 256)])
 def test_head_sizes(op, implementation, K, V):
-    check(Case(op, B=1, T=19, H=1, K=K, V=V, decay="smooth", chunk_size=8), implementation)
+    check(Case(op, B=1, T=9, H=1, K=K, V=V, decay="smooth", chunk_size=4), implementation)
 
 
 @each_implementation
 @each_op
-@pytest.mark.parametrize("chunk_size", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("chunk_size", [1, 2, 8, 16, 64])
 def test_chunk_sizes(op, implementation, chunk_size):
     check(Case(op, B=1, T=67, decay="mixed", chunk_size=chunk_size), implementation)
 
