@@ -20,9 +20,18 @@ def _compiled(op, implementation):
     return (lambda: jax.block_until_ready(f(*x))), min(time.perf_counter() - wall, (time.process_time() - cpu) / 2)
 
 
+def _compile_seconds(op):
+    jax.clear_caches()  # otherwise what another test has compiled takes no time
+    cases.runner.cache_clear()
+    return _compiled(op, "xla")[1]
+
+
 @each_op
 def test_compile_time(op):
-    assert _compiled(op, "xla")[1] < 10 or _compiled(op, "xla")[1] < 10
+    seconds = [_compile_seconds(op)]
+    if seconds[0] >= 10:
+        seconds.append(_compile_seconds(op))
+    assert min(seconds) < 10, seconds
 
 
 def _seconds(f, n):
