@@ -12,6 +12,15 @@ from .rwkv7_chunk_fwd import rwkv7_fwd_kernel
 
 CHUNK = 16
 BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded kernels may form
+# (values per program, warps, stages) by pass and padded K: measured on an H200
+LAUNCH = {
+    ("forward", 64): (64, 2, 3),
+    ("backward", 64): (64, 4, 3),
+    ("forward", 128): (128, 8, 3),
+    ("backward", 128): (128, 8, 1),
+    ("forward", 256): (16, 4, 1),
+    ("backward", 256): (16, 4, 1),
+}
 
 
 def restarts(segment_ids: jax.Array) -> jax.Array:
@@ -24,12 +33,13 @@ def _tile(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def _plan(cfg: OpConfig, r, w, k, v, a, b, segment_ids, cu_seqlens):
-    """Runtime arguments, constants and sizes of both kernels."""
+def _plan(which: str, cfg: OpConfig, r, w, k, v, a, b, segment_ids, cu_seqlens):
+    """Runtime arguments, constants, grid, launch options, and the shapes of what the forward keeps."""
     B, T, H, K = r.shape
     V = v.shape[-1]
     BK = _tile(K)
-    BV = min(_tile(V), max(16, 4096 // BK))
+    BV, num_warps, num_stages = LAUNCH[which, max(64, BK)]
+    BV = min(_tile(V), BV)
     bounded = cfg.lower_bound is not None and cfg.lower_bound >= BOUNDED
     half = all(x.dtype in (jnp.bfloat16, jnp.float16) for x in (r, k, v, a, b))
     dummy = jnp.zeros(1, jnp.int32)
@@ -52,28 +62,25 @@ def _plan(cfg: OpConfig, r, w, k, v, a, b, segment_ids, cu_seqlens):
         jax.ShapeDtypeStruct((chunks, H, 2, K), jnp.float32),
     )
     strong = dummy if bounded else (jnp.min(w, (1, 3)) < BOUNDED).astype(jnp.int32)
-    return (seg, cu, chunk0, strong), constants, (-(-V // BV), H, rows), kept
+    options = dict(grid=(-(-V // BV), H, rows), num_warps=num_warps, num_stages=num_stages, **constants)
+    return (seg, cu, chunk0, strong), options, kept
 
 
 def forward(cfg: OpConfig, r, w, k, v, a, b, s0, segment_ids, cu_seqlens):
     """Forward rule: ``(o, final_state), kept``."""
-    ranges, constants, grid, kept = _plan(cfg, r, w, k, v, a, b, segment_ids, cu_seqlens)
+    ranges, options, kept = _plan("forward", cfg, r, w, k, v, a, b, segment_ids, cu_seqlens)
     out = (jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(s0.shape, jnp.float32), *kept)
-    y, final, *kept = launch(
-        rwkv7_fwd_kernel, r, w, k, v, a, b, s0, *ranges, r.shape[1], out=out, grid=grid, num_warps=2, num_stages=3, KEEP=True, **constants
-    )
+    y, final, *kept = launch(rwkv7_fwd_kernel, r, w, k, v, a, b, s0, *ranges, r.shape[1], out=out, KEEP=True, **options)
     return (y, final), tuple(kept)
 
 
 def backward(cfg: OpConfig, inputs, kept, dy, ds):
     """Backward rule: gradients of r, w, k, v, a, b and the initial state."""
     r, w, k, v, a, b, s0, segment_ids, cu_seqlens = inputs
-    ranges, constants, grid, _ = _plan(cfg, r, w, k, v, a, b, segment_ids, cu_seqlens)
-    parts = grid[0]
+    ranges, options, _ = _plan("backward", cfg, r, w, k, v, a, b, segment_ids, cu_seqlens)
+    parts = options["grid"][0]
     of_k = lambda x: jax.ShapeDtypeStruct((parts, *x.shape), x.dtype if parts == 1 else jnp.float32)
     out = (*map(of_k, (r, w, k)), jax.ShapeDtypeStruct(v.shape, v.dtype), *map(of_k, (a, b)), jax.ShapeDtypeStruct(s0.shape, jnp.float32))
-    dr, dw, dk, dv, da, db, ds0 = launch(
-        rwkv7_bwd_kernel, r, w, k, v, a, b, *ranges, dy, ds, *kept, r.shape[1], out=out, grid=grid, num_warps=4, num_stages=3, **constants
-    )
+    dr, dw, dk, dv, da, db, ds0 = launch(rwkv7_bwd_kernel, r, w, k, v, a, b, *ranges, dy, ds, *kept, r.shape[1], out=out, **options)
     whole = lambda g, x: g[0] if parts == 1 else jnp.sum(g, 0).astype(x.dtype)
     return whole(dr, r), whole(dw, w), whole(dk, k), dv, whole(da, a), whole(db, b), ds0

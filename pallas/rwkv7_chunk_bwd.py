@@ -203,11 +203,7 @@ def rwkv7_bwd_kernel(
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (value blocks, heads, sequences). dr, dw, dk, da, db have a leading axis of value blocks, to be summed; ``strong_`` as in the forward."""
-    if ANY:
-        strong = tl.load(strong_ + (0 if VAR else tl.program_id(2)) * H + tl.program_id(1)) != 0
-    else:
-        strong = False
-    if strong:
+    if tl.load(strong_ + (0 if VAR else tl.program_id(2)) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_backward(
             r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, decay_, T, dr_, dw_, dk_, dv_, da_, db_, ds0_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN,

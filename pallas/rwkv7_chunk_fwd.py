@@ -157,11 +157,7 @@ def rwkv7_fwd_kernel(
 
     With ``ANY``, ``strong_`` [B, H] says which rows and heads need the form for any decay; the others take the bounded one.
     """
-    if ANY:
-        strong = tl.load(strong_ + (0 if VAR else tl.program_id(2)) * H + tl.program_id(1)) != 0
-    else:
-        strong = False
-    if strong:
+    if tl.load(strong_ + (0 if VAR else tl.program_id(2)) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_forward(
             r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, y_, sT_, states_, inv_, decay_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, KEEP,
