@@ -47,7 +47,9 @@ def test_lengths(op, implementation, T):
 @each_op
 @pytest.mark.parametrize("K, V", [(1, 1), (1, 9), (16, 24), (24, 16), (64, 64), (256, 5), (7, 256)])
 def test_head_sizes(op, implementation, K, V):
-    check(Case(op, B=1, T=9, H=1, K=K, V=V, decay="smooth", chunk_size=4), implementation)
+    # eight rows and heads: with K = V = 1 and one of them, dS0 is a single number, a product of differences exp(w) - gate that may nearly all cancel,
+    # and its relative error would judge the numbers drawn and not the op
+    check(Case(op, B=2, T=9, H=4, K=K, V=V, decay="smooth", chunk_size=4), implementation)
 
 
 @each_implementation
