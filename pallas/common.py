@@ -9,8 +9,9 @@ import triton.language as tl
 
 C = tl.constexpr(16)  # tokens per chunk
 LOG2E = tl.constexpr(1.4426950408889634)
-# Any-decay kernels count log decays only down to here: exp(-17.375) = 2.8e-8 is below half an ulp of a float32 state. Exact in bfloat16.
-LOG_MIN = tl.constexpr(-17.375)
+# The form for any decay counts log decays only down to here: exp(-16) = 1.1e-7, the spacing of a float32 state. Five of them, the most that one factor holds,
+# stay in range with room for small keys.
+LOG_MIN = tl.constexpr(-16.0)
 
 
 @triton.jit
@@ -54,6 +55,12 @@ def inverse16(A, PREC: tl.constexpr):
     T = tl.dot(P, T, T, input_precision=PREC)
     X = tl.dot(T, A - D, input_precision=PREC)
     return tl.dot(X, T, T, input_precision=PREC)
+
+
+@triton.jit
+def only(x, keep):
+    """``x`` where ``keep``, else zero, in x's dtype."""
+    return tl.where(keep, x, 0.0).to(x.dtype)
 
 
 @triton.jit

@@ -6,14 +6,15 @@ All value-sided tiles are held transposed, [V, 16], as in the forward.
 
 The gradient of the log decay adds only terms that contain the decay in question: rows through the entering state count for the tokens up to them, columns
 through the leaving state for the tokens after them; pairs inside the chunk as row terms minus column terms from token j on, both from the same rounded
-factors and without the diagonal, so that what cancels, cancels to float32 rounding. A log decay that was clamped at LOG_MIN gets its true factor back.
+factors, so that what cancels, cancels to float32 rounding. In the form for any decay the pairs that are not decayed at all (r with its own token, a with the
+one before) are taken apart, and a log decay that was clamped at LOG_MIN gets its true factor back.
 """
 
 import triton
 import triton.language as tl
 
-from .common import LOG2E, LOG_MIN, C, load_tokens, segment_masks, sequence, store_tokens, token_sums_f32
-from .rwkv7_chunk_fwd import factors, score
+from .common import LOG2E, LOG_MIN, C, load_tokens, only, segment_masks, sequence, store_tokens, token_sums_f32
+from .decay import factors, score
 
 
 @triton.jit
@@ -54,6 +55,7 @@ def walk_backward(
     t, j = oc[:, None], oc[None, :]
     incl, strict = t >= j, t > j
     from_here = tl.where(j >= t, 1.0, 0.0)  # token sums over the tokens from t on
+    later = tl.where(j > t, 1.0, 0.0)
     earlier = tl.where(j < t, 1.0, 0.0)
     head = (row * H + h).to(tl.int64)
     sq = ok[None, :] * V + ov[:, None]
@@ -122,12 +124,11 @@ def walk_backward(
         Ut, dZt = tl.trans(U), tl.trans(dZ)
         dAqk, dAqb = tl.dot(dy, vt, input_precision=PREC), tl.dot(dy, U, input_precision=PREC)
         dAak, dAab = tl.dot(dZt, vt, input_precision=PREC), tl.dot(dZt, U, input_precision=PREC)
-        if ANY:  # the undecayed diagonal apart: it must not drown the rest of dw
-            own_k = tl.sum(tl.where(t == j, dAqk, 0.0), 1)[:, None] * SCALE
-            own_b = tl.sum(tl.where(t == j, dAqb, 0.0), 1)[:, None] * SCALE
-            seen = below
-        dAqk, dAqb = tl.where(seen, dAqk, 0.0).to(DOT), tl.where(seen, dAqb, 0.0).to(DOT)
-        dAak, dAab = tl.where(below, dAak, 0.0).to(DOT), tl.where(below, dAab, 0.0).to(DOT)
+        dAqk, dAqb, dAak, dAab = only(dAqk, seen).to(DOT), only(dAqb, seen).to(DOT), only(dAak, below).to(DOT), only(dAab, below).to(DOT)
+        if ANY:  # pairs that are not decayed at all apart: their size must not drown the rest of dw
+            nqk, nqb, nak, nab = only(dAqk, t == j), only(dAqb, t == j), only(dAak, t == j + 1), only(dAab, t == j + 1)
+            dAqk, dAqb, dAak, dAab = only(dAqk, t > j), only(dAqb, t > j), only(dAak, t > j + 1), only(dAab, t > j + 1)
+            kd, bd, rd, ad = k.to(DOT), b.to(DOT), r.to(DOT), a.to(DOT)
 
         # rows: through the state (xs, ys), then with the pairs of the chunk
         xs, ys = tl.dot(dy, Sd, input_precision=PREC), tl.dot(dZt, Sd, input_precision=PREC)
@@ -139,7 +140,8 @@ def walk_backward(
             yi = row_gradient(dAak, dAab, k1, b1, k2, b2, zero, PREC, ANY)
             acc = q0.to(tl.float32) * xs + q1.to(tl.float32) * xi
             y = a0.to(tl.float32) * ys + a1.to(tl.float32) * yi
-            dr, da = eq * xs + rq * xi, ea * ys + ra * yi
+            dr = eq * xs + rq * xi + row_gradient(nqk, nqb, kd, bd, kd, bd, zero, PREC, False)
+            da = ea * ys + ra * yi + row_gradient(nak, nab, kd, bd, kd, bd, zero, PREC, False)
         else:
             if SEG:
                 xs, ys = tl.where(start, xs, 0.0), tl.where(start, ys, 0.0)
@@ -147,12 +149,10 @@ def walk_backward(
             yi = row_gradient(dAak, dAab, k1, b1, k2, b2, ys, PREC, ANY)
             acc, y = q1.to(tl.float32) * xi, a1.to(tl.float32) * yi
             dr, da = rq * xi, ra * yi
-        dr *= SCALE
-        if ANY:
-            dr += own_k * k.to(tl.float32) + own_b * b.to(tl.float32)
-        store_tokens(dr_ + part + pk, offk, dr, mtk, EVEN)
+        store_tokens(dr_ + part + pk, offk, dr * SCALE, mtk, EVEN)
         store_tokens(da_ + part + pk, offk, da, mtk, EVEN)
-        acc += y
+        if not ANY:
+            acc += y
 
         # columns: pairs of the chunk, then through the state
         zk, zb = tl.dot(v, dSd, input_precision=PREC), tl.dot(Ut, dSd, input_precision=PREC)
@@ -172,8 +172,8 @@ def walk_backward(
             xi = col_gradient(dAqb, dAab, q1, a1, True, PREC, ANY)
             acc -= b1.to(tl.float32) * xi
             db += c1 * xi
-            dk += own_k * r.to(tl.float32)
-            db += own_b * r.to(tl.float32)
+            dk += tl.dot(tl.trans(nqk), rd, input_precision=PREC) * SCALE + tl.dot(tl.trans(nak), ad, input_precision=PREC)
+            db += tl.dot(tl.trans(nqb), rd, input_precision=PREC) * SCALE + tl.dot(tl.trans(nab), ad, input_precision=PREC)
         store_tokens(dk_ + part + pk, offk, dk, mtk, EVEN)
         store_tokens(db_ + part + pk, offk, db, mtk, EVEN)
 
@@ -182,7 +182,11 @@ def walk_backward(
             dS *= pre[None, :]
         if SEG:
             dS = tl.where(before == last, dS, 0.0)
-        dg = tl.sum(Sd.to(tl.float32) * dS, 0)[None, :] - y
+        dg = tl.sum(Sd.to(tl.float32) * dS, 0)[None, :] + tl.zeros([16, BK], tl.float32)
+        if ANY:
+            dg = token_sums_f32(later, y, dg, HALF, PREC)
+        else:
+            dg -= y
         dg = token_sums_f32(from_here, acc, dg, HALF, PREC)
         dg = token_sums_f32(earlier, through, dg, HALF, PREC)
         if ANY:

@@ -1,0 +1,77 @@
+"""What the launchers of the chunked Triton kernels share: runtime arguments, constants, launch options, shapes of what the forward keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..ops.config import OpConfig
+
+CHUNK = 16
+BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may make
+
+# (value block, warps, pipeline stages) by pass and padded K
+LaunchTable = Mapping[tuple[str, int], tuple[int, int, int]]
+
+
+class Plan(NamedTuple):
+    """One launch. ``ranges`` are the kernels' arguments seg, cu, chunk0, strong; ``options`` go to `launch`; ``parts`` value blocks."""
+
+    ranges: tuple[jax.Array, ...]
+    options: dict[str, Any]
+    parts: int
+    chunks: int
+    store: Any  # dtype of kept states
+
+
+def restarts(segment_ids: jax.Array) -> jax.Array:
+    """[B, T] int32: how many segments of its row began up to and including a token."""
+    change = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.cumsum(jnp.pad(change, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
+
+
+def tile(n: int) -> int:
+    """Head size padded to what `tl.dot` takes."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def make_plan(which: str, table: LaunchTable, cfg: OpConfig, r, w, v, others, segment_ids, cu_seqlens) -> Plan:
+    """Plans the ``"forward"`` or ``"backward"`` pass; ``others`` are the token arrays besides r, w, v."""
+    B, T, H, K = r.shape
+    V = v.shape[-1]
+    BK = tile(K)
+    BV, num_warps, num_stages = table[which, max(64, BK)]
+    BV = min(tile(V), BV)
+    half = all(x.dtype in (jnp.bfloat16, jnp.float16) for x in (r, v, *others))
+    none = jnp.zeros(1, jnp.int32)
+    if cu_seqlens is None:
+        rows, chunks, cu, chunk0 = B, B * -(-T // CHUNK), none, none
+    else:
+        rows = cu_seqlens.shape[0] - 1
+        chunks = (T + rows * (CHUNK - 1)) // CHUNK
+        cu = cu_seqlens.astype(jnp.int32)
+        chunk0 = jnp.concatenate([none, jnp.cumsum(-(-jnp.diff(cu) // CHUNK))])
+    bounded = cfg.lower_bound is not None and cfg.lower_bound >= BOUNDED
+    strong = none if bounded else (jnp.min(w, (1, 3)) < BOUNDED).astype(jnp.int32)
+    parts = -(-V // BV)
+    options = dict(
+        grid=(parts, H, rows), num_warps=num_warps, num_stages=num_stages,
+        H=H, K=K, V=V, BK=BK, BV=BV, SCALE=cfg.scale, HALF=half, PREC="tf32" if half else "tf32x3",
+        ANY=not bounded, SEG=segment_ids is not None, VAR=cu_seqlens is not None,
+        EVEN=T % CHUNK == 0 and cu_seqlens is None and K == BK and V % BV == 0,
+    )  # fmt: skip
+    seg = none if segment_ids is None else restarts(segment_ids)
+    return Plan((seg, cu, chunk0, strong), options, parts, chunks, jnp.bfloat16 if half else jnp.float32)
+
+
+def partial_shapes(parts: int, *arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of gradients that every value block contributes to: float32 where they must be summed."""
+    return [jax.ShapeDtypeStruct((parts, *x.shape), x.dtype if parts == 1 else jnp.float32) for x in arrays]
+
+
+def total(gradient: jax.Array, like: jax.Array) -> jax.Array:
+    """Sum over value blocks in the dtype of ``like``."""
+    return gradient[0] if gradient.shape[0] == 1 else jnp.sum(gradient, 0).astype(like.dtype)

@@ -1,0 +1,110 @@
+"""RWKV-6, chunked forward in Triton: one program walks the chunks of one sequence, head and block of values with the state in registers.
+
+``Y = Q S + A V`` with ``A[t, i] = sum_c r_t k_i exp(Gx_t - G_i)`` below the diagonal and ``r_t . (u k_t)`` on it, ``S <- (S + V^T K) gam``; the state is held
+as [V, K]. Decay factors as in decay.py: of rows and columns for the scores, of rows for the state.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import LOG2E, LOG_MIN, C, load_tokens, segment_masks, sequence, store_tokens
+from .decay import factors, score
+
+
+@triton.jit
+def walk_forward(
+    r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T,
+    y_, sT_, states_, decay_,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """All chunks of one sequence, head and block of values."""
+    DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
+    iv, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, length, chunk0 = sequence(cu_, chunk0_, row, T, VAR)
+    oc, ok, ov = tl.arange(0, 16), tl.arange(0, BK), iv * BV + tl.arange(0, BV)
+    mk, mv = ok < K, ov < V
+    diagonal, strict = oc[:, None] == oc[None, :], oc[:, None] > oc[None, :]
+    head = (row * H + h).to(tl.int64)
+    sq = ok[None, :] * V + ov[:, None]  # user's states are [K, V]
+    msq = mk[None, :] & mv[:, None]
+    S = tl.load(s0_ + head * (K * V) + sq, mask=msq, other=0.0).to(tl.float32)
+    u = tl.load(u_ + h * K + ok, mask=mk, other=0.0).to(tl.float32)[None, :]
+    offk = oc[:, None] * (H * K) + ok[None, :]
+    offv = oc[:, None] * (H * V) + ov[None, :]
+    offy = oc[None, :] * (H * V) + ov[:, None]
+    pk, pv = (first * H + h) * K, (first * H + h) * V
+    for n in range(0, tl.cdiv(length, C)):
+        left = length - n * C
+        m = oc < left
+        mtk, mtv = m[:, None] & mk[None, :], m[:, None] & mv[None, :]
+        w = load_tokens(w_ + pk, offk, mtk, EVEN)
+        r = load_tokens(r_ + pk, offk, mtk, EVEN).to(tl.float32) * SCALE
+        k = load_tokens(k_ + pk, offk, mtk, EVEN).to(tl.float32)
+        v = load_tokens(v_ + pv, offv, mtv, EVEN).to(DOT)
+        if ANY:
+            w = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype)
+        _, rx, c1, c2, _, ex = factors(w, ANY, PREC, True)
+        wf = w.to(tl.float32)
+        total = tl.sum(wf, 0)
+        if ANY:
+            middle = tl.sum(tl.where(oc[:, None] < 12, wf, 0.0), 0)
+            pre, post = tl.exp2(middle * LOG2E), tl.exp2((total - middle) * LOG2E)
+        else:
+            pre, post = tl.exp2(total * LOG2E), tl.exp2(total * LOG2E)
+        q1, k2 = (r * rx).to(DOT), (k * c2).to(DOT)
+        if ANY:
+            k1, q0 = (k * c1).to(DOT), (r * ex).to(DOT)
+        else:
+            k1, q0 = k2, q1
+        below = strict
+        if SEG:
+            ids, before, last = segment_masks(seg_, first, n * C, left)
+            below = strict & (ids[:, None] == ids[None, :])
+        A = score(q1, k1, k2, below, PREC, ANY)
+        A = tl.where(diagonal, tl.sum(r * u * k, 1)[:, None], A).to(DOT)
+        if SEG:
+            q0 = tl.where((ids == before)[:, None], q0, 0.0).to(DOT)
+            k2 = tl.where((ids == last)[:, None], k2, 0.0).to(DOT)
+        Sd = S.to(DOT)
+        if KEEP:
+            chunk = (chunk0 + n) * H + h
+            tl.store(states_ + chunk * (K * V) + ov[:, None] * K + ok[None, :], Sd.to(states_.dtype.element_ty), mask=msq)
+            if iv == 0:
+                tl.store(decay_ + chunk * (2 * K) + ok, pre, mask=mk)
+                tl.store(decay_ + chunk * (2 * K) + K + ok, post, mask=mk)
+        vt = tl.trans(v)
+        Y = tl.dot(Sd, tl.trans(q0), input_precision=PREC)
+        Y = tl.dot(vt, tl.trans(A), Y, input_precision=PREC)
+        if SEG:
+            S = tl.where(before == last, S, 0.0)
+        if ANY:
+            S *= pre[None, :]
+        S = tl.dot(vt, k2, S, input_precision=PREC) * post[None, :]
+        store_tokens(y_ + pv, offy, Y, m[None, :] & mv[:, None], EVEN)
+        pk += C * H * K
+        pv += C * H * V
+    tl.store(sT_ + head * (K * V) + sq, S, mask=msq)
+
+
+@triton.jit
+def rwkv6_fwd_kernel(
+    r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, strong_, T,
+    y_, sT_, states_, decay_,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Grid (value blocks, heads, sequences). ``KEEP`` stores what the backward needs: states entering chunks and their decays.
+
+    With ``ANY``, ``strong_`` [B, H] says which rows and heads need the form for any decay; the others take the bounded one.
+    """
+    if tl.load(strong_ + (0 if VAR else tl.program_id(2)) * H + tl.program_id(1)) != 0 if ANY else False:
+        walk_forward(
+            r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, y_, sT_, states_, decay_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, KEEP,
+        )  # fmt: skip
+    else:
+        walk_forward(
+            r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, y_, sT_, states_, decay_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, KEEP,
+        )  # fmt: skip
