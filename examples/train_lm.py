@@ -122,12 +122,12 @@ def python_reference() -> bytes:
     from pydoc_data.topics import topics
 
     seen: set[str] = set()
-    pages = []
-    for name in sorted(topics):
-        paragraphs = topics[name].split("\n\n")
-        pages.append("\n\n".join(p for p in paragraphs if len(p) <= 80 or p not in seen))
-        seen.update(paragraphs)
-    return "\n\n".join(pages).encode()
+    kept = []
+    for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):
+        if len(paragraph) <= 80 or paragraph not in seen:
+            kept.append(paragraph)
+            seen.add(paragraph)
+    return "\n\n".join(kept).encode()
 
 
 def read_text(path: Path | None) -> bytes:
@@ -136,7 +136,8 @@ def read_text(path: Path | None) -> bytes:
         return python_reference()
     if not path.exists():
         fail(f"--data: there is no {path}")
-    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts))
+    hidden = lambda file: any(part.startswith(".") for part in file.relative_to(path).parts)
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file() and not hidden(file))
     texts = [text for text in (f.read_bytes() for f in files) if text and (b"\0" not in text or len(files) == 1)]
     if not texts:
         fail(f"--data: {path} holds no text")
@@ -245,7 +246,7 @@ def open_run(options: Options, facts: dict[str, Any]) -> tuple[ocp.CheckpointMan
     log: list[list[float]] = []
     if options.resume:
         with open(out / "log.csv", newline="") as file:
-            log = [[float(x) for x in row] for row in list(csv.reader(file))[1:]]
+            log = [[int(at), float(train), float(held)] for at, train, held in list(csv.reader(file))[1:]]
         log = [row for row in log if row[0] <= step]
     return manager, log
 
@@ -296,7 +297,8 @@ def main(arguments: list[str] | None = None) -> None:
     create = lambda key: TrainState.create(apply_fn=model.apply, params=init(key), tx=optimizer)
     key = jax.random.key(options.seed)
     if options.resume:
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(device)), jax.eval_shape(create, key))
+        here = jax.sharding.SingleDeviceSharding(device)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), jax.eval_shape(create, key))
         state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(abstract))
     else:
         state = create(key)
@@ -306,7 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
     if first:
         console.print(f"resuming at step {first}")
 
-    interrupted = []
+    interrupted: list[int] = []
 
     def interrupt(number: int, frame: Any) -> None:
         interrupted.append(number)
@@ -316,7 +318,7 @@ def main(arguments: list[str] | None = None) -> None:
         signal.signal(number, interrupt)
 
     columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")]
-    rate = busy = 0.0
+    rate, busy, timed = 0.0, 0.0, 0  # tokens/s; seconds and steps that it is measured over
     validation = float("nan")
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("", total=options.steps, completed=step, loss=float("nan"), rate=0.0)
@@ -327,10 +329,8 @@ def main(arguments: list[str] | None = None) -> None:
             state, losses = train_steps(state, batches, until - step)
             loss = float(np.mean(np.asarray(losses)[: until - step]))
             if step > first:  # the first call compiles
-                busy += time.perf_counter() - started
-                rate = (until - first_timed) * options.batch * options.sequence / busy
-            else:
-                first_timed = until
+                busy, timed = busy + time.perf_counter() - started, timed + until - step
+                rate = timed * options.batch * options.sequence / busy
             step = until
             validation = float("nan")
             if not np.isfinite(loss):
