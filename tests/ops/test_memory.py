@@ -15,10 +15,10 @@ each_op = pytest.mark.parametrize("op", OPS)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-def _residual_floats(op, implementation, T, K=32, V=16):
+def _residual_floats(op, implementation, chunk_size, T, K=32, V=16):
     """Floating-point numbers that the vjp of one call keeps besides the call's own inputs."""
     x = cases.build(Case(op, B=1, T=T, H=1, K=K, V=V))
-    f = lambda arrays: cases.call(op, arrays, implementation=implementation, chunk_size=16)
+    f = lambda arrays: cases.call(op, arrays, implementation=implementation, chunk_size=chunk_size)
     leaves = jax.tree.leaves(jax.eval_shape(lambda arrays: jax.vjp(f, arrays)[1], x.arrays))
     floats = sum(a.size for a in leaves if jnp.issubdtype(a.dtype, jnp.floating))
     return floats - sum(a.size for a in x.arrays.values()), [a.shape for a in leaves]
@@ -26,12 +26,13 @@ def _residual_floats(op, implementation, T, K=32, V=16):
 
 @each_implementation
 @each_op
-def test_residuals_hold_one_state_per_chunk(op, implementation):
+@pytest.mark.parametrize("chunk_size", [None, 16])
+def test_residuals_hold_one_state_per_chunk(op, implementation, chunk_size):
     """Inputs, and no more than a state [K, V] for every 16 tokens and one row of values for every token (a state for every token would be 10 times more)."""
     K, V, T = 32, 16, 256
-    kept, shapes = _residual_floats(op, implementation, T)
+    kept, shapes = _residual_floats(op, implementation, chunk_size, T)
     assert kept <= (T // 16 + 2) * K * V + T * V, shapes
-    twice, _ = _residual_floats(op, implementation, 2 * T)
+    twice, _ = _residual_floats(op, implementation, chunk_size, 2 * T)
     assert 0 <= twice - kept <= (T // 16) * K * V + T * V
 
 
