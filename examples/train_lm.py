@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -68,7 +69,7 @@ class Options:
     """bytes per training sequence"""
     batch: int = 8
     """sequences per optimiser step"""
-    steps: int = 700
+    steps: int = 600
     """optimiser steps"""
     learning_rate: float = 3e-3
     """largest learning rate, reached after a short warm-up"""
@@ -108,13 +109,8 @@ def check(options: Options) -> None:
             fail(f"{flag} must be at least 1, got {value}")
         if (field.type == "float" or field.name in ("seed", "sample_bytes")) and not 0 <= value < float("inf"):
             fail(f"{flag} must be a finite number and not negative, got {value}")
-    if options.learning_rate == 0:
-        fail("--learning-rate must be above 0")
-    if not 0 < options.validation_share < 1:
-        fail(f"--validation-share must lie between 0 and 1, got {options.validation_share}")
-
-
-# --- data ------------------------------------------------------------------------------------------------------------------------------------------------
+    if options.learning_rate == 0 or not 0 < options.validation_share < 1:
+        fail("--learning-rate must be above 0, and --validation-share between 0 and 1")
 
 
 def python_reference() -> bytes:
@@ -166,9 +162,6 @@ def batch_at(text: np.ndarray, step: int, options: Options) -> np.ndarray:
     return text[starts[:, None] + np.arange(options.sequence + 1)]
 
 
-# --- compiled functions ----------------------------------------------------------------------------------------------------------------------------------
-
-
 @functools.partial(jax.jit, donate_argnums=0)
 def train_steps(state: TrainState, batches: jax.Array, count: int) -> tuple[TrainState, jax.Array]:
     """``count`` optimiser steps, one on each of the first batches [STEPS_PER_CALL, B, T + 1]; also their losses."""
@@ -217,9 +210,6 @@ def generate(model: Any, params: Any, prompt: jax.Array, key: jax.Array, length:
     return jax.lax.scan(step, (logits[:, -1], state), jax.random.split(key, length))[1]
 
 
-# --- the run ---------------------------------------------------------------------------------------------------------------------------------------------
-
-
 def open_run(options: Options, facts: dict[str, Any]) -> tuple[ocp.CheckpointManager, list[list[float]]]:
     """The checkpoints and the log of ``--out``: an earlier run's with ``--resume``, otherwise new ones."""
     out, described = options.out, options.out / "options.json"
@@ -237,18 +227,16 @@ def open_run(options: Options, facts: dict[str, Any]) -> tuple[ocp.CheckpointMan
             print(f"moved the earlier run to {aside}")
         out.mkdir(parents=True)
         described.write_text(json.dumps(facts, indent=2) + "\n")
-    manager = ocp.CheckpointManager(
-        (out / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
-    )
+    keep = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    manager = ocp.CheckpointManager((out / "checkpoints").absolute(), options=keep)
     step = manager.latest_step()
     if options.resume and step is None:
         fail(f"--resume: there is no checkpoint in {out} (--out) yet; start without --resume")
-    log: list[list[float]] = []
-    if options.resume:
-        with open(out / "log.csv", newline="") as file:
-            log = [[int(at), float(train), float(held)] for at, train, held in list(csv.reader(file))[1:]]
-        log = [row for row in log if row[0] <= step]
-    return manager, log
+    if not options.resume:
+        return manager, []
+    with open(out / "log.csv", newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    return manager, [[int(at), float(train), float(held)] for at, train, held in rows if int(at) <= step]
 
 
 def write_log(out: Path, log: list[list[float]]) -> None:
@@ -291,22 +279,17 @@ def main(arguments: list[str] | None = None) -> None:
         fail(str(error))
     manager, log = open_run(options, facts)
 
-    init = jax.jit(lambda key: model.init(key, jnp.zeros((1, 2), jnp.int32))["params"])
     schedule = rwkv_schedule(options.learning_rate, options.final_learning_rate, options.steps, warmup_steps=min(20, options.steps // 10))
     optimizer = rwkv_optimizer(schedule, weight_decay=options.weight_decay)
-    create = lambda key: TrainState.create(apply_fn=model.apply, params=init(key), tx=optimizer)
-    key = jax.random.key(options.seed)
+    init = lambda key: model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
+    create = lambda key: TrainState.create(apply_fn=model.apply, params=init(key), tx=optimizer).replace(step=jnp.int32(0))
+    state = jax.jit(create)(jax.random.key(options.seed))
     if options.resume:
-        here = jax.sharding.SingleDeviceSharding(device)
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), jax.eval_shape(create, key))
-        state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(abstract))
-    else:
-        state = create(key)
+        state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
     step = first = int(state.step)
     count = sum(x.size for x in jax.tree.leaves(state.params))
     console.print(f"{options.model}, {count:,} parameters, {precision} on {device.device_kind}; {train_text.size:,} bytes to learn, {held_out.size:,} held out")
-    if first:
-        console.print(f"resuming at step {first}")
+    console.print(f"resuming at step {first}" if first else "compiling, then training")
 
     interrupted: list[int] = []
 
@@ -318,11 +301,11 @@ def main(arguments: list[str] | None = None) -> None:
         signal.signal(number, interrupt)
 
     columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")]
-    rate, busy, timed = 0.0, 0.0, 0  # tokens/s; seconds and steps that it is measured over
-    validation = float("nan")
+    stopping, rate, busy, timed = False, 0.0, 0.0, 0  # rate: tokens/s, measured over `busy` seconds and `timed` steps
+    validation = log[-1][2] if log else float("nan")
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("", total=options.steps, completed=step, loss=float("nan"), rate=0.0)
-        while step < options.steps and not interrupted:
+        while step < options.steps and not stopping:
             started = time.perf_counter()
             until = min(step + STEPS_PER_CALL - step % STEPS_PER_CALL, step + options.checkpoint_every - step % options.checkpoint_every, options.steps)
             batches = np.stack([batch_at(train_text, min(step + i, until - 1), options) for i in range(STEPS_PER_CALL)])
@@ -331,8 +314,7 @@ def main(arguments: list[str] | None = None) -> None:
             if step > first:  # the first call compiles
                 busy, timed = busy + time.perf_counter() - started, timed + until - step
                 rate = timed * options.batch * options.sequence / busy
-            step = until
-            validation = float("nan")
+            step, validation, stopping = until, float("nan"), bool(interrupted)
             if not np.isfinite(loss):
                 fail(f"the loss is {loss} at step {step}: try a lower --learning-rate")
             if step % options.checkpoint_every == 0 or step == options.steps:
@@ -340,19 +322,16 @@ def main(arguments: list[str] | None = None) -> None:
                 progress.print(f"step {step:6}: training loss {loss:.4f}, held out {validation:.4f} nats per byte")
             log.append([step, loss, validation])
             progress.update(bar, completed=step, loss=loss, rate=rate)
-            if not np.isnan(validation) or interrupted:
+            if not np.isnan(validation) or stopping:
                 write_log(options.out, log)
                 manager.save(step, args=ocp.args.StandardSave(state))
     manager.close()
-    if interrupted:
-        again = " ".join(["python", *sys.argv, *([] if options.resume else ["--resume"])])
-        console.print(f"stopped at step {step} of {options.steps}, checkpoint saved. Go on with: {again}")
+    if stopping and step < options.steps:
+        again = [*sys.argv, *([] if options.resume else ["--resume"])]
+        console.print(f"stopped at step {step} of {options.steps}, checkpoint saved. Go on with: python {shlex.join(again)}")
         sys.exit(128 + interrupted[0])
 
-    picture = options.out / "loss.png"
-    plot(picture, log, f"{options.model}, {count / 1e6:.2f} M parameters")
-    if step == first:  # a resumed run that was complete
-        validation = validate(model, state.params, held_out)
+    plot(options.out / "loss.png", log, f"{options.model}, {count / 1e6:.2f} M parameters")
     if options.sample_bytes:
         prompt = held_out[0, :100] if options.prompt is None else np.frombuffer((options.prompt or "\n").encode(), np.uint8)
         sample = np.asarray(generate(model, state.params, prompt, jax.random.key(options.seed), options.sample_bytes, options.temperature), np.uint8)
@@ -362,7 +341,7 @@ def main(arguments: list[str] | None = None) -> None:
         console.rule()
     console.print(f"validation loss   {validation:.4f} nats per byte ({validation / np.log(2):.3f} bits), over {held_out.size:,} held-out bytes")
     console.print(f"time              {time.perf_counter() - began:.0f} s in all, {rate:,.0f} tokens/s in training")
-    console.print(f"loss curve        {picture}")
+    console.print(f"loss curve        {options.out / 'loss.png'}")
     console.print(f"checkpoint        {options.out / 'checkpoints' / str(step)}")
 
 

@@ -177,7 +177,7 @@ def test_validation_carries_the_state(train_lm, straight):
         (["--data", "text", "--head-dim", "7"], "head_dim"),
         (["--data", "text", "--batch", "0"], "--batch must be at least 1"),
         (["--data", "text", "--learning-rate", "-1"], "--learning-rate must be"),
-        (["--data", "text", "--validation-share", "1"], "--validation-share must"),
+        (["--data", "text", "--validation-share", "1"], "--validation-share between 0 and 1"),
     ],
 )
 def test_errors_name_the_option(train_lm, straight, text, tmp_path, monkeypatch, arguments, message):
