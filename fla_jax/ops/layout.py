@@ -6,22 +6,24 @@ Missing tokens are zeros in every input, which leaves the state as it is (log de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from .config import OpConfig
 
 
 class Chunks(NamedTuple):
     """How the tokens of one call are cut into chunks.
 
     ``gather`` [n * C] and ``scatter`` [T] are token positions for packed sequences (``cu_seqlens``) and None for plain rows; ``sequence`` [n] names the
-    packed sequence that a chunk belongs to. `walk` hands ``group`` chunks at a time to a step; ``count`` is a multiple of it.
+    packed sequence that a chunk belongs to. `walk` hands ``group`` chunks at a time to a step; ``number`` is a multiple of it.
     """
 
     size: int
-    count: int
+    number: int
     length: int
     group: int
     gather: jax.Array | None = None
@@ -33,9 +35,9 @@ class Chunks(NamedTuple):
         if self.gather is not None:
             x = jnp.take(x, self.gather, axis=1, mode="fill", fill_value=0)
         else:
-            x = jnp.pad(x, ((0, 0), (0, self.count * self.size - self.length), (0, 0), (0, 0)))
+            x = jnp.pad(x, ((0, 0), (0, self.number * self.size - self.length), (0, 0), (0, 0)))
         B, _, H, D = x.shape
-        return x.astype(dtype).reshape(B, self.count, self.size, H, D).transpose(1, 0, 3, 2, 4)
+        return x.astype(dtype).reshape(B, self.number, self.size, H, D).transpose(1, 0, 3, 2, 4)
 
     def join(self, x: jax.Array, dtype) -> jax.Array:
         """[n, B, H, C, D] -> [B, T, H, D] in ``dtype``."""
@@ -43,13 +45,57 @@ class Chunks(NamedTuple):
         x = x.astype(dtype).transpose(1, 0, 3, 2, 4).reshape(B, n * C, H, D)
         return x[:, : self.length] if self.scatter is None else jnp.take(x, self.scatter, axis=1, mode="clip")
 
-    def walk(self, step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
-        """`jax.lax.scan` over groups of chunks: leaves [n, ...] of ``xs`` reach ``step`` as [group, ...], its results come back as [n, ...].
+    def walk(
+        self,
+        step: Callable[[Any, tuple[jax.Array, ...], Any], tuple[Any, tuple[jax.Array, ...], Any]],
+        carry: Any,
+        tokens: Sequence[jax.Array],
+        xs: Any,
+        outputs: Sequence[jax.Array],
+        compute: jnp.dtype,
+        reverse: bool = False,
+    ) -> tuple[Any, tuple[jax.Array, ...], Any]:
+        """Runs ``step(carry, tokens, xs) -> (carry, outputs, ys)`` over groups of chunks, by `jax.lax.scan`.
 
-        What a step computes for its group at once stays small: in cache on a CPU, and never all T tokens' worth of intermediates.
+        ``tokens`` are arrays [B, T, H, D], of which the step sees a window [group, B, H, C, D] in dtype ``compute``; its outputs of that shape go to arrays
+        like ``outputs`` [B, T, H, D]. Leaves [n, ...] of ``xs`` and ``ys`` are passed as [group, ...]. What a step computes at once stays small, in cache on
+        a CPU, and no second copy of all tokens is ever made: memory that is touched for the first time costs more than the arithmetic on it.
         """
-        carry, ys = jax.lax.scan(step, carry, jax.tree.map(lambda x: x.reshape(-1, self.group, *x.shape[1:]), xs), reverse=reverse)
-        return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
+        span = self.group * self.size
+        total = self.number * self.size
+        if self.gather is None and total > self.length:
+            tokens = [jnp.pad(x, ((0, 0), (0, total - self.length), (0, 0), (0, 0))) for x in tokens]
+
+        def read(x, i):
+            if self.gather is None:
+                x = jax.lax.dynamic_slice_in_dim(x, i * span, span, 1)
+            else:
+                x = jnp.take(x, jax.lax.dynamic_slice_in_dim(self.gather, i * span, span), axis=1, mode="fill", fill_value=0)
+            B, _, H, D = x.shape
+            return x.astype(compute).reshape(B, self.group, self.size, H, D).transpose(1, 0, 3, 2, 4)
+
+        def write(buffer, y, i):
+            G, B, H, C, D = y.shape
+            y = y.astype(buffer.dtype).transpose(1, 0, 3, 2, 4).reshape(B, G * C, H, D)
+            return jax.lax.dynamic_update_slice_in_dim(buffer, y, i * span, 1)
+
+        def body(carry, x):
+            (carry, buffers), (i, x) = carry, x
+            carry, results, ys = step(carry, tuple(read(t, i) for t in tokens), x)
+            return (carry, tuple(write(buffer, y, i) for buffer, y in zip(buffers, results))), ys
+
+        buffers = tuple(zeros((x.shape[0], total, *x.shape[2:]), x.dtype, x) for x in outputs)
+        xs = jax.tree.map(lambda x: x.reshape(-1, self.group, *x.shape[1:]), xs)
+        (carry, buffers), ys = jax.lax.scan(body, (carry, buffers), (jnp.arange(self.number // self.group), xs), reverse=reverse)
+        out = tuple(x[:, : self.length] if self.scatter is None else jnp.take(x, self.scatter, axis=1, mode="clip") for x in buffers)
+        return carry, out, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
+
+    def each(self, step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
+        """`jax.lax.scan` over the chunks of one group (leaves [group, ...])."""
+        if self.group > 1:
+            return jax.lax.scan(step, carry, xs, reverse=reverse)
+        carry, ys = step(carry, jax.tree.map(lambda x: x[0], xs))
+        return carry, jax.tree.map(lambda y: y[None], ys)
 
     def read(self, state: jax.Array, sequence: jax.Array | None) -> jax.Array:
         """The state that a chunk works on: all rows' [B, H, K, V], or the one packed sequence's as [1, H, K, V]."""
@@ -58,6 +104,12 @@ class Chunks(NamedTuple):
     def write(self, state: jax.Array, new: jax.Array, sequence: jax.Array | None) -> jax.Array:
         """The states after a chunk has replaced its own."""
         return new if sequence is None else jax.lax.dynamic_update_index_in_dim(state, new, sequence, 0)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
+    """Zeros to start a scan's carry with: inside `jax.shard_map` they vary over the same mesh axes as ``like``."""
+    axes = tuple(jax.typeof(like).manual_axis_type.varying)
+    return jax.lax.pcast(jnp.zeros(shape, dtype), axes, to="varying") if axes else jnp.zeros(shape, dtype)
 
 
 def group_size(tokens: int) -> int:
@@ -88,6 +140,13 @@ def plan(length: int, size: int, cu_seqlens: jax.Array | None, group: int = 1) -
     return Chunks(size, count, length, group, gather, starts[of_token] * size + t - cu[of_token], sequence)
 
 
+def chunk_plan(cfg: OpConfig, x: jax.Array, cu_seqlens: jax.Array | None) -> Chunks:
+    """The chunked forms' plan for arrays like ``x`` [B, T, H, D]: chunks of 16 tokens unless the caller chose."""
+    B, T, H, _ = x.shape
+    size = min(cfg.chunk_size or 16, 1 << (T - 1).bit_length())
+    return plan(T, size, cu_seqlens, group_size(B * H * size))
+
+
 class Segments(NamedTuple):
     """Which tokens of a chunk see each other, and the states at its two ends. All boolean; see `segments`."""
 
@@ -108,8 +167,8 @@ def segments(chunks: Chunks, segment_ids: jax.Array | None) -> Segments | None:
         return None
     change = segment_ids[:, 1:] != segment_ids[:, :-1]
     ids = jnp.cumsum(jnp.pad(change, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
-    ids = jnp.pad(ids, ((0, 0), (0, chunks.count * chunks.size - chunks.length)), mode="edge")
-    ids = ids.reshape(-1, chunks.count, chunks.size).transpose(1, 0, 2)[:, :, None, :, None]
+    ids = jnp.pad(ids, ((0, 0), (0, chunks.number * chunks.size - chunks.length)), mode="edge")
+    ids = ids.reshape(-1, chunks.number, chunks.size).transpose(1, 0, 2)[:, :, None, :, None]
     last = ids[..., -1:, :]
     before = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])
     return Segments(ids, ids == before, ids == last, last == before)

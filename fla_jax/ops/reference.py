@@ -119,6 +119,7 @@ def _prepare(cfg: OpConfig, arrays, segment_ids, cu_seqlens):
 
 
 def rwkv6_fwd(cfg: OpConfig, r, k, v, w, u, s0, segment_ids, cu_seqlens):
+    """Forward rule: ``(o, final_state), kept``."""
     chunks, xs = _prepare(cfg, (r, k, v, w), segment_ids, cu_seqlens)
     step, _ = _step6(u.astype(cfg.compute))
     y, states, final = _forward(step, chunks, s0, xs)
@@ -126,7 +127,8 @@ def rwkv6_fwd(cfg: OpConfig, r, k, v, w, u, s0, segment_ids, cu_seqlens):
 
 
 def rwkv6_bwd(cfg: OpConfig, inputs, states, dy, ds):
-    r, k, v, w, u, s0, segment_ids, cu_seqlens = inputs
+    """Backward rule: gradients of the token arrays, u and the initial state."""
+    r, k, v, w, u, _, segment_ids, cu_seqlens = inputs
     chunks, xs = _prepare(cfg, (r, k, v, w), segment_ids, cu_seqlens)
     step, back = _step6(u.astype(cfg.compute))
     grads, ds0 = _backward(step, back, chunks, ds, states, xs, chunks.split(dy, cfg.compute) * cfg.scale)
@@ -135,13 +137,15 @@ def rwkv6_bwd(cfg: OpConfig, inputs, states, dy, ds):
 
 
 def rwkv7_fwd(cfg: OpConfig, r, w, k, v, a, b, s0, segment_ids, cu_seqlens):
+    """Forward rule: ``(o, final_state), kept``."""
     chunks, xs = _prepare(cfg, (r, w, k, v, a, b), segment_ids, cu_seqlens)
     y, states, final = _forward(_step7, chunks, s0, xs)
     return (chunks.join(y * cfg.scale, v.dtype), final), states
 
 
 def rwkv7_bwd(cfg: OpConfig, inputs, states, dy, ds):
-    *arrays, s0, segment_ids, cu_seqlens = inputs
+    """Backward rule: gradients of the token arrays and the initial state."""
+    *arrays, _, segment_ids, cu_seqlens = inputs
     chunks, xs = _prepare(cfg, arrays, segment_ids, cu_seqlens)
     grads, ds0 = _backward(_step7, _back7, chunks, ds, states, xs, chunks.split(dy, cfg.compute) * cfg.scale)
     return tuple(chunks.join(g, x.dtype) for g, x in zip(grads, arrays)) + (ds0,)

@@ -9,11 +9,14 @@ No exponential can overflow, nothing is divided, no large sums are subtracted, d
 i (k, b). Level s holds the rows decayed from the start of their s-block and the columns decayed to the end of theirs; one matrix product per level, masked to
 its pairs, gives the scores. A row kind is inclusive if its own decay d_t counts (r in RWKV-7) and exclusive if not (r in RWKV-6, a in RWKV-7).
 
+A token's product with itself counts for inclusive rows only, undecayed: the diagonal.
+
 Shapes: decays [..., C, K]; p row kinds [..., p, C, K]; q column kinds [..., q, C, K]; scores [..., p * C, q * C].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,13 +29,31 @@ def dot(spec: str, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST)
 
 
-class Level(NamedTuple):
-    """One tree level: blocks of ``s`` tokens, ``total`` [..., C / s, K] their whole decay."""
+def stack(xs: Sequence[jax.Array]) -> jax.Array:
+    """One or two kinds [..., C, K] to [..., 1 or 2, C, K]. By selection: concatenation inside a fusion is slow on a CPU."""
+    if len(xs) == 1:
+        return xs[0][..., None, :, :]
+    return jnp.where(np.array([True, False])[:, None, None], xs[0][..., None, :, :], xs[1][..., None, :, :])
 
-    s: int
-    rows: jax.Array
-    cols: jax.Array
-    total: jax.Array
+
+def pick(x: jax.Array, i: int) -> jax.Array:
+    """Kind ``i`` of [..., p, C, K]."""
+    return x[..., i, :, :]
+
+
+def kinds(x: jax.Array) -> tuple[jax.Array, ...]:
+    """The inverse of `stack`."""
+    return tuple(pick(x, i) for i in range(x.shape[-3]))
+
+
+def sum_kinds(x: jax.Array) -> jax.Array:
+    """Sum over the kinds. Not a reduction: jaxlib 0.10's CPU backend crashes in reductions of such high rank."""
+    return sum(kinds(x)[1:], kinds(x)[0])
+
+
+def flat(x: jax.Array) -> jax.Array:
+    """[..., p, C, K] -> [..., p * C, K]."""
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
 def pairs(C: int, s: int) -> np.ndarray:
@@ -55,32 +76,93 @@ def _scale_half(x: jax.Array, total: jax.Array, s: int, right: bool) -> jax.Arra
     return jnp.where(is_half, x2 * other, x2).reshape(x.shape)
 
 
-def levels(d: jax.Array, rows: jax.Array, cols: jax.Array, inclusive: tuple[bool, ...]) -> list[Level]:
-    """All levels, from single tokens (s = 1) to the whole chunk (s = C), for decays ``d`` = exp(w)."""
-    C = d.shape[-2]
-    kinds = np.array(inclusive)[:, None, None]
-    rows = jnp.where(kinds, rows * d[..., None, :, :], rows)
-    result = [Level(1, rows, cols, d)]
-    while result[-1].s < C:
-        s, rows, cols, total = result[-1]
-        halves = total.reshape(*total.shape[:-2], -1, 2, total.shape[-1])
-        merged = halves[..., 0, :] * halves[..., 1, :]
-        result.append(Level(2 * s, _scale_half(rows, total, s, True), _scale_half(cols, total, s, False), merged))
-    return result
+class Level(NamedTuple):
+    """One tree level: blocks of ``s`` tokens, ``total`` [..., C / s, K] their whole decay."""
+
+    s: int
+    rows: jax.Array
+    cols: jax.Array
+    total: jax.Array
 
 
-def _flat(x: jax.Array) -> jax.Array:
-    """[..., p, C, K] -> [..., p * C, K]."""
-    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+class Tree(NamedTuple):
+    """All levels, from single tokens (s = 1) to the whole chunk (s = C)."""
 
+    inclusive: tuple[bool, ...]
+    first: tuple[jax.Array, jax.Array]  # rows and columns, undecayed
+    levels: tuple[Level, ...]
 
-def scores(tree: list[Level]) -> jax.Array:
-    """[..., p * C, q * C]: decayed products of rows and earlier columns, zero on and above the diagonal."""
-    p, C, q = tree[0].rows.shape[-3], tree[0].rows.shape[-2], tree[0].cols.shape[-3]
-    A = jnp.zeros((), tree[0].rows.dtype)
-    for level in tree[:-1]:
-        A = jnp.where(np.tile(pairs(C, level.s), (p, q)), dot("...ik,...jk->...ij", _flat(level.rows), _flat(level.cols)), A)
-    return A if len(tree) > 1 else jnp.zeros((*_flat(tree[0].rows).shape[:-1], q * C), A.dtype)
+    @classmethod
+    def build(cls, w: jax.Array, rows: tuple[jax.Array, ...], cols: tuple[jax.Array, ...], inclusive: tuple[bool, ...]) -> Tree:
+        """From log decays ``w`` [..., C, K] and kinds of rows and columns [..., C, K]."""
+        d = jnp.exp(w)
+        first = stack(rows), stack(cols)
+        levels = [Level(1, stack([x * d if own else x for x, own in zip(rows, inclusive)]), first[1], d)]
+        while levels[-1].s < w.shape[-2]:
+            s, r, c, total = levels[-1]
+            halves = total.reshape(*total.shape[:-2], -1, 2, total.shape[-1])
+            levels.append(Level(2 * s, _scale_half(r, total, s, True), _scale_half(c, total, s, False), halves[..., 0, :] * halves[..., 1, :]))
+        return cls(inclusive, first, tuple(levels))
+
+    @property
+    def rows_in(self) -> jax.Array:
+        """Rows decayed from the chunk's start: how they read the state that enters it."""
+        return self.levels[-1].rows
+
+    @property
+    def cols_out(self) -> jax.Array:
+        """Columns decayed to the chunk's end: how they write to the state that leaves it."""
+        return self.levels[-1].cols
+
+    @property
+    def total(self) -> jax.Array:
+        """[..., 1, K]: the chunk's whole decay."""
+        return self.levels[-1].total
+
+    def scores(self) -> jax.Array:
+        """[..., p * C, q * C], zero above the diagonal; on it, the undecayed products of inclusive rows."""
+        first, cols = self.first
+        p, C, q = first.shape[-3], first.shape[-2], cols.shape[-3]
+        own = [jnp.sum(pick(first, i) * col, -1, keepdims=True) if self.inclusive[i] else None for i in range(p) for col in kinds(cols)]
+        eye = np.eye(C, dtype=bool)
+        A = jnp.zeros((), first.dtype)
+        for n, x in enumerate(own):
+            if x is not None:
+                place = np.kron(np.eye(1, p * q, n, dtype=bool).reshape(p, q), eye)
+                A = jnp.where(place, jnp.tile(x, (p, 1)), A)
+        A = jnp.broadcast_to(A, (*flat(first).shape[:-1], q * C))
+        for level in self.levels[:-1]:
+            A = jnp.where(np.tile(pairs(C, level.s), (p, q)), dot("...ik,...jk->...ij", flat(level.rows), flat(level.cols)), A)
+        return A
+
+    def gradients(self, dA: jax.Array, drows: jax.Array, dcols: jax.Array, dg: jax.Array):
+        """Gradients of the rows and columns given to `build` and of the log decays.
+
+        ``dA`` [..., p * C, q * C] are the cotangents of the scores (those above the diagonal are not read); ``drows``, ``dcols`` [..., p or q, C, K] those of
+        `rows_in` and `cols_out`, and ``dg`` [..., C, K] the part of the state that passes through.
+
+        dg_j collects every term whose decay contains d_j. At each level these are the rows right of j's block whose factor spans the block, and the columns
+        left of it: sums over half blocks, walked from the whole chunk down. Nothing is added that must be subtracted again.
+        """
+        p, C, q = drows.shape[-3], drows.shape[-2], dcols.shape[-3]
+        left = np.array([True, False])[:, None, None]
+        for above, level in zip(self.levels[:0:-1], self.levels[-2::-1]):
+            s = level.s
+            spans = jnp.sum(_halves(sum_kinds(above.rows * drows), s), -2, keepdims=True)[..., 1:, :, :]  # the right half's rows reach over the left
+            spanned = jnp.sum(_halves(sum_kinds(above.cols * dcols), s), -2, keepdims=True)[..., :1, :, :]
+            dg = (_halves(dg, s) + jnp.where(left, spans, spanned)).reshape(dg.shape)
+            D = jnp.where(np.tile(pairs(C, s), (p, q)), dA, 0)
+            drows = _scale_half(drows, level.total, s, True) + dot("...ij,...jk->...ik", D, flat(level.cols)).reshape(drows.shape)
+            dcols = _scale_half(dcols, level.total, s, False) + dot("...ij,...ik->...jk", D, flat(level.rows)).reshape(dcols.shape)
+        dr, dc, d = list(kinds(drows)), list(kinds(dcols)), self.levels[0].total
+        for i in range(p):
+            if self.inclusive[i]:
+                dg = dg + pick(self.levels[0].rows, i) * dr[i]
+                dr[i] = d * dr[i]
+                for j in range(q):
+                    own = jnp.sum(jnp.where(np.eye(C, dtype=bool), dA[..., i * C : (i + 1) * C, j * C : (j + 1) * C], 0), -1, keepdims=True)
+                    dr[i], dc[j] = dr[i] + own * pick(self.first[1], j), dc[j] + own * pick(self.first[0], i)
+        return tuple(dr), tuple(dc), dg
 
 
 def inverse(A: jax.Array) -> jax.Array:
@@ -93,33 +175,3 @@ def inverse(A: jax.Array) -> jax.Array:
         T = T + (off if s == 1 else dot("...ij,...jk->...ik", dot("...ij,...jk->...ik", T, off), T))
         s *= 2
     return T
-
-
-def gradients(tree: list[Level], dA: jax.Array, drows: jax.Array, dcols: jax.Array, dg: jax.Array, inclusive: tuple[bool, ...]):
-    """Gradients of rows, columns and log decays.
-
-    ``dA`` [..., p * C, q * C] are the cotangents of the scores (only those below the diagonal are read); ``drows``, ``dcols`` [..., p or q, C, K] those of
-    the last level's rows and columns (the state's way in and out of the chunk), and ``dg`` [..., C, K] the part of the state that passes through.
-
-    dg_j collects every term whose decay contains d_j. At each level these are the rows right of j's block whose factor spans the block, and the columns left
-    of it: sums over half blocks, walked from the whole chunk down. Nothing is added that must be subtracted again.
-    """
-    p, C, q = drows.shape[-3], drows.shape[-2], dcols.shape[-3]
-    left = (np.arange(2) == 0)[:, None, None]
-    for i in range(len(tree) - 2, -1, -1):
-        above, level = tree[i + 1], tree[i]
-        s = level.s
-        spans = jnp.sum(_halves(_kinds(above.rows * drows), s), -2, keepdims=True)[..., 1:, :, :]  # rows of the right half reach over the left one
-        spanned = jnp.sum(_halves(_kinds(above.cols * dcols), s), -2, keepdims=True)[..., :1, :, :]
-        dg = (_halves(dg, s) + jnp.where(left, spans, spanned)).reshape(dg.shape)
-        D = jnp.where(np.tile(pairs(C, s), (p, q)), dA, 0)
-        drows = _scale_half(drows, level.total, s, True) + dot("...ij,...jk->...ik", D, _flat(level.cols)).reshape(drows.shape)
-        dcols = _scale_half(dcols, level.total, s, False) + dot("...ij,...ik->...jk", D, _flat(level.rows)).reshape(dcols.shape)
-    own = tree[0].rows * drows
-    dg = dg + sum(own[..., i, :, :] for i in range(p) if inclusive[i])
-    return jnp.where(np.array(inclusive)[:, None, None], drows * tree[0].total[..., None, :, :], drows), dcols, dg
-
-
-def _kinds(x: jax.Array) -> jax.Array:
-    """Sum over the one or two kinds on axis -3. Not a reduction: jaxlib 0.10's CPU backend crashes in reductions of such high rank."""
-    return x[..., 0, :, :] if x.shape[-3] == 1 else x[..., 0, :, :] + x[..., 1, :, :]
