@@ -88,7 +88,7 @@ class Options:
     sample_bytes: int = 500
     """length of the sample; 0 for none"""
     prompt: str | None = None
-    """what the sample continues (default: the beginning of the held-out text)"""
+    """what the sample continues (default: the beginning of a held-out block)"""
     temperature: float = 0.7
     """of the sample; 0 always takes the most probable byte"""
 
@@ -333,7 +333,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     plot(options.out / "loss.png", log, f"{options.model}, {count / 1e6:.2f} M parameters")
     if options.sample_bytes:
-        prompt = held_out[0, :100] if options.prompt is None else np.frombuffer((options.prompt or "\n").encode(), np.uint8)
+        prompt = held_out[3, :100] if options.prompt is None else np.frombuffer((options.prompt or "\n").encode(), np.uint8)
         sample = np.asarray(generate(model, state.params, prompt, jax.random.key(options.seed), options.sample_bytes, options.temperature), np.uint8)
         console.rule("sample (the prompt is bold)")
         console.print(prompt.tobytes().decode(errors="replace"), style="bold", end="", markup=False)
