@@ -75,7 +75,7 @@ def _static_float(name: str, x: Any) -> float:
 def check(
     tokens: Mapping[str, Any],
     *,
-    u: Any = None,
+    u: Any = ...,
     initial_state: Any,
     segment_ids: Any,
     cu_seqlens: Any,
@@ -85,7 +85,7 @@ def check(
     implementation: Any,
     warn_layout: bool,
 ) -> Call:
-    """Checks one call. ``tokens`` maps argument names to arrays, ``r`` and ``v`` among them."""
+    """Checks one call. ``tokens`` maps argument names to arrays, ``r`` and ``v`` among them; ``u`` is ... for an op that has none."""
     arrays = {name: _floating(name, x) for name, x in tokens.items()}
     r, v = arrays["r"], arrays["v"]
     if r.ndim != 4:
@@ -101,7 +101,9 @@ def check(
     for name, size in (("K", K), ("V", V)):
         if not 1 <= size <= 256:
             raise ValueError(f"{'r' if name == 'K' else 'v'} has {name} = {size}; head sizes from 1 to 256 are supported")
-    if u is not None:
+    if u is ...:
+        u = None
+    else:
         u = _floating("u", u)
         hint = "; r, k, v, w seem to be [B, H, T, D]: swap their axes 1 and 2" if u.ndim == 2 and tuple(u.shape) == (T, K) else ""
         _shape("u", u, (H, K), "[H, K]", hint)

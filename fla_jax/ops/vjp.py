@@ -18,21 +18,23 @@ Implementation = tuple[Callable[..., Any], Callable[..., Any]]
 
 def make_core(table: Mapping[str, Implementation]) -> Callable[..., Any]:
     """``core(cfg, *inputs) -> (o, final_state)``, differentiable in reverse mode, run by ``table[cfg.implementation]``."""
+    # jitted, so that calls outside jit find what the first one compiled; inlined where a jit surrounds them
+    jitted = {name: tuple(jax.jit(rule, static_argnums=0, inline=True) for rule in rules) for name, rules in table.items()}
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def core(cfg, *inputs):
-        results, _ = table[cfg.implementation][0](cfg, *inputs)
+        results, _ = jitted[cfg.implementation][0](cfg, *inputs)
         return results
 
     def forward(cfg, *inputs):
-        (o, final), states = table[cfg.implementation][0](cfg, *inputs)
+        (o, final), states = jitted[cfg.implementation][0](cfg, *inputs)
         # named inside the rule, so that a policy can keep them: see core/names.py
         o, final, states = name_results(o, final, states)
         return (o, final), (inputs, states)
 
     def backward(cfg, residuals, cotangents):
         inputs, states = residuals
-        return (*table[cfg.implementation][1](cfg, inputs, states, *cotangents), None, None)
+        return (*jitted[cfg.implementation][1](cfg, inputs, states, *cotangents), None, None)
 
     core.defvjp(forward, backward)
     return core

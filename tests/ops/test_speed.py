@@ -44,14 +44,38 @@ def _seconds(f, n):
     return min(times)
 
 
-@each_op
-def test_chunks_are_faster_than_the_scan(op):
-    """Forward and backward, at least five times. The two alternate, and the shortest times count, of as many rounds as it takes up to ten."""
-    fast, slow = _compiled(op, "xla")[0], _compiled(op, "reference")[0]
+def _naive(op, x):
+    """The recurrence as a plain `jax.lax.scan`, differentiated by JAX: what the chunked form replaces."""
+
+    def step(S, t):
+        if op == "rwkv6":
+            kv = t["k"][..., None] * t["v"][..., None, :]
+            return jnp.exp(t["w"])[..., None] * S + kv, jnp.einsum("bhk,bhkv->bhv", t["r"], S + x.arrays["u"][..., None] * kv)
+        sa = jnp.einsum("bhk,bhkv->bhv", t["a"], S)
+        S = jnp.exp(t["w"])[..., None] * S + t["b"][..., None] * sa[..., None, :] + t["k"][..., None] * t["v"][..., None, :]
+        return S, jnp.einsum("bhk,bhkv->bhv", t["r"], S)
+
+    def loss(arrays):
+        tokens = {name: jnp.moveaxis(arrays[name], 1, 0) for name in cases.TOKENS[op]}
+        final, o = jax.lax.scan(step, arrays["initial_state"], tokens)
+        return jnp.sum(jnp.moveaxis(o, 0, 1) * x.do) + jnp.sum(final * x.ds)
+
+    f = jax.jit(jax.grad(loss)).lower(x.arrays).compile()
+    return lambda: jax.block_until_ready(f(x.arrays))
+
+
+@pytest.mark.parametrize("op, times", [("rwkv6", 5), ("rwkv7", 2)])
+def test_chunks_are_faster_than_the_scan(op, times):
+    """Forward and backward. A guard with a margin for busy machines: measured 10 times for RWKV-6 and 3 (5 with a lower bound) for RWKV-7.
+
+    The two alternate, and the shortest times count, of as many rounds as it takes up to ten.
+    """
+    x = jax.tree.map(jnp.asarray, cases.build(Case(op, **SIZE)))
+    fast, slow = _compiled(op, "xla")[0], _naive(op, x)
     fast(), slow()
     fastest = slowest = float("inf")
     for i in range(10):
-        slowest, fastest = min(slowest, _seconds(slow, 3)), min(fastest, _seconds(fast, 6))
-        if i >= 2 and slowest / fastest >= 5:
+        slowest, fastest = min(slowest, _seconds(slow, 2)), min(fastest, _seconds(fast, 6))
+        if i >= 2 and slowest / fastest >= times:
             return
-    raise AssertionError(f"xla takes {fastest:.3f} s and reference {slowest:.3f} s: {slowest / fastest:.1f} times")
+    raise AssertionError(f"xla takes {fastest:.3f} s and the scan {slowest:.3f} s: {slowest / fastest:.1f} times")
