@@ -39,8 +39,9 @@ def test_residuals_hold_one_state_per_chunk(op, implementation, chunk_size):
 def _equations(jaxpr, found):
     for eqn in jaxpr.eqns:
         found.append(eqn)
-        for sub in jax.core.jaxprs_in_params(eqn.params):
-            _equations(sub, found)
+        for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(sub, "eqns"):  # a jaxpr, closed or not
+                _equations(sub, found)
     return found
 
 
