@@ -63,8 +63,9 @@ class Chunks(NamedTuple):
         """
         span = self.group * self.size
         total = self.number * self.size
-        if self.gather is None and total > self.length:
-            tokens = [jnp.pad(x, ((0, 0), (0, total - self.length), (0, 0), (0, 0))) for x in tokens]
+        pad = lambda x: x if total == x.shape[1] else jnp.pad(x, ((0, 0), (0, total - x.shape[1]), (0, 0), (0, 0)))
+        if self.gather is None:
+            tokens = [pad(x) for x in tokens]
 
         def read(x, i):
             if self.gather is None:
@@ -84,7 +85,7 @@ class Chunks(NamedTuple):
             carry, results, ys = step(carry, tuple(read(t, i) for t in tokens), x)
             return (carry, tuple(write(buffer, y, i) for buffer, y in zip(buffers, results))), ys
 
-        buffers = tuple(zeros((x.shape[0], total, *x.shape[2:]), x.dtype, x) for x in outputs)
+        buffers = tuple(pad(zeros(x, x)) for x in outputs)
         xs = jax.tree.map(lambda x: x.reshape(-1, self.group, *x.shape[1:]), xs)
         (carry, buffers), ys = jax.lax.scan(body, (carry, buffers), (jnp.arange(self.number // self.group), xs), reverse=reverse)
         out = tuple(x[:, : self.length] if self.scatter is None else jnp.take(x, self.scatter, axis=1, mode="clip") for x in buffers)
@@ -106,10 +107,11 @@ class Chunks(NamedTuple):
         return new if sequence is None else jax.lax.dynamic_update_index_in_dim(state, new, sequence, 0)
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
-    """Zeros to start a scan's carry with: inside `jax.shard_map` they vary over the same mesh axes as ``like``."""
-    axes = tuple(jax.typeof(like).manual_axis_type.varying)
-    return jax.lax.pcast(jnp.zeros(shape, dtype), axes, to="varying") if axes else jnp.zeros(shape, dtype)
+def zeros(like: jax.Array, varying: jax.Array, dtype: Any = None) -> jax.Array:
+    """Zeros to start a scan's carry with, sharded like ``like``; inside `jax.shard_map` they vary over the same mesh axes as ``varying``."""
+    z = jnp.zeros_like(like, dtype)
+    axes = tuple(jax.typeof(varying).manual_axis_type.varying - jax.typeof(z).manual_axis_type.varying)
+    return jax.lax.pcast(z, axes, to="varying") if axes else z
 
 
 def group_size(tokens: int) -> int:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .config import OpConfig
+from .layout import zeros
 
 
 class Call(NamedTuple):
@@ -135,6 +136,12 @@ def check(
             raise ValueError(f"lower_bound must be a finite number <= 0 (a bound on the log decay w), got {lower_bound}")
     double = any(x.dtype == jnp.float64 for x in (*arrays.values(), *(x for x in (u, initial_state) if x is not None)))
     compute = jnp.float64 if double else jnp.float32
-    state = jnp.zeros((rows, H, K, V), compute) if initial_state is None else initial_state.astype(compute)
+    if initial_state is not None:
+        state = initial_state.astype(compute)
+    elif T == 0 or B == 0:
+        state = jnp.zeros((rows, H, K, V), compute)
+    else:  # sharded like the rows and heads of r and v
+        first = r[:, 0, :, :, None] * v[:, 0, :, None, :].astype(r.dtype)
+        state = jnp.broadcast_to(zeros(first, first, compute), (rows, H, K, V))
     cfg = OpConfig(implementation, _static_float("scale", scale), chunk_size, lower_bound, jnp.dtype(compute).name)
     return Call(cfg, tuple(arrays.values()), u, state, segment_ids, cu_seqlens)

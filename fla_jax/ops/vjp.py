@@ -16,6 +16,12 @@ from ..core.names import name_results
 Implementation = tuple[Callable[..., Any], Callable[..., Any]]
 
 
+def _reduced(gradient: jax.Array, primal: jax.Array) -> jax.Array:
+    """Inside `jax.shard_map`: summed over the mesh axes that the primal does not vary over (u, over the rows)."""
+    axes = tuple(jax.typeof(gradient).manual_axis_type.varying - jax.typeof(primal).manual_axis_type.varying)
+    return jax.lax.psum(gradient, axes) if axes else gradient
+
+
 def make_core(table: Mapping[str, Implementation]) -> Callable[..., Any]:
     """``core(cfg, *inputs) -> (o, final_state)``, differentiable in reverse mode, run by ``table[cfg.implementation]``."""
     # jitted, so that calls outside jit find what the first one compiled; inlined where a jit surrounds them
@@ -34,7 +40,8 @@ def make_core(table: Mapping[str, Implementation]) -> Callable[..., Any]:
 
     def backward(cfg, residuals, cotangents):
         inputs, states = residuals
-        return (*jitted[cfg.implementation][1](cfg, inputs, states, *cotangents), None, None)
+        gradients = jitted[cfg.implementation][1](cfg, inputs, states, *cotangents)
+        return (*(_reduced(g, x) for g, x in zip(gradients, inputs)), None, None)
 
     core.defvjp(forward, backward)
     return core

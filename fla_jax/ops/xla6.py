@@ -81,7 +81,7 @@ def backward(cfg: OpConfig, inputs, kept, dy, ds):
         dr, dk = (dr + own * bonus * k) * cfg.scale, dk + own * bonus * r
         return (carry, du + jnp.sum(own * r * k, (0, 1, 3))), (dr, dk, dv, dw), None
 
-    carry = (ds, zeros(u.shape, cfg.compute, dy))
+    carry = (ds, zeros(u, dy, cfg.compute))
     xs = (chunks.sequence, segments(chunks, segment_ids), kept)
     (ds0, du), grads, _ = chunks.walk(group, carry, (*arrays, dy), xs, arrays, cfg.compute, reverse=True)
     return *grads, du.astype(u.dtype), ds0

@@ -12,7 +12,8 @@ from cases import IMPLEMENTATIONS, OPS
 
 HERE = pathlib.Path(__file__).parent
 LAYOUTS = (
-    "auto, rows and heads", "auto, rows", "auto, segments", "auto, time", "explicit, rows and heads", "explicit, rows", "shard_map, rows and heads",
+    "auto, rows and heads", "auto, rows", "auto, segments", "auto, time", "explicit, rows and heads", "explicit, rows", "explicit, no initial state",
+    "shard_map, rows and heads", "shard_map with its check, no initial state",
 )  # fmt: skip
 
 
