@@ -3,6 +3,7 @@
 from ..layers.state import RWKVState
 from .causal_lm import RWKV6Block, RWKV6ForCausalLM, RWKV7Block, RWKV7ForCausalLM
 from .config import RWKV6Config, RWKV7Config
+from .pth import read_pth, write_pth
 from .stacking import stack_layers, unstack_layers
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "RWKV7Config",
     "RWKV7ForCausalLM",
     "RWKVState",
+    "read_pth",
     "stack_layers",
     "unstack_layers",
+    "write_pth",
 ]
