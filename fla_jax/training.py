@@ -5,6 +5,7 @@ Source: RWKV-LM ``RWKV-v7/train_temp`` (``configure_optimizers``, ``L2Wrap``, ``
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,14 @@ def rwkv_schedule(peak: float, final: float, total_steps: int, warmup_steps: int
     return optax.warmup_cosine_decay_schedule(0.01 * peak, peak, warmup_steps, total_steps, final)
 
 
+def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | None) -> None:
+    for what, y in (("labels", labels), ("mask", mask)):
+        if y is not None and y.shape != x.shape[:-1]:
+            raise ValueError(f"{what} must have shape {list(x.shape[:-1])}, that of {name} without the last axis, got {list(y.shape)}")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels must be integers, got {labels.dtype}")
+
+
 @jax.custom_vjp
 def _l2wrap(loss: jax.Array, logits: jax.Array, weights: jax.Array) -> jax.Array:
     """``loss``; its gradient in ``logits`` is ``weights`` [...] times the largest logit, at the largest logit, as if half its square were added."""
@@ -134,11 +143,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
         ValueError: ``labels`` or ``mask`` do not have the shape of ``logits`` without its last axis.
         TypeError: ``labels`` are no integers.
     """
-    for name, x in (("labels", labels), ("mask", mask)):
-        if x is not None and x.shape != logits.shape[:-1]:
-            raise ValueError(f"{name} must have shape {list(logits.shape[:-1])}, that of logits without the last axis, got {list(x.shape)}")
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels must be integers, got {labels.dtype}")
+    _check_labels("logits", logits, labels, mask)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if mask is not None:  # a masked position may hold anything, inf and NaN included
         logits = jnp.where((mask > 0)[..., None], logits, 0)
@@ -148,3 +153,102 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
     weights = weights / jnp.where(total > 0, total, 1)
     loss = jnp.sum(losses * weights)
     return _l2wrap(loss, logits, l2wrap * weights) if l2wrap else loss
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _sum_of_losses(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, weights: jax.Array, l2wrap: float, block: int) -> jax.Array:
+    """Weighted sum of the losses of hidden [B, T, C] under the head kernel [C, V], ``block`` positions of T at a time."""
+    return _walk_blocks(hidden, kernel, labels, weights, l2wrap, block, gradients=False)[0]
+
+
+def _walk_blocks(hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool) -> tuple[jax.Array, Any, Any]:
+    """The sum, and with ``gradients`` its derivatives in hidden and kernel, made while a block's logits are there: they are never made a second time."""
+    T = hidden.shape[1]
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    narrow = kernel.astype(hidden.dtype)
+    dot = functools.partial(jax.lax.dot_general, preferred_element_type=wide)
+
+    def split(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T / block, B, block, ...]
+        x = jnp.pad(x, ((0, 0), (0, -T % block), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        (total, d_kernel), (h, label, weight) = carry, x
+        h = jnp.where((weight > 0)[..., None], h, 0)  # a masked position may hold anything, inf and NaN included
+        logits = dot(h, narrow, (((2,), (0,)), ((), ())))
+        position = jax.lax.broadcasted_iota(label.dtype, logits.shape, 2)
+        right = position == label[..., None]
+        lse = jax.nn.logsumexp(logits, -1, keepdims=True)
+        total = total + jnp.sum((lse[..., 0] - jnp.sum(jnp.where(right, logits, 0), -1)) * weight)
+        if not gradients:
+            return (total, d_kernel), None
+        d = jnp.exp(logits - lse) - right
+        if l2wrap:
+            largest = jnp.argmax(logits, -1, keepdims=True)
+            d = d + jnp.where(position == largest.astype(label.dtype), l2wrap * logits, 0)
+        d = (d * weight[..., None]).astype(hidden.dtype)
+        d_kernel = d_kernel + dot(h, d, (((0, 1), (0, 1)), ((), ())))
+        return (total, d_kernel), dot(d, narrow, (((2,), (1,)), ((), ()))).astype(hidden.dtype)
+
+    start = jnp.zeros((), wide), jnp.zeros(kernel.shape, wide) if gradients else None
+    (total, d_kernel), d_hidden = jax.lax.scan(step, start, (split(hidden), split(labels), split(weights.astype(wide))))
+    if gradients:
+        d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, :T]
+        d_kernel = d_kernel.astype(kernel.dtype)
+    return total, d_hidden, d_kernel
+
+
+def _sum_of_losses_fwd(hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int) -> tuple[jax.Array, Any]:
+    total, d_hidden, d_kernel = _walk_blocks(hidden, kernel, labels, weights, l2wrap, block, gradients=True)
+    return total, (d_hidden, d_kernel)
+
+
+def _sum_of_losses_bwd(l2wrap: float, block: int, residuals: Any, cotangent: jax.Array) -> Any:
+    d_hidden, d_kernel = (cotangent * x for x in residuals)
+    return d_hidden.astype(residuals[0].dtype), d_kernel.astype(residuals[1].dtype), None, None
+
+
+_sum_of_losses.defvjp(_sum_of_losses_fwd, _sum_of_losses_bwd)
+
+
+def chunked_cross_entropy(
+    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, mask: jax.Array | None = None, l2wrap: float = 1e-4, *, block_tokens: int = 4096
+) -> jax.Array:
+    """`cross_entropy` of ``hidden @ kernel``, without ever holding the logits of more than about ``block_tokens`` positions.
+
+    At 32,768 tokens and a vocabulary of 32,000 the logits alone are 4 GB in float32, and their gradient as much again. Here a block of them is made, used for
+    the loss and for both gradients, and dropped; a gradient costs no second product with the head. Value and gradients are those of `cross_entropy`; with
+    bfloat16 activations the gradient of the logits is rounded to bfloat16 before its two products.
+
+    Args:
+        hidden: [B, T, C], what the head reads: ``model.apply({"params": params}, tokens, method="hidden")[0]``.
+        kernel: [C, V], the head's: ``params["head"]["kernel"]``. It is cast to ``hidden``'s dtype; products accumulate in float32.
+        labels: [B, T] integers, the token that follows each position.
+        mask: [B, T] booleans, or weights of the positions; None for all. Taken as a constant by the gradient.
+        l2wrap: strength of L2Wrap (see `cross_entropy`); 0 for none.
+        block_tokens: positions whose logits are held at once, over all rows; at least one of each row.
+
+    Returns:
+        A float32 scalar; 0 where the mask is all 0.
+
+    Raises:
+        ValueError: a shape does not fit, or ``block_tokens`` is not positive.
+        TypeError: ``labels`` are no integers.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.training import chunked_cross_entropy, cross_entropy
+        >>> hidden, kernel, labels = jnp.ones((2, 5, 4)), jnp.eye(4, 9), jnp.zeros((2, 5), jnp.int32)
+        >>> bool(jnp.isclose(chunked_cross_entropy(hidden, kernel, labels), cross_entropy(hidden @ kernel, labels)))
+        True
+    """
+    if hidden.ndim != 3 or kernel.ndim != 2 or hidden.shape[2] != kernel.shape[0]:
+        raise ValueError(f"hidden must have shape [B, T, C] and kernel [C, V], got {list(hidden.shape)} and {list(kernel.shape)}")
+    _check_labels("hidden", hidden, labels, mask)
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens must be positive, got {block_tokens}")
+    B, T, _ = hidden.shape
+    weights = jax.lax.stop_gradient(jnp.ones((B, T), jnp.float32) if mask is None else mask.astype(jnp.float32))
+    total = jnp.sum(weights)
+    block = max(1, min(T, block_tokens // max(B, 1)))
+    return _sum_of_losses(hidden, kernel, labels, weights, float(l2wrap), block) / jnp.where(total > 0, total, 1)
