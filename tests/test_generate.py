@@ -1,0 +1,141 @@
+"""Generation against the official models in NumPy, rows against themselves alone, and streaming against the whole."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import official
+import pytest
+import small_models as small
+import test_sampling
+
+from fla_jax import generate as module
+from fla_jax.generate import generate, prefill, stream
+from fla_jax.sampling import Sampling
+
+V = 24
+PROMPTS = [[int(t) for t in small.tokens(1, n, seed=n)[0]] for n in (21, 1, 9)]
+SAMPLING = Sampling(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,))
+
+
+@pytest.fixture(scope="module")
+def setup():
+    model = small.model(7)
+    return model, small.params(model)
+
+
+@pytest.fixture(scope="module")
+def batch(setup):
+    return generate(*setup, PROMPTS, 40, SAMPLING, seed=3)
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_equals_the_official_model_step_by_step(version):
+    """Greedy with penalties, so that every step depends on the bookkeeping of those before; model and choice in float64 NumPy."""
+    model = small.model(version, num_layers=2 if version == 7 else 1)
+    params = small.params(model)
+    settings = Sampling(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.8, penalty_decay=0.9, banned=(3,), uncounted=(7, 8))
+    prompt, state = PROMPTS[2], small.random_state(model, 1)
+    got = generate(model, params, [prompt], 12, settings, state=state)
+
+    z = official.checkpoint(params, version)
+    logits, now = official.run(z, version, prompt, [np.asarray(x)[:, 0] for x in (state.att_shift, state.ffn_shift, state.wkv)], heads=small.HEADS)
+    steps = []
+    for _ in range(12):
+        steps.append([logits[-1], 0])
+        steps[-1][1] = int(np.argmax(test_sampling.reference(settings, steps)[-1]))
+        logits, now = official.run(z, version, [steps[-1][1]], now, heads=small.HEADS)
+    assert got.tokens[0].tolist() == [token for _, token in steps]
+    assert len({token for _, token in steps}) > 3, "a loop of one token tests nothing"
+    for name, want in zip(("att_shift", "ffn_shift", "wkv"), now):
+        assert small.error(getattr(got.state, name)[:, 0], want) < 2e-5
+
+
+def test_prefill_of_different_lengths(setup):
+    """Against one call of the model for each row; the initial states differ from zero and from each other."""
+    model, params = setup
+    state = small.random_state(model, 3)
+    logits, new = prefill(model, params, PROMPTS, state)
+    apply = jax.jit(model.apply, compiler_options=small.FAST_COMPILE)
+    for i, prompt in enumerate(PROMPTS):
+        row = jax.tree.map(lambda x, i=i: x[:, i : i + 1], state)
+        want, want_state = apply({"params": params}, jnp.asarray([prompt]), row)
+        assert small.error(logits[i], want[0, -1]) < 1e-5
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_less(small.error(a[:, i], b[:, 0]), 1e-5), new, want_state)
+
+
+def test_rows_equal_themselves_alone(setup, batch):
+    assert [len(row) for row in batch.tokens] == [40] * 3
+    for i, prompt in enumerate(PROMPTS):
+        alone = generate(*setup, [prompt], 40, SAMPLING, seed=3 + i)
+        np.testing.assert_array_equal(alone.tokens[0], batch.tokens[i])
+    again = generate(*setup, PROMPTS, 40, SAMPLING, seed=[3, 4, 5])
+    jax.tree.map(np.testing.assert_array_equal, again, batch)
+    other = generate(*setup, PROMPTS, 40, SAMPLING, seed=4)
+    assert all((a != b).any() for a, b in zip(other.tokens, batch.tokens))
+
+
+def test_stop_and_ban(setup, batch):
+    """Every row ends before its first stop token, with the state at that point; banned tokens do not come."""
+    assert not any((row == 0).any() for row in batch.tokens)
+    stop = int(batch.tokens[0][6])
+    got = generate(*setup, PROMPTS, 40, Sampling(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,), stop=(stop,)), seed=3)
+    for row, whole in zip(got.tokens, batch.tokens):
+        ends = [*np.flatnonzero(whole == stop), 40][0]
+        assert row.tolist() == whole[:ends].tolist()
+    assert len(got.tokens[0]) <= 6
+    _, want = prefill(*setup, [[*prompt, *row] for prompt, row in zip(PROMPTS, got.tokens)])
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 1e-5), got.state, want)
+
+
+def test_streaming(setup, batch):
+    stop = int(batch.tokens[0][6])
+    settings = Sampling(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,), stop=(stop,))
+    want = generate(*setup, PROMPTS, 40, settings, seed=3).tokens
+    rows = np.stack(list(stream(*setup, PROMPTS, 40, settings, seed=3)))
+    assert rows.shape == (max(map(len, want)), 3)
+    for row, whole in zip(rows.T, want):
+        assert row[row >= 0].tolist() == whole.tolist() and (row[len(whole) :] < 0).all()
+
+
+def test_the_state_is_donated_and_the_callers_is_not(setup):
+    model, params = setup
+    state = small.random_state(model, 3)
+    generate(model, params, PROMPTS, 2, SAMPLING, state=state)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    carry, rules = module._start(model, params, PROMPTS, 2, SAMPLING, 0, state)
+    new, _ = module._decode(model, params, rules, carry, np.int32(1))
+    assert carry.state.wkv.is_deleted() and not new.state.wkv.is_deleted()
+
+
+def test_one_program_for_all_settings_and_lengths(setup, batch):
+    """What is compiled depends on the batch size alone."""
+    before = module._decode._cache_size(), module._read._cache_size()
+    generate(*setup, [PROMPTS[0][:9], PROMPTS[0][:18], PROMPTS[2]], 7, Sampling(temperature=0.0, top_k=2, stop=(9,)))
+    assert (module._decode._cache_size(), module._read._cache_size()) == before
+
+
+def test_no_tokens(setup):
+    assert [len(row) for row in generate(*setup, PROMPTS, 0).tokens] == [0, 0, 0]
+    assert list(stream(*setup, PROMPTS, 0)) == []
+
+
+@pytest.mark.parametrize(
+    "prompts, options, error, message",
+    [
+        ([], {}, ValueError, "prompts must hold at least one row"),
+        ([[1], []], {}, ValueError, r"prompts\[1\] must be a sequence of at least one token"),
+        ([[1, 24]], {}, ValueError, r"prompts\[0\] must hold tokens from 0 to 23, got 24"),
+        ([[1, -1]], {}, ValueError, "got -1"),
+        ([[1.5]], {}, TypeError, r"prompts\[0\] must be integers"),
+        ("text", {}, TypeError, "tokenizer"),
+        ([[1]], {"max_tokens": -1}, ValueError, "max_tokens must be"),
+        ([[1]], {"seed": [1, 2]}, ValueError, "seed must be an integer or one for each of the 1 prompts"),
+        ([[1]], {"sampling": Sampling(stop=(24,))}, ValueError, "stop must hold tokens"),
+        ([[1]], {"state": small.model(7).init_state(2)}, ValueError, "state.att_shift must have shape"),
+    ],
+)
+def test_errors(setup, prompts, options, error, message):
+    with pytest.raises(error, match=message):
+        generate(*setup, prompts, **{"max_tokens": 3, **options})
