@@ -1,0 +1,122 @@
+"""Chunks of a long sequence against one call on the whole, in value, gradients and memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_models as small
+
+from fla_jax.long_context import chunked_loss, truncated_value_and_grad
+from fla_jax.training import cross_entropy
+
+TOKENS = small.tokens(2, 25)
+MASK = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 24)), bool)
+
+
+def compiled(f):
+    return jax.jit(f, compiler_options=small.FAST_COMPILE)
+
+
+def close(got, want, tolerance=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), tolerance), got, want)
+
+
+def whole(model, state=None):
+    def loss(params, state, tokens, mask):
+        logits, state = model.apply({"params": params}, tokens[:, :-1], state)
+        return cross_entropy(logits, tokens[:, 1:], mask, 0.1), state
+
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)
+
+
+@pytest.fixture(scope="module")
+def setup():
+    """RWKV-7: parameters, a state, and value and gradients of one call on all tokens."""
+    model = small.model(7, implementation="reference")
+    params, state = small.params(model), small.random_state(model, 2)
+    return model, params, state, compiled(whole(model))(params, state, TOKENS, MASK)
+
+
+def test_exact(setup):
+    model, params, state, want = setup
+    loss = lambda p, s, tokens, mask: chunked_loss(model, p, tokens, mask, s, chunk_size=8, l2wrap=0.1)
+    got = compiled(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, state, TOKENS, MASK)
+    close(got, want)
+    assert all(np.abs(x).max() > 1e-4 for x in jax.tree.leaves(got[1][1])), "the state's gradient must count"
+
+
+def test_exact_rwkv6_scanned():
+    model = small.model(6, num_layers=1, scan_layers=True, implementation="reference")
+    params, state = small.params(model), small.random_state(model, 2)
+    loss = lambda p, s, tokens, mask: chunked_loss(model, p, tokens, mask, s, chunk_size=12, l2wrap=0.1)
+    got = compiled(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, state, TOKENS, MASK)
+    close(got, compiled(whole(model))(params, state, TOKENS, MASK))
+
+
+def test_truncated(setup):
+    """One group is exact; two are two calls on the halves, the state handed on as a constant."""
+    model, params, state, ((loss, end), (grads, _)) = setup
+    one = compiled(truncated_value_and_grad(model, chunk_size=8, chunks_per_gradient=3, l2wrap=0.1))
+    close(one(params, TOKENS, MASK, state), ((loss, end), grads))
+
+    two = compiled(truncated_value_and_grad(model, chunk_size=6, chunks_per_gradient=2, l2wrap=0.1))
+    got = two(params, TOKENS, MASK, state)
+    half, total, parts = compiled(whole(model)), MASK.sum(), []
+    now = state
+    for tokens, mask in ((TOKENS[:, :13], MASK[:, :12]), (TOKENS[:, 12:], MASK[:, 12:])):
+        (value, now), (grad, _) = half(params, now, tokens, mask)
+        share = mask.sum() / total
+        parts.append(jax.tree.map(lambda x, share=share: x * share, (value, grad)))
+    value, grad = jax.tree.map(jnp.add, *parts)
+    close(got, ((value, now), grad))
+    close(now, end)
+    assert max(small.error(a, b) for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(grads))) > 1e-3, "truncation must change something"
+
+
+def test_memory():
+    """Truncated: not a state more for four times the groups. Exact: a state a chunk more, far less than the activations of a chunk."""
+    model = small.model(7, num_layers=1, implementation="reference")
+    params = small.shapes(model, TOKENS)
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(model.init_state(2)))
+
+    def temporary(f, chunks):
+        tokens = jax.ShapeDtypeStruct((2, 64 * chunks + 1), jnp.int32)
+        return compiled(f).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes - 3 * 4 * 2 * 64 * chunks  # tokens, labels, weights in chunks
+
+    truncated = truncated_value_and_grad(model, chunk_size=64)
+    assert temporary(truncated, 16) - temporary(truncated, 4) < state_bytes
+    exact = lambda p, tokens: jax.value_and_grad(lambda p: chunked_loss(model, p, tokens, chunk_size=64), has_aux=True)(p)
+    activations = 64 * 2 * 32 * 4 * 20  # of a chunk: more than 20 arrays [B, T, C]
+    for_a_chunk = (temporary(exact, 16) - temporary(exact, 4)) / 12
+    assert for_a_chunk < 3 * state_bytes < activations / 2, (for_a_chunk, state_bytes)
+
+
+def test_all_masked(setup):
+    model, params, _, _ = setup
+    f = lambda mask: chunked_loss(model, params, TOKENS, mask, chunk_size=24)[0]
+    assert compiled(f)(jnp.zeros((2, 24))) == 0
+
+
+@pytest.mark.parametrize(
+    "tokens, options, error, message",
+    [
+        (TOKENS, {"chunk_size": 7}, ValueError, "multiple of chunk_size = 7, got T = 24"),
+        (TOKENS, {"chunk_size": 0}, ValueError, "chunk_size must be at least 1"),
+        (TOKENS[0], {"chunk_size": 8}, ValueError, "tokens must have shape"),
+        (TOKENS * 1.0, {"chunk_size": 8}, TypeError, "tokens must be integers"),
+        (TOKENS, {"chunk_size": 8, "mask": jnp.ones((2, 25))}, ValueError, "mask must have shape"),
+        (TOKENS, {"chunk_size": 8, "state": small.model(7).init_state(1)}, ValueError, "state.att_shift must have shape"),
+    ],
+)
+def test_errors(setup, tokens, options, error, message):
+    with pytest.raises(error, match=message):
+        chunked_loss(setup[0], setup[1], tokens, **options)
+
+
+def test_truncation_errors(setup):
+    with pytest.raises(ValueError, match="chunks_per_gradient must be at least 1"):
+        truncated_value_and_grad(setup[0], chunk_size=8, chunks_per_gradient=0)
+    with pytest.raises(ValueError, match=r"chunk_size \* chunks_per_gradient = 8 \* 2, got T = 24"):
+        truncated_value_and_grad(setup[0], chunk_size=8, chunks_per_gradient=2)(setup[1], TOKENS)
