@@ -148,6 +148,7 @@ def fla_config(config: RWKVConfig, dtype: np.dtype) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": 0,  # RWKV's documents are separated by token 0
         "eos_token_id": 0,
+        "pad_token_id": None,  # with one, PyTorch keeps its row of the embedding from learning
         "torch_dtype": str(dtype),
     }
     if isinstance(config, RWKV6Config):

@@ -28,6 +28,7 @@ _STORAGES = {
 }
 _STORAGE_NAMES = {dtype: name for name, dtype in _STORAGES.items()}
 _LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # a pickle of the magic number that files before PyTorch 1.6 begin with
+_LARGE = 2**30  # storages above have their sizes in 64 bits, as zip64 has it
 _ALIGNMENT = 64  # of every storage in the file, as PyTorch writes it: mapped memory can then be read in place
 
 
@@ -115,8 +116,9 @@ def _unpickle(data: bytes) -> Any:
                 raise ValueError("its pickle sets attributes of something that is no dict: refused")
         else:
             raise ValueError(f"its pickle uses the opcode {op}, which no dict of tensors needs: refused")
-    (value,) = stack
-    return value
+    if len(stack) != 1:
+        raise ValueError("its pickle is broken (it leaves more or less than one value)")
+    return stack[0]
 
 
 def _text(value: Any) -> str:
@@ -289,7 +291,7 @@ def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:
     """A member whose bytes begin at a multiple of 64, made so by an extra field that readers skip."""
     info = zipfile.ZipInfo(name)
     size = len(data)
-    large = size > 2**30
+    large = size > _LARGE
     assert archive.fp is not None
     used = archive.fp.tell() + 30 + len(name) + 4 + (20 if large else 0)
     padding = -used % _ALIGNMENT
