@@ -192,10 +192,9 @@ def _walk_blocks(hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: fl
 
     start = jnp.zeros((), wide), jnp.zeros(kernel.shape, wide) if gradients else None
     (total, d_kernel), d_hidden = jax.lax.scan(step, start, (split(hidden), split(labels), split(weights.astype(wide))))
-    if gradients:
-        d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, :T]
-        d_kernel = d_kernel.astype(kernel.dtype)
-    return total, d_hidden, d_kernel
+    if d_kernel is None:
+        return total, None, None
+    return total, jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, :T], d_kernel.astype(kernel.dtype)
 
 
 def _sum_of_losses_fwd(hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int) -> tuple[jax.Array, Any]:

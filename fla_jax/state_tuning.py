@@ -1,0 +1,172 @@
+"""State tuning: a frozen model learns a task through its initial states alone.
+
+Source: RWKV-PEFT, ``--train_type state``: one state a layer, zero at first, learning rate from 1 to 0.01. Its files, and those that the ``rwkv`` package reads,
+hold ``blocks.{i}.att.time_state`` as [H, V, K], transposed relative to the states here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .layers.state import RWKVState
+from .models.pth import read_pth, write_pth
+from .training import chunked_cross_entropy, rwkv_optimizer, rwkv_schedule
+
+_NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
+
+
+def zero_states(model: Any) -> jax.Array:
+    """The states that tuning starts from: zeros [L, H, K, V], one state a layer, in float32."""
+    return model.init_state(1).wkv[:, 0]
+
+
+def initial_state(model: Any, states: jax.Array, batch: int) -> RWKVState:
+    """What the model reads: ``states`` for every row, and no token before the first.
+
+    Args:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+        states: [L, H, K, V], from `tune_states` or `load_states`.
+        batch: number of rows, B.
+
+    Returns:
+        The state for ``model.apply(..., tokens, state)``, `fla_jax.generate.generate(..., state=state)` and so on.
+
+    Raises:
+        ValueError: ``states`` do not have the model's shape.
+    """
+    zeros = model.init_state(batch)
+    want = (zeros.wkv.shape[0], *zeros.wkv.shape[2:])
+    if np.shape(states) != want:
+        raise ValueError(f"states must have shape [L, H, K, V] = {list(want)}, got {list(np.shape(states))}")
+    return zeros.replace(wkv=jnp.broadcast_to(jnp.asarray(states, zeros.wkv.dtype)[:, None], zeros.wkv.shape))
+
+
+def state_loss(model: Any, params: Any, states: jax.Array, tokens: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Next-token loss from these initial states; to be differentiated in ``states`` alone.
+
+    Args:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+        params: its parameters, as plain arrays.
+        states: [L, H, K, V].
+        tokens: [B, T + 1] integers: the first T are read, the last T are the labels.
+        mask: [B, T] booleans, or weights of the labels (the answers, say, and not the questions); None for all.
+
+    Returns:
+        A float32 scalar.
+    """
+    hidden, _ = model.apply({"params": params}, tokens[:, :-1], initial_state(model, states, tokens.shape[0]), method="hidden")
+    return chunked_cross_entropy(hidden, params["head"]["kernel"], tokens[:, 1:], mask, l2wrap=0.0)
+
+
+def tune_states(
+    model: Any,
+    params: Any,
+    batches: Iterable[Any],
+    steps: int,
+    *,
+    learning_rate: optax.ScalarOrSchedule | None = None,
+    states: jax.Array | None = None,
+) -> tuple[jax.Array, np.ndarray]:
+    """Tunes initial states; the parameters are read and never written.
+
+    Args:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+        params: its parameters, as plain arrays.
+        batches: at least ``steps`` batches, each tokens [B, T + 1] or ``(tokens, mask)`` as `state_loss` takes them; one shape for all compiles once.
+        steps: optimiser steps.
+        learning_rate: a number or an optax schedule; None for the official one, from 1 along a cosine to 0.01. States need far larger steps than weights do:
+            0.01 throughout learns next to nothing in a hundred.
+        states: [L, H, K, V] to start from; None for zeros.
+
+    Returns:
+        ``(states, losses)``: the tuned states [L, H, K, V], and the loss [steps] before each step.
+
+    Raises:
+        ValueError: ``states`` or a batch do not fit, or there are fewer batches than ``steps``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.state_tuning import tune_states
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> tokens = jnp.arange(33)[None]
+        >>> params = model.init(jax.random.key(0), tokens)["params"]
+        >>> states, losses = tune_states(model, params, [tokens] * 5, steps=5)
+        >>> states.shape, losses.shape
+        ((2, 4, 16, 16), (5,))
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if learning_rate is None:
+        learning_rate = rwkv_schedule(1.0, 0.01, steps, warmup_steps=min(10, steps // 10))
+    optimizer = rwkv_optimizer(learning_rate, weight_decay=0.0)
+    states = zero_states(model) if states is None else jnp.array(states, jnp.float32)
+    initial_state(model, states, 1)  # checks the shape
+
+    @jax.jit
+    def step(states: jax.Array, opt_state: Any, params: Any, tokens: jax.Array, mask: jax.Array | None) -> Any:
+        loss, grads = jax.value_and_grad(state_loss, 2)(model, params, states, tokens, mask)
+        updates, opt_state = optimizer.update(grads, opt_state, states)
+        return optax.apply_updates(states, updates), opt_state, loss
+
+    opt_state, losses, source = optimizer.init(states), [], iter(batches)
+    for i in range(steps):
+        batch = next(source, None)
+        if batch is None:
+            raise ValueError(f"batches hold {i} batches, fewer than steps = {steps}")
+        tokens, mask = batch if isinstance(batch, tuple) else (batch, None)
+        if tokens.ndim != 2 or tokens.shape[1] < 2:
+            raise ValueError(f"batches must hold tokens [B, T + 1] with T >= 1, got {list(tokens.shape)}")
+        states, opt_state, loss = step(states, opt_state, params, tokens, mask)
+        losses.append(loss)
+    return states, np.asarray(jnp.stack(losses))
+
+
+def save_states(path: str | os.PathLike[str], states: jax.Array) -> None:
+    """Writes states, and nothing else, as a ``.pth`` that RWKV-PEFT and the programs around the ``rwkv`` package read.
+
+    Args:
+        path: of the file.
+        states: [L, H, K, V], stored as ``blocks.{i}.att.time_state`` [H, V, K] in float32.
+
+    Raises:
+        ValueError: ``states`` do not have four axes.
+    """
+    if np.ndim(states) != 4:
+        raise ValueError(f"states must have shape [L, H, K, V], got {list(np.shape(states))}")
+    transposed = np.asarray(states, np.float32).swapaxes(2, 3)
+    write_pth(path, {f"blocks.{i}.att.time_state": np.ascontiguousarray(state) for i, state in enumerate(transposed)})
+
+
+def load_states(path: str | os.PathLike[str], model: Any) -> jax.Array:
+    """Reads states from a ``.pth`` of `save_states`, of RWKV-PEFT, or of a whole model with states in it.
+
+    Args:
+        path: of the file; nothing in it is run.
+        model: the model that they are for.
+
+    Returns:
+        [L, H, K, V] float32.
+
+    Raises:
+        ValueError: the file holds no states, or not those of this model's layers and shapes; the message names the file and the tensor.
+    """
+    layers = {int(match[1]): value for name, value in read_pth(path).items() if (match := _NAME.fullmatch(name))}
+    L, H, K, V = zero_states(model).shape
+    for i in sorted(set(layers) | set(range(L))):
+        name = f"blocks.{i}.att.time_state"
+        if i not in layers:
+            raise ValueError(f"{path}: {name} is missing; the model has {L} layers")
+        if i >= L:
+            raise ValueError(f"{path}: {name} is surplus; the model has {L} layers")
+        if layers[i].shape != (H, V, K):
+            raise ValueError(f"{path}: {name} must have shape [H, V, K] = {[H, V, K]}, got {list(layers[i].shape)}")
+    return jnp.stack([jnp.asarray(np.asarray(layers[i], np.float32)).swapaxes(1, 2) for i in range(L)])

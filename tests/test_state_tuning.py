@@ -1,0 +1,130 @@
+"""State tuning: what is trained, what is not, and the files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import official
+import pytest
+import small_models as small
+
+from fla_jax.generate import generate
+from fla_jax.models import read_pth, write_pth
+from fla_jax.sampling import Sampling
+from fla_jax.state_tuning import initial_state, load_states, save_states, state_loss, tune_states, zero_states
+
+
+@pytest.fixture(scope="module")
+def setup():
+    model = small.model(7, implementation="reference")
+    return model, small.params(model)
+
+
+def random_states(model, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=zero_states(model).shape), jnp.float32)
+
+
+def test_loss_and_initial_state(setup):
+    """Against the official equations in float64, started from the same matrices."""
+    model, params = setup
+    tokens, states = small.tokens(2, 9), random_states(model)
+    want = []
+    z = official.checkpoint(params, 7)
+    for row in np.asarray(tokens):
+        logits, _ = official.run(z, 7, row[:-1], (np.zeros((2, 32)), np.zeros((2, 32)), states), heads=small.HEADS)
+        want += list(np.log(np.exp(logits).sum(-1)) - logits[np.arange(8), row[1:]])
+    mask = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 8)))
+    np.testing.assert_allclose(state_loss(model, params, states, tokens), np.mean(want), rtol=1e-5)
+    np.testing.assert_allclose(state_loss(model, params, states, tokens, mask), np.average(want, weights=np.ravel(mask)), rtol=1e-5)
+
+
+def test_tuning_lowers_the_loss_and_leaves_the_weights(setup):
+    model, params = setup
+    before = jax.tree.map(np.array, params)
+    tokens = small.tokens(2, 9)
+    states, losses = tune_states(model, params, [tokens] * 30, 30)
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+    assert losses.shape == (30,) and losses[0] == pytest.approx(float(state_loss(model, params, zero_states(model), tokens)), rel=1e-5)
+    assert state_loss(model, params, states, tokens) < 0.9 * losses[0]
+    assert all(np.abs(layer).max() > 0.1 for layer in states), "every layer's state takes part"
+    more, _ = tune_states(model, params, [(tokens, jnp.ones((2, 8)))], 1, learning_rate=0.0, states=states)
+    np.testing.assert_array_equal(more, states)
+    # and generation starts from them
+    rows = [generate(model, params, [[1]], 8, Sampling(temperature=0.0), state=initial_state(model, s, 1)).tokens[0] for s in (states, zero_states(model))]
+    assert (rows[0] != rows[1]).any()
+
+
+def test_files(setup, tmp_path):
+    model, _ = setup
+    states = random_states(model)
+    save_states(tmp_path / "states.pth", states)
+    stored = read_pth(tmp_path / "states.pth")
+    assert list(stored) == ["blocks.0.att.time_state", "blocks.1.att.time_state"]
+    for i, x in enumerate(stored.values()):
+        np.testing.assert_array_equal(x, np.asarray(states[i]).transpose(0, 2, 1))  # [H, V, K]
+    np.testing.assert_array_equal(load_states(tmp_path / "states.pth", model), states)
+    write_pth(tmp_path / "prefixed.pth", {f"model.{name}": x for name, x in stored.items()} | {"model.emb.weight": np.zeros((2, 2), np.float32)})
+    np.testing.assert_array_equal(load_states(tmp_path / "prefixed.pth", model), states)
+
+
+RUN_RWKV = """
+import sys, numpy as np, torch
+from rwkv.model import RWKV
+model = RWKV(model=sys.argv[1], strategy="cpu fp32")
+tokens, state = [1, 5, 9, 2, 7], None
+if sys.argv[2]:  # RWKV-7: the package keeps [V, K] and reads no states itself
+    state = model.generate_zero_state()
+    for i in range(model.n_layer):
+        state[3 * i + 1] = torch.load(sys.argv[2])[f"blocks.{i}.att.time_state"].float()
+np.save(sys.argv[3], model.forward(tokens, state, full_output=True)[0].numpy())
+"""
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_the_rwkv_package_reads_them(version, tmp_path):
+    pytest.importorskip("rwkv")
+    pytest.importorskip("torch")
+    model = small.model(version, hidden_size=128, head_dim=64)
+    params, states = small.params(model), random_states(model)
+    save_states(tmp_path / "states.pth", states)
+    extras = read_pth(tmp_path / "states.pth") if version == 6 else {}  # RWKV-6: it takes them from the model's file
+    write_pth(tmp_path / "model.pth", {**official.checkpoint(params, version), **extras})
+    arguments = [str(tmp_path / "model"), "" if version == 6 else str(tmp_path / "states.pth"), str(tmp_path / "out.npy")]
+    environment = {**os.environ, "RWKV_V7_ON": "1" if version == 7 else "0", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
+    done = subprocess.run([sys.executable, "-c", RUN_RWKV, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tokens = jnp.array([[1, 5, 9, 2, 7]])
+    logits, _ = model.apply({"params": params}, tokens, initial_state(model, states, 1))
+    assert small.error(logits[0], np.load(tmp_path / "out.npy")) < 2e-5
+    plain, _ = model.apply({"params": params}, tokens)
+    assert small.error(plain, logits) > 1e-2
+
+
+def test_errors(setup, tmp_path):
+    model, params = setup
+    states, tokens = random_states(model), small.tokens(2, 9)
+    with pytest.raises(ValueError, match=r"states must have shape \[L, H, K, V\] = \[2, 2, 16, 16\], got \[1, 2, 16, 16\]"):
+        initial_state(model, states[:1], 2)
+    with pytest.raises(ValueError, match="states must have shape"):
+        tune_states(model, params, [tokens], 1, states=states[0])
+    with pytest.raises(ValueError, match="batches hold 1 batches, fewer than steps = 2"):
+        tune_states(model, params, [tokens], 2)
+    with pytest.raises(ValueError, match="steps must be"):
+        tune_states(model, params, [tokens], 0)
+    with pytest.raises(ValueError, match="batches must hold tokens"):
+        tune_states(model, params, [tokens[:, :1]], 1)
+    with pytest.raises(ValueError, match="states must have shape"):
+        save_states(tmp_path / "states.pth", states[0])
+    for wrong, message in (
+        (states[:1], "blocks.1.att.time_state is missing"),
+        (jnp.concatenate([states, states[:1]]), "blocks.2.att.time_state is surplus"),
+        (states[:, :1], r"blocks.0.att.time_state must have shape \[H, V, K\] = \[2, 16, 16\], got \[1, 16, 16\]"),
+    ):
+        save_states(tmp_path / "states.pth", wrong)
+        with pytest.raises(ValueError, match=message):
+            load_states(tmp_path / "states.pth", model)
