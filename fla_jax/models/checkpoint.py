@@ -91,6 +91,9 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
     try:
         style, version = identify(list(tensors))
         sizes = _sizes(tensors, style, version)
+        for tensor in tensors.values():
+            if "param_dtype" not in options and jax.dtypes.canonicalize_dtype(tensor.dtype) != tensor.dtype:
+                raise ValueError(f"{tensor.name} is {tensor.dtype}: give param_dtype, or set jax_enable_x64")
         config_class, model_class = _MODELS[version]
         config = config_class(**sizes, **{"param_dtype": _find(tensors, *entry(style, version, "emb/embedding", 2))[0].dtype, **options})
         params = _read(_plan(tensors, style, version, config), config.param_dtype if "param_dtype" in options else None)
@@ -177,7 +180,7 @@ def _open(path: Path) -> dict[str, Stored]:
                 parts = {owner + part: _part(tensor, i) for i, part in enumerate(names)}
         for name, tensor in parts.items():
             if name in tensors:
-                raise ValueError(f"{path} holds {name} twice, as {tensors[name].name} and as {tensor.name}")
+                raise ValueError(f"{path}: holds {name} twice, as {tensors[name].name} and as {tensor.name}")
             tensors[name] = tensor
     return tensors
 
@@ -281,9 +284,7 @@ def _read(plan: Mapping[str, tuple[tuple[int, ...], Sources]], dtype: Any) -> di
     params = {}
     for name, (shape, sources) in plan.items():
         kinds = [tensor.dtype for tensor, _ in sources.values()] or [np.dtype(np.float32)]
-        kind = np.dtype(np.result_type(*kinds) if dtype is None else dtype)
-        if jax.dtypes.canonicalize_dtype(kind) != kind:
-            raise ValueError(f"{sources[max(sources)][0].name} is {kind}: give param_dtype, or set jax_enable_x64")
+        kind = np.result_type(*kinds) if dtype is None else dtype
         values = np.zeros(shape, kind)
         rows = values if name.startswith("blocks/") else values[None]
         for i, (tensor, layout) in sources.items():

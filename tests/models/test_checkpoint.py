@@ -1,0 +1,349 @@
+"""Models from and to checkpoints: names, layouts and sizes, bit by bit, against the official ones of tests/official.py; and what must be refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import fla_names as fla
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import official
+import pytest
+import small_models as small
+
+from fla_jax.models import RWKV7Config, load_checkpoint, load_extras, read_pth, save_checkpoint, unstack_layers, write_pth
+
+CASES = [
+    (6, "float32", {}),
+    (6, "bfloat16", {"num_layers": 1, "head_dim": 8}),
+    (7, "float32", {}),
+    (7, "bfloat16", {"num_layers": 1, "head_dim": 32, "intermediate_size": 40}),
+    (7, "float16", {"num_layers": 3}),
+]
+
+
+def same(got, want):
+    """Bit for bit: names, shapes, dtypes, values."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want)):
+        assert a.dtype == b.dtype and a.shape == b.shape, (path, a.dtype, b.dtype, a.shape, b.shape)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+
+
+def official_file(version, params, dtype=np.float32):
+    """A file's tensors in the official names and layouts, by the mapping that the equations' oracle uses."""
+    return {name: x.astype(dtype) for name, x in official.checkpoint(params, version).items()}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"rwkv{case[0]}-{case[1]}")
+def case(request):
+    version, dtype, sizes = request.param
+    model = small.model(version, param_dtype=dtype, **sizes)
+    params = small.params(model)
+    z = official_file(version, params, model.config.param_dtype)
+    return version, model, params, z, fla.tensors(version, z, model.config.num_layers)
+
+
+def complete(config):
+    """The configuration as a file tells it: official widths (of 32 channels) written out."""
+    v7 = isinstance(config, RWKV7Config)
+    unknown = {"v_low_rank_dim": None} if v7 and config.num_layers == 1 else {}
+    return dataclasses.replace(config, intermediate_size=config.intermediate_size or (128 if v7 else 96), **unknown)
+
+
+def test_official_files(case, tmp_path):
+    """Their parameters, their configuration, and the same bits back."""
+    _, model, params, z, _ = case
+    write_pth(tmp_path / "a.pth", dict(reversed(z.items())))  # the order of tensors means nothing
+    got, got_params = load_checkpoint(tmp_path / "a.pth")
+    assert type(got) is type(model) and got.config == complete(model.config)
+    same(got_params, params)
+    save_checkpoint(tmp_path / "b.pth", got, got_params)
+    same(read_pth(tmp_path / "b.pth"), z)
+
+
+def test_fla_directories(case, tmp_path):
+    _, model, params, z, names = case
+    fla.save(tmp_path / "a", names)
+    got, got_params = load_checkpoint(tmp_path / "a")
+    assert type(got) is type(model) and got.config == complete(model.config)
+    same(got_params, params)
+    same(load_checkpoint(tmp_path / "a" / "model.safetensors")[1], params)
+    save_checkpoint(tmp_path / "b", got, got_params)
+    same(fla.load(tmp_path / "b"), {name: np.ascontiguousarray(x) for name, x in names.items()})
+    # and across, through the other format
+    save_checkpoint(tmp_path / "c.pth", *load_checkpoint(tmp_path / "b"))
+    same(read_pth(tmp_path / "c.pth"), z)
+    assert sorted(os.listdir(tmp_path / "b")) == ["config.json", "model.safetensors"]
+
+
+def test_config_json(case, tmp_path):
+    """Fields that FLA's configurations have, with its names for them."""
+    version, model, params, *_ = case
+    save_checkpoint(tmp_path, model, params)
+    got, config = json.loads((tmp_path / "config.json").read_text()), complete(model.config)
+    want = {
+        "architectures": [f"RWKV{version}ForCausalLM"],
+        "model_type": f"rwkv{version}",
+        "vocab_size": 24,
+        "hidden_size": 32,
+        "num_hidden_layers": config.num_layers,
+        "num_heads": 32 // config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": "sqrelu",
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(config.param_dtype),
+    }
+    if version == 6:
+        want |= {"expand_k": 1.0, "expand_v": 1.0, "proj_low_rank_dim": 4, "gate_low_rank_dim": 8}
+    else:
+        want |= {"head_dim": config.head_dim, "decay_low_rank_dim": 4, "a_low_rank_dim": 6, "gate_low_rank_dim": 8, "value_dim": [32] * config.num_layers}
+        want |= {"v_low_rank_dim": 5} if config.num_layers > 1 else {}
+    assert {name: got.get(name) for name in want} == want
+
+
+def test_fla_token_shift_of_rwkv6():
+    """What the permuted matrices mean: FLA's formula on FLA's tensors is the official formula on the official ones."""
+    z = official_file(6, small.params(small.model(6)))
+    names, rng = fla.tensors(6, z, 2), np.random.default_rng(0)
+    x, d = rng.normal(size=(2, 32))
+    p = official.lookup(z, "blocks.1.att.")
+    low = np.tanh((x + d * p["time_maa_x"]) @ p["time_maa_w1"]).reshape(5, -1)
+    want = {n: p[f"time_maa_{n}"] + low[i] @ p["time_maa_w2"][i] for i, n in enumerate("wkvrg")}
+    f = lambda name: names[f"model.layers.1.attn.{name}"]
+    low = np.tanh(f("x_proj.0.linear.weight") @ (x + d * f("x_proj.0.mu"))).reshape(5, -1)
+    got = np.einsum("nr,hnr->nh", low, f("x_proj.2.weight").reshape(32, 5, -1)) + f("x_bias")
+    for i, n in enumerate("rwkvg"):
+        np.testing.assert_allclose(got[i], want[n], atol=1e-6)
+
+
+def test_scanned(case, tmp_path):
+    version, model, params, z, _ = case
+    write_pth(tmp_path / "a.pth", z)
+    got, stacked = load_checkpoint(tmp_path / "a.pth", scan_layers=True)
+    assert got.config == dataclasses.replace(complete(model.config), scan_layers=True)
+    same(unstack_layers(stacked), params)
+    if version == 7:
+        assert not any(np.any(np.asarray(stacked["blocks"]["att"][name][0])) for name in ("v0", "v1", "v2"))
+    shapes = small.shapes(got, jnp.zeros((1, 1), jnp.int32))
+    if model.config.num_layers > 1:
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), stacked)
+    save_checkpoint(tmp_path / "b.pth", got, stacked)
+    same(read_pth(tmp_path / "b.pth"), z)
+
+
+def test_options(tmp_path):
+    model = small.model(7)
+    params = small.params(model)
+    save_checkpoint(tmp_path / "a.pth", model, params)
+    options = {"dtype": "bfloat16", "param_dtype": "bfloat16", "remat": True, "chunk_size": 16, "implementation": "reference", "logical_axes": True}
+    got, got_params = load_checkpoint(tmp_path / "a.pth", **options)
+    assert got.config == dataclasses.replace(complete(model.config), **options)
+    same(got_params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    for name in ("vocab_size", "rate_scale", "dtpye"):
+        with pytest.raises(TypeError, match=f"load_checkpoint takes no option '{name}'"):
+            load_checkpoint(tmp_path / "a.pth", **{name: 1})
+
+
+def test_boxed_parameters(tmp_path):
+    model = small.model(6, logical_axes=True)
+    boxed = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    save_checkpoint(tmp_path / "a.pth", model, boxed)
+    same(load_checkpoint(tmp_path / "a.pth")[1], nn.meta.unbox(boxed))
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_extras(version, tmp_path):
+    """Tuned states and layer 0's v's: neither in the way nor lost."""
+    model = small.model(version)
+    params = small.params(model)
+    rng = np.random.default_rng(0)
+    extras = {f"blocks.{i}.att.time_state": rng.normal(size=(2, 16, 16)).astype(np.float32) for i in range(2)}
+    if version == 7:
+        extras |= {f"blocks.0.att.{name}": rng.normal(size=shape).astype(np.float32) for name, shape in (("v0", (1, 1, 32)), ("v1", (32, 5)), ("v2", (5, 32)))}
+    z = {**official_file(version, params), **extras}
+    write_pth(tmp_path / "a.pth", z)
+    got, got_params = load_checkpoint(tmp_path / "a.pth")
+    same(got_params, params)
+    same(load_extras(tmp_path / "a.pth"), extras)
+    save_checkpoint(tmp_path / "b.pth", got, got_params, extras=load_extras(tmp_path / "a.pth"))
+    same(read_pth(tmp_path / "b.pth"), z)
+    save_checkpoint(tmp_path / "c.pth", got, got_params)
+    assert load_extras(tmp_path / "c.pth") == {}
+    with pytest.raises(ValueError, match=r"extras: 'blocks.0.att.time_state' is no tensor that an FLA directory may have"):
+        save_checkpoint(tmp_path / "d", got, got_params, extras=extras)
+    with pytest.raises(ValueError, match=r"extras: 'emb.weight' is no tensor that a .pth file may have beside the parameters"):
+        save_checkpoint(tmp_path / "d.pth", got, got_params, extras={"emb.weight": z["emb.weight"]})
+    wrong = {"blocks.1.att.time_state": np.zeros((2, 16, 8), np.float32)}
+    with pytest.raises(ValueError, match=r"blocks.1.att.time_state must have shape \[H, V, K\] = \[2, 16, 16\], got \[2, 16, 8\]"):
+        save_checkpoint(tmp_path / "d.pth", got, got_params, extras=wrong)
+    write_pth(tmp_path / "a.pth", {**z, **wrong})
+    with pytest.raises(ValueError, match=r"a\.pth: blocks.1.att.time_state must have shape"):
+        load_checkpoint(tmp_path / "a.pth")
+
+
+def test_variations_in_files(tmp_path):
+    """Trainers' prefixes, vectors with and without axes of 1, FLA's older x_x, layers in several files, mixed dtypes."""
+    model = small.model(7)
+    params = small.params(model)
+    z = official_file(7, params)
+    for prefix in ("_forward_module.", "model.", "_forward_module.model."):
+        write_pth(tmp_path / "a.pth", {prefix + name: x.reshape(-1) if x.shape[:2] == (1, 1) else x for name, x in z.items()})
+        same(load_checkpoint(tmp_path / "a.pth")[1], params)
+    names = fla.tensors(7, z, 2)
+    old = {name: x for name, x in names.items() if ".attn.x_" not in name}
+    old |= {f"model.layers.{i}.attn.x_x": np.concatenate([names[f"model.layers.{i}.attn.x_{n}"][0] for n in "rwkvag"]) for i in range(2)}
+    fla.save(tmp_path / "old", old)
+    same(load_checkpoint(tmp_path / "old")[1], params)
+
+    where = {name: f"model-0000{1 + ('layers.1' in name)}-of-00002.safetensors" for name in names}
+    for file in set(where.values()):
+        fla.save(tmp_path / "many", {name: x for name, x in names.items() if where[name] == file}, file)
+    (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    same(load_checkpoint(tmp_path / "many")[1], params)
+    with pytest.raises(ValueError, match="many already holds a model in several files"):
+        save_checkpoint(tmp_path / "many", model, params)
+    (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**where, "x": min(where.values())}}))
+    with pytest.raises(ValueError, match=r"model-00001-of-00002.safetensors lacks x, which"):
+        load_checkpoint(tmp_path / "many")
+    (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../old/model.safetensors"}}))
+    with pytest.raises(ValueError, match="must have a weight_map of tensors to files beside it"):
+        load_checkpoint(tmp_path / "many")
+
+    half = {name: x if name.endswith("w0") else x.astype(ml_dtypes.bfloat16) for name, x in z.items()}
+    write_pth(tmp_path / "a.pth", half)
+    got, mixed = load_checkpoint(tmp_path / "a.pth")
+    assert got.config.param_dtype == jnp.bfloat16 and mixed["blocks_0"]["att"]["w0"].dtype == jnp.float32
+    save_checkpoint(tmp_path / "b.pth", got, mixed)
+    same(read_pth(tmp_path / "b.pth"), half)
+
+
+def changed(z, name, value=None):
+    z = dict(z)
+    if value is None:
+        del z[name]
+    else:
+        z[name] = value
+    return z
+
+
+ONE = np.ones((2, 2), np.float32)
+ERRORS = [
+    (6, lambda z: changed(z, "blocks.1.att.time_maa_w2"), "lacks the tensor blocks.1.att.time_maa_w2"),
+    (7, lambda z: changed(z, "emb.weight"), "lacks the tensor emb.weight"),
+    (7, lambda z: changed(z, "blocks.1.att.v1"), "lacks the tensor blocks.1.att.v1"),
+    (7, lambda z: changed(z, "blocks.0.ln0.bias"), "lacks the tensor blocks.0.ln0.bias"),
+    (7, lambda z: changed(z, "blocks.1.ffn.key.weight", ONE), r"blocks.1.ffn.key.weight must have shape \[128, 32\], got \[2, 2\]"),
+    (7, lambda z: changed(z, "blocks.1.att.w1", z["blocks.1.att.w1"].T), r"blocks.1.att.w1 must have shape \[32, 4\], got \[4, 32\]"),
+    (6, lambda z: changed(z, "blocks.0.att.time_faaaa", ONE[0]), r"blocks.0.att.time_faaaa has the wrong shape, \[2\]"),
+    (6, lambda z: changed(z, "blocks.0.att.time_faaaa", np.ones((2, 5), np.float32)), "hidden_size must be a multiple of head_dim"),
+    (6, lambda z: changed(z, "blocks.1.att.ln_x.bias", ONE[0]), r"blocks.1.att.ln_x.bias must have shape \[32\], got \[2\]"),
+    (7, lambda z: changed(z, "emb.weight", np.ones((0, 32), np.float32)), "vocab_size must be a positive integer"),
+    (7, lambda z: changed(z, "blocks.1.att.x_z", ONE), "holds the tensor blocks.1.att.x_z, which RWKV-7 has not: another variant"),
+    (7, lambda z: changed(z, "blocks.3.att.w1", ONE), r"has tensors of the layers \[0, 1, 3\]: some are missing"),
+    (7, lambda z: changed(z, "model.emb.weight", z["emb.weight"]), "holds emb.weight twice, as emb.weight and as model.emb.weight"),
+    (7, lambda z: changed(z, "blocks.0.ffn.s_emb.weight", ONE), "blocks.0.ffn.s_emb.weight belongs to RWKV-7a"),
+    (7, lambda z: changed(z, "blocks.0.att.qkv.weight", ONE), "blocks.0.att.qkv.weight belongs to RWKV-7b"),
+    (6, lambda z: {"emb.weight": ONE, "blocks.0.att.time_mix_k": ONE}, "blocks.0.att.time_mix_k belongs to RWKV-4 or RWKV-5"),
+    (6, lambda z: {"weight": ONE}, "its names are not those of RWKV-6 or RWKV-7"),
+    (6, lambda z: {}, "its names are not those of RWKV-6 or RWKV-7"),
+    (7, lambda z: {name: x.astype(np.float64) for name, x in z.items()}, "is float64: give param_dtype, or set jax_enable_x64"),
+]
+
+
+@pytest.mark.parametrize("version, change, message", ERRORS)
+def test_refuses(version, change, message, tmp_path):
+    model = small.model(version)
+    write_pth(tmp_path / "a.pth", change(official_file(version, small.params(model))))
+    with pytest.raises(ValueError, match=r"a\.pth: .*" + message):
+        load_checkpoint(tmp_path / "a.pth")
+
+
+def test_refuses_directories(tmp_path):
+    model = small.model(6)
+    z = official_file(6, small.params(model))
+    names, folder = fla.tensors(6, z, 2), tmp_path / "a"
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(folder)
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"holds neither model.safetensors nor"):
+        load_checkpoint(folder)
+    for change, message in (
+        (lambda t: changed(t, "model.layers.1.attn.x_bias"), r"lacks the tensor model.layers.1.attn.x_bias\[\d\]"),
+        (lambda t: changed(t, "model.layers.1.attn.x_bias", ONE), "model.layers.1.attn.x_bias must have a first axis of 5"),
+        (lambda t: changed(t, "model.layers.1.attn.g_norm.weight"), "lacks the tensor model.layers.1.attn.g_norm.weight"),
+        (lambda t: changed(t, "model.layers.0.attn.x_proj.0.linear.weight", ONE), "model.layers.0.attn.x_proj.0.linear.weight has the wrong shape"),
+        (lambda t: changed(t, "model.layers.1.attn.x_proj.2.weight", ONE), r"model.layers.1.attn.x_proj.2.weight must have shape \[32, 20\], got \[2, 2\]"),
+        (lambda t: changed(t, "model.layers.1.attn.q_proj.weight", ONE), "q_proj.weight belongs to a hybrid with softmax attention"),
+        (lambda t: changed(t, "lm_head.weight"), "lacks the tensor lm_head.weight"),
+        (lambda t: changed(t, "lm_head.weight", np.ones((24, 32), np.int8)), "lm_head.weight has the element type I8"),
+    ):
+        fla.save(folder, change(names))
+        with pytest.raises(ValueError, match=rf"{folder}.*{message}"):
+            load_checkpoint(folder)
+    fla.save(folder, names)
+    for field, value in (("norm_eps", 1e-6), ("hidden_act", "gelu")):
+        (folder / "config.json").write_text(json.dumps({field: value}))
+        with pytest.raises(ValueError, match=f"config.json: {field} must be .*, got"):
+            load_checkpoint(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is no valid JSON"):
+        load_checkpoint(folder)
+    (folder / "config.json").unlink()
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for end in (0, 4, 200, len(whole) - 1):
+        file.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match=r"model\.safetensors is truncated, or no safetensors file"):
+            load_checkpoint(folder)
+
+
+def test_save_errors(tmp_path):
+    model = small.model(7)
+    params = small.params(model)
+    without = {name: value for name, value in params.items() if name != "ln_out"}
+    for tree, error, message in (
+        (without, ValueError, "params lack ln_out/"),
+        ({**params, "more": ONE}, ValueError, "params hold more, which the model has not"),
+        ({**params, "head": {"kernel": ONE}}, ValueError, r"params: head/kernel must have shape \[32, 24\], got \[2, 2\]"),
+        (jax.tree.map(lambda x: x.astype(jnp.int32), params), TypeError, "params: .* must have a floating-point dtype, got int32"),
+        (jax.tree.map(lambda x: x.astype(jnp.float8_e5m2), params), TypeError, r"tensors\['.*'\] must be an array of float32"),
+    ):
+        with pytest.raises(error, match=message):
+            save_checkpoint(tmp_path / "a.pth", model, tree)
+    with pytest.raises(ValueError, match="rate_scale must be 1, the official models', got 2"):
+        save_checkpoint(tmp_path / "a.pth", small.model(7, rate_scale=2.0), params)
+    with pytest.raises(ValueError, match=r"path must end in .pth, or be a directory for .safetensors files"):
+        save_checkpoint(tmp_path / "a.safetensors", model, params)
+    assert not os.listdir(tmp_path)
+
+
+def test_needs_neither_torch_nor_safetensors(tmp_path):
+    """.pth files do without both; directories say what they need."""
+    model = small.model(7, num_layers=1)
+    save_checkpoint(tmp_path / "a.pth", model, small.params(model))
+    program = """
+import sys
+sys.modules["torch"] = sys.modules["safetensors"] = None  # importing them fails
+from fla_jax.models import load_checkpoint, save_checkpoint
+model, params = load_checkpoint(sys.argv[1] + "/a.pth")
+save_checkpoint(sys.argv[1] + "/b.pth", model, params)
+for act in (lambda: load_checkpoint(sys.argv[1]), lambda: save_checkpoint(sys.argv[1] + "/c", model, params)):
+    try:
+        act()
+    except ImportError as error:
+        assert "pip install safetensors" in str(error), error
+    else:
+        raise AssertionError("no error")
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    same(read_pth(tmp_path / "b.pth"), read_pth(tmp_path / "a.pth"))
