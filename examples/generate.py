@@ -1,0 +1,127 @@
+"""Continues a text with a trained model: ``python examples/generate.py --checkpoint FILE --prompt "Once upon a time"``.
+
+    python examples/generate.py --checkpoint RWKV-x070-World-0.1B.pth --prompt "The Eiffel tower"     # official weights, RWKV-6 or RWKV-7
+    python examples/generate.py --checkpoint some/safetensors/directory --tokenizer tokenizer.json --prompt "The Eiffel tower"
+    python examples/generate.py --checkpoint runs/train_lm --prompt "The "     # what examples/train_lm.py has trained
+    python examples/generate.py --checkpoint runs/train_lm --prompt "The " "A class" "If"     # several at once
+
+One prompt is continued token by token, as they come; several are continued together and printed at the end. World models need ``pip install rwkv`` for their
+vocabulary, a tokenizer.json needs ``pip install tokenizers``, models on bytes need nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import tyro
+
+from fla_jax.generate import generate, stream
+from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM, load_checkpoint
+from fla_jax.sampling import Sampling
+from fla_jax.state_tuning import initial_state, load_states
+from fla_jax.tokenizer import decode_stream, load_tokenizer, uncounted
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of a generation."""
+
+    checkpoint: Path
+    """an official .pth file, a directory of safetensors, or the --out of examples/train_lm.py"""
+    prompt: tuple[str, ...]
+    """one text to continue, or several"""
+    tokens: int = 200
+    """new tokens, at most"""
+    temperature: float = 1.0
+    """0 always takes the most probable token"""
+    top_k: int = 0
+    """only so many of the most probable tokens; 0 for all"""
+    top_p: float = 0.85
+    """only the most probable tokens that together reach this probability; 1 for all"""
+    presence_penalty: float = 0.2
+    """against tokens that came before"""
+    frequency_penalty: float = 0.2
+    """against tokens, as often as they came before"""
+    penalty_decay: float = 0.996
+    """factor by which that is forgotten at every step"""
+    stop: tuple[int, ...] | None = None
+    """tokens that end the text (default: 0, the end of a document, for the World vocabulary, none otherwise)"""
+    ban: tuple[int, ...] = ()
+    """tokens that never come"""
+    seed: int = 0
+    """of the random choices; the same seed gives the same text"""
+    states: Path | None = None
+    """tuned initial states, a .pth of examples/state_tuning.py or RWKV-PEFT"""
+    tokenizer: str | None = None
+    """bytes, rwkv_vocab_v20230424, or a tokenizer.json (default: by the size of the vocabulary)"""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """compute dtype (auto: bf16 on CUDA, fp32 elsewhere)"""
+
+
+def load_model(path: Path, precision: str = "auto") -> tuple[Any, Any]:
+    """Model and parameters of a checkpoint of any kind that this repository reads."""
+    on_gpu = jax.devices()[0].platform in ("gpu", "cuda")
+    dtype = DTYPES["bf16" if on_gpu else "fp32"] if precision == "auto" else DTYPES[precision]
+    if not (path / "options.json").exists():
+        return load_checkpoint(path, dtype=dtype)
+    import orbax.checkpoint as ocp
+
+    options = json.loads((path / "options.json").read_text())
+    kind, config = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, RWKV7Config)}[options["model"]]
+    model = kind(config(256, options["hidden_size"], options["num_layers"], options["head_dim"], dtype=dtype))
+    with ocp.CheckpointManager((path / "checkpoints").absolute()) as manager:
+        if manager.latest_step() is None:
+            raise ValueError(f"{path} holds no checkpoint yet")
+        return model, manager.restore(manager.latest_step(), args=ocp.args.StandardRestore())["params"]
+
+
+def run(options: Options) -> None:
+    """Generates and prints."""
+    model, params = load_model(options.checkpoint, options.precision)
+    vocab_size = model.config.vocab_size
+    tokenizer = load_tokenizer(options.tokenizer, vocab_size=vocab_size)
+    stop = ((0,) if vocab_size > 65000 else ()) if options.stop is None else options.stop
+    names = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "penalty_decay")
+    sampling = Sampling(**{name: getattr(options, name) for name in names}, banned=options.ban, stop=stop, uncounted=uncounted(tokenizer, vocab_size))
+    prompts = [tokenizer.encode(text) for text in options.prompt]
+    if not all(prompts):
+        raise ValueError("--prompt must not be empty")
+    state = None if options.states is None else initial_state(model, load_states(options.states, model), len(prompts))
+    began, count = time.perf_counter(), 0
+
+    if len(prompts) == 1:
+        print(options.prompt[0], end="", flush=True)
+
+        def tokens() -> Any:
+            nonlocal began, count
+            for new in stream(model, params, prompts, options.tokens, sampling, seed=options.seed, state=state):
+                began, count = (began, count + 1) if count else (time.perf_counter(), 1)  # the first one waits for the compiler
+                yield int(new[0])
+
+        for piece in decode_stream(tokenizer, tokens()):
+            print(piece, end="", flush=True)
+        print(f"\n\n{count} tokens, {max(count - 1, 0) / (time.perf_counter() - began):.1f} tokens/s", file=sys.stderr)
+        return
+    rows = generate(model, params, prompts, options.tokens, sampling, seed=options.seed, state=state).tokens
+    print("\n\n---\n\n".join(text + tokenizer.decode(row.tolist()) for text, row in zip(options.prompt, rows)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the program."""
+    options = tyro.cli(Options, args=arguments, description=__doc__)
+    try:
+        run(options)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        sys.exit(f"generate.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""generate.py and state_tuning.py with tiny sizes, and the benchmark of training steps."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_models as small
+
+from fla_jax.models import read_pth, save_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(path, name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def generate():
+    return load("examples/generate.py", "example_generate")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Random bytes are all that this model says."""
+    model = small.model(7, vocab_size=256, num_layers=1)
+    path = tmp_path_factory.mktemp("checkpoint") / "model.pth"
+    save_checkpoint(path, model, small.params(model))
+    return path
+
+
+def run(module, capsys, *arguments):
+    module.main([str(a) for a in arguments])
+    return capsys.readouterr().out
+
+
+def test_generate(generate, checkpoint, capsys):
+    arguments = ("--checkpoint", checkpoint, "--tokens", "12", "--ban", *range(128, 256), "--prompt")
+    one, other = (run(generate, capsys, *arguments, prompt) for prompt in ("Hello", "You"))
+    assert one.startswith("Hello") and len(one.encode()) == 17 and other.startswith("You")
+    both = run(generate, capsys, *arguments, "Hello", "You")
+    assert both.split("\n\n---\n\n")[0] == one  # the first prompt's seed is the same
+    assert run(generate, capsys, *arguments, "Hello", "--seed", "1") != one
+
+
+def test_generate_from_train_lm(generate, tmp_path, capsys):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    model = small.model(7, vocab_size=256, num_layers=1)
+    plain = type(model)(type(model.config)(256, 32, 1, 16))
+    params = small.params(plain)
+    (tmp_path / "options.json").write_text(json.dumps({"model": "rwkv7", "hidden_size": 32, "num_layers": 1, "head_dim": 16}))
+    with pytest.raises(SystemExit, match="holds no checkpoint yet"):
+        run(generate, capsys, "--checkpoint", tmp_path, "--prompt", "a")
+    with ocp.CheckpointManager((tmp_path / "checkpoints").absolute()) as manager:
+        manager.save(3, args=ocp.args.StandardSave({"step": jnp.int32(3), "params": params}))
+    loaded, restored = generate.load_model(tmp_path)
+    assert loaded == plain
+    np.testing.assert_array_equal(restored["head"]["kernel"], params["head"]["kernel"])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--checkpoint", "nowhere", "--prompt", "a"], "nowhere"),
+        (["--prompt", ""], "--prompt must not be empty"),
+        (["--prompt", "a", "--top-p", "2"], "top_p must be from 0 to 1"),
+        (["--prompt", "a", "--tokenizer", "nowhere"], "nowhere"),
+        (["--prompt", "a", "--stop", "256"], "stop must hold tokens"),
+    ],
+)
+def test_errors(generate, checkpoint, capsys, arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        run(generate, capsys, "--checkpoint", checkpoint, *arguments)
+
+
+def test_state_tuning(generate, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    module = load("examples/state_tuning.py", "example_state_tuning")
+    sizes = ["--base-size", "64", "--base-steps", "30", "--steps", "15", "--sequence", "16", "--batch", "4", "--out", tmp_path]
+    out = run(module, capsys, *sizes)
+    before, after = (float(line.split()[1]) for line in out.splitlines() if line.startswith(("before", "after")))
+    assert after < before and "unchanged, bit for bit" in out
+    assert [x.shape for x in read_pth(tmp_path / "states.pth").values()] == [(1, 64, 64)] * 2
+    (tmp_path / "text").write_text("short")
+    for wrong, message in ((["--data", tmp_path / "text"], "--data: 5 tokens are too few"), (["--steps", "0"], "--steps must be above 0")):
+        with pytest.raises(SystemExit, match=message):
+            run(module, capsys, "--checkpoint", tmp_path / "base.pth", *sizes, *wrong)
+    run(generate, capsys, "--checkpoint", tmp_path / "base.pth", "--states", tmp_path / "states.pth", "--prompt", "a", "--tokens", "2")
+
+
+def test_train_step_benchmark(tmp_path, capsys):
+    """A CPU has no FLA: its failure is recorded, this side's numbers too, and what other benchmarks wrote stays."""
+    module = load("benchmarks/train_step.py", "benchmark_train_step")
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps([{"op": "chunk_rwkv7", "ms": 1.0}, {"op": "train_step", "implementation": "fla", "shape": {}, "ms": 2.0}]))
+    sizes = ["--layers", "1", "--width", "64", "--tokens", "16", "--batch", "1", "--vocab", "300", "--steps", "2", "--warmup", "1"]
+    arguments = [*sizes, "--implementation", "reference", "--out", str(results)]
+    module.main(arguments)
+    module.main([*arguments, "--sides", "fla", "--fla-python", "no/python"])
+    other, smaller, ours, fla = json.loads(results.read_text())
+    assert other == {"op": "chunk_rwkv7", "ms": 1.0} and smaller["ms"] == 2.0
+    assert ours["implementation"] == "fla_jax" and ours["shape"]["vocab"] == 300 and "error" not in ours
+    assert ours["tokens_per_s"] == pytest.approx(16 / ours["ms"] * 1e3) and ours["first_step_s"] > ours["compile_s"] > 0 and ours["peak_gb"] > 0
+    assert ours["loss_last"] < ours["loss_first"] and abs(ours["loss_first"] - np.log(300)) < 1 and ours["commit"] and ours["versions"]["jax"]
+    assert fla["implementation"] == "fla" and "FileNotFoundError" in fla["error"]
