@@ -136,7 +136,9 @@ def save_checkpoint(path: str | os.PathLike[str], model: RWKVForCausalLM, params
         _check_state(name, np.shape(x), config)
         tensors[name] = np.asarray(x)
     if style == "official":
-        return write_pth(path, tensors)
+        # PyPI rwkv counts RWKV-6's heads when it meets time_faaaa, if it has met a time_maa before: official files have those first
+        order = lambda name: (name != "emb.weight", layer_of(style, name) if name.startswith("blocks.") else config.num_layers, "time_maa" not in name)
+        return write_pth(path, {name: tensors[name] for name in sorted(tensors, key=order)})
     sizes = _sizes(_as_stored(tensors), style, version)
     for name in [name for name in tensors if name.endswith("[0]")]:
         name = name.removesuffix("[0]")

@@ -84,6 +84,16 @@ def test_fla_directories(case, tmp_path):
     assert sorted(os.listdir(tmp_path / "b")) == ["config.json", "model.safetensors"]
 
 
+def test_order_of_tensors(tmp_path):
+    """PyPI rwkv takes RWKV-6's number of heads from time_faaaa only after it has met a time_maa."""
+    model = small.model(6, num_layers=11)
+    save_checkpoint(tmp_path / "a.pth", model, small.params(model))
+    names = list(read_pth(tmp_path / "a.pth"))
+    assert names.index("emb.weight") == 0 and names.index("blocks.0.att.time_maa_x") < names.index("blocks.0.att.time_faaaa")
+    layers = [int(name.split(".")[1]) for name in names if name.startswith("blocks.")]
+    assert layers == sorted(layers) and {name.split(".")[0] for name in names[-3:]} == {"ln_out", "head"}
+
+
 def test_config_json(case, tmp_path):
     """Fields that FLA's configurations have, with its names for them."""
     version, model, params, *_ = case

@@ -1,11 +1,6 @@
-"""Whole models against the official equations (NumPy, float64) and against the official CPU runtime (PyPI rwkv)."""
+"""Whole models against the official equations (NumPy, float64); test_runtime.py compares with the packages that people run."""
 
 from __future__ import annotations
-
-import importlib.util
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -45,40 +40,3 @@ def test_oracle_notices_the_group_norm_eps(monkeypatch):
     got, _ = jax.jit(model.apply)({"params": params}, tokens)
     assert small.error(got[0], want) < TOLERANCE
     assert small.error(wrong, want) > 1e-2
-
-
-RUNTIME = """
-import sys, numpy as np, torch
-folder, version, split = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-z = {name: torch.from_numpy(x.copy()) for name, x in np.load(folder + "/weights.npz").items()}
-torch.save(z, folder + "/model.pth")
-from rwkv.model import RWKV
-model = RWKV(model=folder + "/model", strategy="cpu fp32")
-tokens = np.load(folder + "/tokens.npy").tolist()
-first, state = model.forward(tokens[:split], None, full_output=True)
-rows = [*first]
-for token in tokens[split:]:
-    row, state = model.forward([token], state)
-    rows.append(row)
-np.save(folder + "/logits.npy", torch.stack(rows).numpy())
-"""
-
-
-@pytest.mark.parametrize("version", small.VERSIONS)
-def test_official_runtime(version, tmp_path):
-    for package in ("torch", "rwkv"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed (pip install 'fla-jax[parity]')")
-    # heads of 64, as in every official model
-    model = small.model(version, hidden_size=128, head_dim=64, vocab_size=48)
-    params, tokens = small.params(model, seed=1), small.tokens(1, 12, seed=1)
-    z = official.checkpoint(params, version)
-    if version == 7:  # it wants to see these, and ignores them
-        z.update({f"blocks.0.att.{name}": z[f"blocks.1.att.{name}"] for name in ("v0", "v1", "v2")})
-    np.savez(tmp_path / "weights.npz", **z)
-    np.save(tmp_path / "tokens.npy", np.asarray(tokens[0]))
-    env = {**os.environ, "RWKV_V7_ON": "1" if version == 7 else "0", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
-    done = subprocess.run([sys.executable, "-c", RUNTIME, str(tmp_path), str(version), "7"], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    logits, _ = jax.jit(model.apply)({"params": params}, tokens)
-    assert small.error(logits[0], np.load(tmp_path / "logits.npy")) < TOLERANCE
