@@ -42,6 +42,13 @@ class _Carry(struct.PyTreeNode):
     done: jax.Array  # [B]
 
 
+@functools.partial(jax.jit, keep_unused=True)
+def _beside(params: jax.Array, tree: Any) -> Any:
+    """A copy of ``tree`` where the parameters are, and committed to that place if they are: results of programs that read the parameters come back the same
+    way, and a program whose own results differ in this from its first arguments is compiled twice."""
+    return jax.tree.map(jnp.copy, tree)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _read(model: Any, params: Any, tokens: jax.Array, state: RWKVState) -> tuple[jax.Array, RWKVState]:
     """Hidden state at the last of tokens [B, T], and the new state."""
@@ -103,6 +110,7 @@ def prefill(model: Any, params: Any, prompts: Sequence[Any], state: RWKVState | 
     if state is not None:
         check_state(state, initial)
         initial = jax.tree.map(lambda x, zero: jnp.asarray(x, zero.dtype), state, initial)
+    initial = _beside(jax.tree.leaves(params)[0], initial)
     lengths = np.array([len(row) for row in rows])
     longest = int(lengths.max())
     tokens = np.stack([np.pad(row, (longest - len(row), 0)) for row in rows])
@@ -204,7 +212,8 @@ def _start(model: Any, params: Any, prompts: Any, max_tokens: int, sampling: Sam
         raise ValueError(f"seed must be an integer or one for each of the {B} prompts, got {seed!r}")
     logits, state = prefill(model, params, prompts, state)
     keys = jax.vmap(jax.random.key)(seeds.astype(np.uint32))
-    return _Carry(logits, state, Occurrences.none(B, vocab_size), keys, jnp.int32(0), jnp.zeros(B, bool)), rules
+    rest = _beside(jax.tree.leaves(params)[0], (Occurrences.none(B, vocab_size), keys, jnp.int32(0), jnp.zeros(B, bool)))
+    return _Carry(logits, state, *rest), rules
 
 
 def _check_prompts(prompts: Any, vocab_size: int) -> list[np.ndarray]:

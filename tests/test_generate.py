@@ -116,6 +116,17 @@ def test_one_program_for_all_settings_and_lengths(setup, batch):
     assert (module._decode._cache_size(), module._read._cache_size()) == before
 
 
+def test_parameters_placed_by_hand_compile_nothing_twice():
+    """As a checkpoint's reader places them: arrays committed to a device."""
+    model = small.model(7, num_layers=1, vocab_size=25, implementation="reference")
+    params = jax.device_put(small.params(model), jax.devices()[0])
+    before = module._decode._cache_size(), module._read._cache_size()
+    for _ in range(2):
+        list(stream(model, params, [[1] * 11, [2]], 3))
+    assert module._decode._cache_size() == before[0] + 1
+    assert module._read._cache_size() == before[1] + 2  # pieces of 8 and of 1
+
+
 def test_no_tokens(setup):
     assert [len(row) for row in generate(*setup, PROMPTS, 0).tokens] == [0, 0, 0]
     assert list(stream(*setup, PROMPTS, 0)) == []
