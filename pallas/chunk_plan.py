@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ..core.partition import devices_in_mesh
 from ..ops.config import OpConfig
 
 CHUNK = 16
@@ -17,14 +18,75 @@ BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may ma
 LaunchTable = Mapping[tuple[str, int], tuple[int, int, int]]
 
 
+# Programs that fill an H200 (132 multiprocessors, about four programs each), the most of them at which cutting rows still pays for walking them twice,
+# and the fewest tokens that are worth a stretch of their own.
+FULL, FEW, SHORTEST = 512, 100, 256
+
+
+class Layout(NamedTuple):
+    """Packed documents or packed sequences as operands of a partitioned call (core/partition.py)."""
+
+    segment_ids: jax.Array | None
+    cu_seqlens: jax.Array | None
+
+    @property
+    def operands(self) -> tuple[jax.Array, ...]:
+        """Those that were given."""
+        return tuple(x for x in self if x is not None)
+
+    @property
+    def rule(self) -> str:
+        """Names of their axes."""
+        return ", b t" if self.segment_ids is not None else ", m" if self.cu_seqlens is not None else ""
+
+    @property
+    def state(self) -> str:
+        """Names of a state's axes."""
+        return "b h k v" if self.fold else "n h k v"
+
+    @property
+    def fold(self) -> bool:
+        """Whether `jax.vmap` may merge a mapped axis into the rows: packed sequences have one row."""
+        return self.cu_seqlens is None
+
+    def unpack(self, operands: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
+        """(segment_ids, cu_seqlens) from the operands that a call got."""
+        given = iter(operands)
+        return None if self.segment_ids is None else next(given), None if self.cu_seqlens is None else next(given)
+
+
 class Plan(NamedTuple):
-    """One launch. ``ranges`` are the kernels' arguments seg, cu, chunk0, strong; ``options`` go to `launch`; ``parts`` value blocks."""
+    """One launch. ``ranges`` are the kernels' arguments seg, cu, chunk0, strong and ``lengths`` T, span; ``options`` go to `launch`; ``parts`` value blocks."""
 
     ranges: tuple[jax.Array, ...]
+    lengths: tuple[int, int]
     options: dict[str, Any]
     parts: int
-    chunks: int
+    chunks: tuple[int, int]  # leading axes of what is kept by chunk: rows, chunks
     store: Any  # dtype of kept states
+
+    @property
+    def splits(self) -> int:
+        """Stretches that each row is cut into."""
+        return self.options["SPLITS"]
+
+
+def plan_splits(r: jax.Array, cu_seqlens: jax.Array | None) -> int:
+    """Into how many stretches to cut the rows of arrays like ``r`` [B, T, H, K]: 1 where rows and heads alone keep the GPU busy.
+
+    Packed sequences are not cut: there are usually many.
+    """
+    B, T, H, K = r.shape
+    programs = max(1, B * H // devices_in_mesh())
+    if cu_seqlens is not None or programs > FEW or K > 128:
+        return 1
+    wanted = min(-(-FULL // programs), T // SHORTEST)
+    return -(-T // _span(T, max(1, wanted)))
+
+
+def _span(T: int, splits: int) -> int:
+    """Tokens of a stretch: whole chunks."""
+    return -(-T // (splits * CHUNK)) * CHUNK
 
 
 def restarts(segment_ids: jax.Array) -> jax.Array:
@@ -38,8 +100,8 @@ def tile(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def make_plan(which: str, table: LaunchTable, cfg: OpConfig, r, w, v, others, segment_ids, cu_seqlens) -> Plan:
-    """Plans the ``"forward"`` or ``"backward"`` pass; ``others`` are the token arrays besides r, w, v."""
+def make_plan(which: str, table: LaunchTable, cfg: OpConfig, r, w, v, others, segment_ids, cu_seqlens, splits: int = 1) -> Plan:
+    """Plans the pass ``which`` of a launch table; ``others`` are the token arrays besides r, w, v."""
     B, T, H, K = r.shape
     V = v.shape[-1]
     BK = tile(K)
@@ -48,10 +110,10 @@ def make_plan(which: str, table: LaunchTable, cfg: OpConfig, r, w, v, others, se
     half = all(x.dtype in (jnp.bfloat16, jnp.float16) for x in (r, v, *others))
     none = jnp.zeros(1, jnp.int32)
     if cu_seqlens is None:
-        rows, chunks, cu, chunk0 = B, B * -(-T // CHUNK), none, none
+        rows, chunks, cu, chunk0 = B * splits, (B, -(-T // CHUNK)), none, none
     else:
         rows = cu_seqlens.shape[0] - 1
-        chunks = (T + rows * (CHUNK - 1)) // CHUNK
+        chunks = (1, (T + rows * (CHUNK - 1)) // CHUNK)
         cu = cu_seqlens.astype(jnp.int32)
         chunk0 = jnp.concatenate([none, jnp.cumsum(-(-jnp.diff(cu) // CHUNK))])
     bounded = cfg.lower_bound is not None and cfg.lower_bound >= BOUNDED
@@ -61,10 +123,10 @@ def make_plan(which: str, table: LaunchTable, cfg: OpConfig, r, w, v, others, se
         grid=(parts, H, rows), num_warps=num_warps, num_stages=num_stages,
         H=H, K=K, V=V, BK=BK, BV=BV, SCALE=cfg.scale, HALF=half, PREC="tf32" if half else "tf32x3",
         ANY=not bounded, SEG=segment_ids is not None, VAR=cu_seqlens is not None,
-        EVEN=T % CHUNK == 0 and cu_seqlens is None and K == BK and V % BV == 0,
+        EVEN=T % CHUNK == 0 and cu_seqlens is None and K == BK and V % BV == 0, SPLITS=splits,
     )  # fmt: skip
     seg = none if segment_ids is None else restarts(segment_ids)
-    return Plan((seg, cu, chunk0, strong), options, parts, chunks, jnp.bfloat16 if half else jnp.float32)
+    return Plan((seg, cu, chunk0, strong), (T, _span(T, splits)), options, parts, chunks, jnp.bfloat16 if half else jnp.float32)
 
 
 def partial_shapes(parts: int, *arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:

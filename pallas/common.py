@@ -82,20 +82,29 @@ def store_tokens(ptr, offsets, x, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def sequence(cu_, chunk0_, row, T, VAR: tl.constexpr):
-    """First token, number of tokens and first chunk of this program's sequence: a row of [B, T] or, with ``VAR``, a packed sequence."""
+def sequence(cu_, chunk0_, T, span, SPLITS: tl.constexpr, VAR: tl.constexpr):
+    """What program axis 2 walks: a packed sequence with ``VAR``, else one of the ``SPLITS`` stretches of ``span`` tokens of a row of [B, T].
+
+    Returns its row, the row's first token, its own first token, its number of tokens and its first chunk.
+    """
+    p = tl.program_id(2)
     if VAR:
-        first = tl.load(cu_ + row)
-        return first.to(tl.int64), tl.load(cu_ + row + 1) - first, tl.load(chunk0_ + row).to(tl.int64)
+        first = tl.load(cu_ + p)
+        return 0, first.to(tl.int64), first.to(tl.int64), tl.load(cu_ + p + 1) - first, tl.load(chunk0_ + p).to(tl.int64)
     else:
-        return row.to(tl.int64) * T, T, row.to(tl.int64) * tl.cdiv(T, C)
+        row, start = p // SPLITS, (p % SPLITS) * span
+        base = row.to(tl.int64) * T
+        return row, base, base + start, tl.minimum(span, T - start), row.to(tl.int64) * tl.cdiv(T, C) + start // C
 
 
 @triton.jit
-def segment_masks(seg_, first, start, left):
-    """Restart counts of a chunk's 16 tokens, of the token before it, and of its last token. ``start`` is the chunk's first token, ``left`` tokens remain."""
+def segment_masks(seg_, base, start, left):
+    """Restart counts of a chunk's 16 tokens, of the token before it, and of its last token.
+
+    ``base`` is the row's first token, ``start`` the chunk's, ``left`` tokens remain.
+    """
     o = tl.arange(0, 16)
-    ids = tl.load(seg_ + first + start + tl.minimum(o, left - 1))
-    before = tl.load(seg_ + first + tl.maximum(start - 1, 0))
-    last = tl.load(seg_ + first + start + tl.minimum(left, 16) - 1)
+    ids = tl.load(seg_ + start + tl.minimum(o, left - 1))
+    before = tl.load(seg_ + tl.maximum(start - 1, base))
+    last = tl.load(seg_ + start + tl.minimum(left, 16) - 1)
     return ids, before, last

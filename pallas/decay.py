@@ -11,36 +11,51 @@ from .common import LOG2E, token_sums
 
 
 @triton.jit
-def factors(w, ANY: tl.constexpr, PREC: tl.constexpr, SCAN: tl.constexpr):
-    """Decay factors [16, K] of a chunk with log decays ``w``.
+def factors(w, ANY: tl.constexpr, PREC: tl.constexpr):
+    """Decay factors [16, K] of a chunk with log decays ``w``, from products with constant triangles.
 
-    ``SCAN`` sums with `tl.cumsum`, which is shorter with two warps; else with products. Returns: rows r and a for the scores; columns for the scores of rows
-    0..7 and of rows 8..15 (also for the state); rows r and a for the state.
+    Returns: rows r and a for the scores; columns for the scores of rows 0..7 and of rows 8..15 (also for the state); rows r and a for the state.
     """
     o = tl.arange(0, 16)
     t, j = o[:, None], o[None, :]
-    if SCAN:
-        g = w.to(tl.float32) * LOG2E
-        G = tl.cumsum(g, 0)
-        Gx = G - g
-    else:
-        G = token_sums(tl.where(j <= t, 1.0, 0.0), w, PREC) * LOG2E
-        Gx = token_sums(tl.where(j < t, 1.0, 0.0), w, PREC) * LOG2E
-    eq, ea = tl.exp2(G), tl.exp2(Gx)
+    G = token_sums(tl.where(j <= t, 1.0, 0.0), w, PREC) * LOG2E
+    Gx = token_sums(tl.where(j < t, 1.0, 0.0), w, PREC) * LOG2E
     if ANY:
-        if SCAN:
-            g1 = tl.sum(tl.where(t < 4, g, 0.0), 0)[None, :]
-            g2 = tl.sum(tl.where(t < 12, g, 0.0), 0)[None, :]
-            ref = tl.where(t < 8, g1, g2)
-        else:
-            ref = token_sums(tl.where(j < tl.where(t < 8, 4, 12), 1.0, 0.0), w, PREC) * LOG2E
-            g1 = ref
-            g2 = token_sums(tl.where(j < 12, 1.0 + 0.0 * t, 0.0), w, PREC) * LOG2E
-        c1 = tl.where(t < 8, tl.exp2(tl.where(t < 8, g1 - G, 0.0)), 0.0)
-        return tl.exp2(G - ref), tl.exp2(Gx - ref), c1, tl.exp2(g2 - G), eq, ea
+        ref = token_sums(tl.where(j < tl.where(t < 8, 4, 12), 1.0, 0.0), w, PREC) * LOG2E
+        g2 = token_sums(tl.where(j < 12, 1.0 + 0.0 * t, 0.0), w, PREC) * LOG2E
+        return _centred(G, Gx, ref, g2)
     else:
-        c2 = tl.exp2(-G)
-        return eq, ea, c2, c2, eq, ea
+        return _plain(G, Gx)
+
+
+@triton.jit
+def scanned_factors(w, ANY: tl.constexpr):
+    """As `factors`, by `tl.cumsum`, which is shorter with two warps; then the decays [K] of the state before and after a chunk's own writes."""
+    t = tl.arange(0, 16)[:, None]
+    g = w.to(tl.float32) * LOG2E
+    G = tl.cumsum(g, 0)
+    Gx = G - g
+    total = tl.sum(g, 0)
+    if ANY:
+        g1 = tl.sum(tl.where(t < 4, g, 0.0), 0)[None, :]
+        g2 = tl.sum(tl.where(t < 12, g, 0.0), 0)
+        return _centred(G, Gx, tl.where(t < 8, g1, g2[None, :]), g2[None, :]), tl.exp2(g2), tl.exp2(total - g2)
+    else:
+        return _plain(G, Gx), tl.exp2(total), tl.exp2(total)
+
+
+@triton.jit
+def _plain(G, Gx):
+    eq, ea, c = tl.exp2(G), tl.exp2(Gx), tl.exp2(-G)
+    return eq, ea, c, c, eq, ea
+
+
+@triton.jit
+def _centred(G, Gx, ref, g2):
+    """``ref`` is a row's own middle, ``g2`` that of rows 8..15."""
+    lo = tl.arange(0, 16)[:, None] < 8
+    c1 = tl.where(lo, tl.exp2(tl.where(lo, ref - G, 0.0)), 0.0)
+    return tl.exp2(G - ref), tl.exp2(Gx - ref), c1, tl.exp2(g2 - G), tl.exp2(G), tl.exp2(Gx)
 
 
 @triton.jit

@@ -6,41 +6,87 @@ import jax
 import jax.numpy as jnp
 
 from ..core.launch import launch
+from ..core.partition import partitioned
 from ..ops.config import OpConfig
-from .chunk_plan import make_plan, partial_shapes, total
+from .chunk_plan import Layout, make_plan, partial_shapes, plan_splits, total
 from .rwkv6_chunk_bwd import rwkv6_bwd_kernel
-from .rwkv6_chunk_fwd import rwkv6_fwd_kernel
+from .rwkv6_chunk_fwd import rwkv6_fwd_kernel, rwkv6_transfer_kernel
+from .sequence_split import enter, enter_backward
 
-LAUNCH = {  # measured on an H200
+# (value block, warps, pipeline stages) by pass and padded K, measured on an H200
+LAUNCH = {
     ("forward", 64): (64, 2, 3),
+    ("transfer", 64): (64, 2, 3),
     ("backward", 64): (64, 4, 3),
     ("forward", 128): (128, 8, 3),
+    ("transfer", 128): (128, 8, 3),
     ("backward", 128): (128, 8, 1),
     ("forward", 256): (16, 4, 1),
     ("backward", 256): (16, 4, 1),
 }
+TOKENS = "b t h k, b t h k, b t h v, b t h k, b h k"
+KEPT = "b c h v k, b c h z k"  # states that enter the chunks, decays of the state before and after a chunk's own writes
+TRANSFER = ", b s h k, b t h k"
+
+
+def _per_row(u: jax.Array, r: jax.Array) -> jax.Array:
+    """u [H, K] for each row, [B, H, K]: its gradient is summed over rows outside the kernel, and `jax.vmap` may map it."""
+    return jnp.broadcast_to(u, (r.shape[0], *u.shape))
 
 
 def forward(cfg: OpConfig, r, k, v, w, u, s0, segment_ids, cu_seqlens):
     """Forward rule: ``(o, final_state), kept``."""
-    plan = make_plan("forward", LAUNCH, cfg, r, w, v, (k,), segment_ids, cu_seqlens)
-    (H, K), V = r.shape[2:], v.shape[-1]
-    out = (
-        jax.ShapeDtypeStruct(v.shape, v.dtype),
-        jax.ShapeDtypeStruct(s0.shape, jnp.float32),
-        jax.ShapeDtypeStruct((plan.chunks, H, V, K), plan.store),  # states that enter the chunks
-        jax.ShapeDtypeStruct((plan.chunks, H, 2, K), jnp.float32),  # decays of the state before and after a chunk's own writes
-    )
-    y, final, *kept = launch(rwkv6_fwd_kernel, r, k, v, w, u, s0, *plan.ranges, r.shape[1], out=out, KEEP=True, **plan.options)
+    splits, layout = plan_splits(r, cu_seqlens), Layout(segment_ids, cu_seqlens)
+
+    def run(r, k, v, w, u, s0, *rest):
+        (B, _, H, K), V = r.shape, v.shape[-1]
+        place = layout.unpack(rest)
+        plan = make_plan("forward", LAUNCH, cfg, r, w, v, (k,), *place, splits)
+        transfer: tuple[jax.Array, ...] = ()
+        if splits > 1:
+            cut = make_plan("transfer", LAUNCH, cfg, r, w, v, (k,), *place, splits)
+            options = {name: x for name, x in cut.options.items() if name not in ("ANY", "VAR")}
+            reads, M = jax.ShapeDtypeStruct(r.shape, cut.store), jax.ShapeDtypeStruct((B * splits, H, K), jnp.float32)
+            N = jax.ShapeDtypeStruct((B * splits, H, K, V), jnp.float32)
+            reads, M, N = launch(rwkv6_transfer_kernel, r, k, v, w, cut.ranges[0], *cut.lengths, out=(reads, M, N), **options)
+            s0, transfer = enter(M, N, s0, splits), (M.reshape(B, splits, H, K), reads)
+        kept = (jax.ShapeDtypeStruct((*plan.chunks, H, V, K), plan.store), jax.ShapeDtypeStruct((*plan.chunks, H, 2, K), jnp.float32))
+        out = (
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            jax.ShapeDtypeStruct(s0.shape, jnp.float32),
+            *(kept if cfg.keep else (jax.ShapeDtypeStruct((1,), x.dtype) for x in kept)),
+        )
+        y, final, *kept = launch(rwkv6_fwd_kernel, r, k, v, w, u, s0, *plan.ranges, *plan.lengths, out=out, KEEP=cfg.keep, **plan.options)
+        final = final.reshape(-1, splits, H, K, V)[:, -1]
+        return (y, final, *kept, *transfer) if cfg.keep else (y, final)
+
+    results = KEPT + (TRANSFER if splits > 1 else "")
+    rule = f"{TOKENS}, {layout.state}{layout.rule} -> b t h v, {layout.state}" + (f", {results}" if cfg.keep else "")
+    y, final, *kept = partitioned(run, rule, layout.fold)(r, k, v, w, _per_row(u, r), s0, *layout.operands)
     return (y, final), tuple(kept)
 
 
 def backward(cfg: OpConfig, inputs, kept, dy, ds):
     """Backward rule: gradients of r, k, v, w, u and the initial state."""
-    r, k, v, w, u, s0, segment_ids, cu_seqlens = inputs
-    plan = make_plan("backward", LAUNCH, cfg, r, w, v, (k,), segment_ids, cu_seqlens)
-    dr, dk, dw = partial_shapes(plan.parts, r, k, w)
-    du = jax.ShapeDtypeStruct((plan.parts, s0.shape[0], *u.shape), jnp.float32)  # one per value block and sequence: no atomics
-    out = (dr, dk, jax.ShapeDtypeStruct(v.shape, v.dtype), dw, du, jax.ShapeDtypeStruct(s0.shape, jnp.float32))
-    dr, dk, dv, dw, du, ds0 = launch(rwkv6_bwd_kernel, r, k, v, w, u, *plan.ranges, dy, ds, *kept, r.shape[1], out=out, **plan.options)
-    return total(dr, r), total(dk, k), dv, total(dw, w), jnp.sum(du, (0, 1)).astype(u.dtype), ds0
+    r, k, v, w, u, _, segment_ids, cu_seqlens = inputs
+    splits, layout = plan_splits(r, cu_seqlens), Layout(segment_ids, cu_seqlens)
+
+    def run(r, k, v, w, u, dy, ds, states, decay, *rest):
+        transfer, rest = (rest[:2], rest[2:]) if splits > 1 else ((), rest)
+        (B, _, H, K), V = r.shape, v.shape[-1]
+        plan = make_plan("backward", LAUNCH, cfg, r, w, v, (k,), *layout.unpack(rest), splits)
+        if splits > 1:
+            M, reads = transfer
+            ds = enter_backward(plan, M.reshape(-1, H, K), reads, dy, ds)
+        dr, dk, dw = partial_shapes(plan.parts, r, k, w)
+        partial_du = jax.ShapeDtypeStruct((plan.parts, ds.shape[0], H, K), jnp.float32)  # one per value block and stretch: no atomics
+        out = (dr, dk, jax.ShapeDtypeStruct(v.shape, v.dtype), dw, partial_du, jax.ShapeDtypeStruct(ds.shape, jnp.float32))
+        dr, dk, dv, dw, du, ds0 = launch(
+            rwkv6_bwd_kernel, r, k, v, w, u, *plan.ranges, dy, ds, states, decay, *plan.lengths, out=out, **plan.options
+        )  # fmt: skip
+        du = jnp.sum(du.reshape(plan.parts, B, -1, H, K), (0, 2))
+        return total(dr, r), total(dk, k), dv, total(dw, w), du, ds0.reshape(-1, splits, H, K, V)[:, 0]
+
+    rule = f"{TOKENS}, b t h v, {layout.state}, {KEPT}{TRANSFER if splits > 1 else ''}{layout.rule} -> {TOKENS}, {layout.state}"
+    dr, dk, dv, dw, du, ds0 = partitioned(run, rule, layout.fold)(r, k, v, w, _per_row(u, r), dy, ds, *kept, *layout.operands)
+    return dr, dk, dv, dw, jnp.sum(du, 0).astype(u.dtype), ds0

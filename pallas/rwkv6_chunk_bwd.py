@@ -1,4 +1,4 @@
-"""RWKV-6, chunked backward in Triton: one program walks the chunks of one sequence, head and block of values in reverse, the state's gradient in registers.
+"""RWKV-6, chunked backward in Triton: one program walks the chunks of one stretch, head and block of values in reverse, the state's gradient in registers.
 
 ``dV = A^T dY + K' dS``, ``dA = dY V^T``, then rows and columns through the pairs of the chunk and through the states at its ends. Value-sided tiles are held
 transposed, [V, 16].
@@ -16,26 +16,26 @@ from .decay import factors, score
 
 @triton.jit
 def walk_backward(
-    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, decay_, T,
+    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, decay_, T, span,
     dr_, dk_, dv_, dw_, du_, ds0_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
-    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """All chunks of one sequence, head and block of values, from the last to the first."""
+    """All chunks of one stretch, head and block of values, from the last to the first."""
     DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
-    iv, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, length, chunk0 = sequence(cu_, chunk0_, row, T, VAR)
+    iv, h = tl.program_id(0), tl.program_id(1)
+    row, base, first, length, chunk0 = sequence(cu_, chunk0_, T, span, SPLITS, VAR)
     oc, ok, ov = tl.arange(0, 16), tl.arange(0, BK), iv * BV + tl.arange(0, BV)
     mk, mv = ok < K, ov < V
     t, j = oc[:, None], oc[None, :]
     from_here = tl.where(j >= t, 1.0, 0.0)  # token sums over the tokens from t on
     later = tl.where(j > t, 1.0, 0.0)
     earlier = tl.where(j < t, 1.0, 0.0)
-    head = (row * H + h).to(tl.int64)
+    head = (tl.program_id(2) * H + h).to(tl.int64)
     sq = ok[None, :] * V + ov[:, None]
     msq = mk[None, :] & mv[:, None]
     dS = tl.load(dsT_ + head * (K * V) + sq, mask=msq, other=0.0).to(tl.float32)
-    u = tl.load(u_ + h * K + ok, mask=mk, other=0.0).to(tl.float32)[None, :]
+    u = tl.load(u_ + (row * H + h) * K + ok, mask=mk, other=0.0).to(tl.float32)[None, :]
     du = tl.zeros([BK], tl.float32)
     offk = oc[:, None] * (H * K) + ok[None, :]
     offv = oc[:, None] * (H * V) + ov[None, :]
@@ -43,7 +43,7 @@ def walk_backward(
     count = tl.cdiv(length, C)
     pk = ((first + (count - 1) * C) * H + h) * K
     pv = ((first + (count - 1) * C) * H + h) * V
-    part = iv.to(tl.int64) * (1 if VAR else tl.num_programs(2)) * T * (H * K)  # of the partial sums
+    part = iv.to(tl.int64) * (1 if VAR else tl.num_programs(2) // SPLITS) * T * (H * K)  # of the partial sums
     for i in range(0, count):
         n = count - 1 - i
         left = length - n * C
@@ -59,7 +59,7 @@ def walk_backward(
         pre = tl.load(decay_ + chunk * (2 * K) + ok, mask=mk, other=1.0)
         post = tl.load(decay_ + chunk * (2 * K) + K + ok, mask=mk, other=1.0)
         wc = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype) if ANY else w
-        _, rx, c1, c2, _, ex = factors(wc, ANY, PREC, False)
+        _, rx, c1, c2, _, ex = factors(wc, ANY, PREC)
         rf, kf = r.to(tl.float32) * SCALE, k.to(tl.float32)
         q1, k2 = (rf * rx).to(DOT), (kf * c2).to(DOT)
         if ANY:
@@ -69,7 +69,7 @@ def walk_backward(
         below = t > j
         ks = k2
         if SEG:
-            ids, before, last = segment_masks(seg_, first, n * C, left)
+            ids, before, last = segment_masks(seg_, base, first + n * C, left)
             below = below & (ids[:, None] == ids[None, :])
             start, end = (ids == before)[:, None], (ids == last)[:, None]
             q0, ks = only(q0, start), only(k2, end)
@@ -134,24 +134,24 @@ def walk_backward(
         pk -= C * H * K
         pv -= C * H * V
     tl.store(ds0_ + head * (K * V) + sq, dS, mask=msq)
-    tl.store(du_ + ((iv * tl.num_programs(2) + row) * H + h) * K + ok, du, mask=mk)
+    tl.store(du_ + ((iv * tl.num_programs(2) + tl.program_id(2)) * H + h) * K + ok, du, mask=mk)
 
 
 @triton.jit
 def rwkv6_bwd_kernel(
-    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, decay_, T,
+    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, decay_, T, span,
     dr_, dk_, dv_, dw_, du_, ds0_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
-    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value blocks, heads, sequences). dr, dk, dw have a leading axis of value blocks and du one of value blocks and sequences, to be summed."""
-    if tl.load(strong_ + (0 if VAR else tl.program_id(2)) * H + tl.program_id(1)) != 0 if ANY else False:
+    """Grid (value blocks, heads, stretches). dr, dk, dw have a leading axis of value blocks and du those of value blocks and stretches, to be summed."""
+    if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_backward(
-            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, decay_, T, dr_, dk_, dv_, dw_, du_, ds0_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN,
+            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, decay_, T, span, dr_, dk_, dv_, dw_, du_, ds0_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS,
         )  # fmt: skip
     else:
         walk_backward(
-            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, decay_, T, dr_, dk_, dv_, dw_, du_, ds0_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN,
+            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, decay_, T, span, dr_, dk_, dv_, dw_, du_, ds0_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS,
         )  # fmt: skip

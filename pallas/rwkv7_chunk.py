@@ -2,45 +2,150 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from ..core.launch import launch
+from ..core.partition import partitioned
 from ..ops.config import OpConfig
-from .chunk_plan import CHUNK, make_plan, partial_shapes, total
-from .rwkv7_chunk_bwd import rwkv7_bwd_kernel
-from .rwkv7_chunk_fwd import rwkv7_fwd_kernel
+from .chunk_plan import CHUNK, Layout, Plan, make_plan, partial_shapes, plan_splits, tile, total
+from .rwkv7_chunk_bwd import rwkv7_bwd_kernel, rwkv7_carry_kernel
+from .rwkv7_chunk_fwd import rwkv7_fwd_kernel, rwkv7_transfer_kernel
+from .rwkv7_chunk_grads import rwkv7_gradients_kernel
+from .sequence_split import enter, enter_backward
 
-LAUNCH = {  # measured on an H200
+# (value block, warps, pipeline stages) by pass and padded K, measured on an H200
+LAUNCH = {
     ("forward", 64): (64, 2, 3),
+    ("transfer", 64): (64, 2, 3),
     ("backward", 64): (64, 4, 3),
     ("forward", 128): (128, 8, 3),
+    ("transfer", 128): (128, 8, 3),
+    ("carry", 128): (32, 2, 3),
+    ("gradients", 128): (64, 2, 1),  # the first number is the block of keys: a program holds all values
     ("backward", 128): (128, 8, 1),
     ("forward", 256): (16, 4, 1),
     ("backward", 256): (16, 4, 1),
 }
+TOKENS = "b t h k, b t h k, b t h k, b t h v, b t h k, b t h k"
+KEPT = "b c h v k, b c h x y, b c h z k"  # states that enter the chunks, (I - A_ab)^-1, decays of the state before and after a chunk's own writes
+
+
+class _Kept:
+    """What the forward keeps for the backward, as names of axes (core/partition.py) and as a tuple of arrays."""
+
+    def __init__(self, splits: int, K: int, V: int):
+        self.two_kernels = 64 < K <= 128 and V <= 128  # the backward: see rwkv7_chunk_bwd.py
+        self.splits = splits
+        self.rule = KEPT + (", b t h v" if self.two_kernels else "") + (", b s h k j, b t h k" if splits > 1 else "")
+
+    def unpack(self, arrays: tuple[jax.Array, ...]):
+        """((states, inverses, decays), U or None, (M, reads) or None, the rest)."""
+        own, rest = arrays[:3], arrays[3:]
+        u, rest = (rest[0], rest[1:]) if self.two_kernels else (None, rest)
+        transfer, rest = (rest[:2], rest[2:]) if self.splits > 1 else (None, rest)
+        return own, u, transfer, rest
+
+
+def _like(x: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
+
+
+def _transfer(plan: Plan, tokens: tuple[jax.Array, ...]):
+    """(M, N, reads) of all stretches: see sequence_split.py."""
+    r, _, _, v, _, _ = tokens
+    (B, _, H, K), V, BV = r.shape, v.shape[-1], plan.options["BV"]
+    out = (
+        _like(r, plan.store),
+        jax.ShapeDtypeStruct((B * plan.splits, H, K, K), jnp.float32),
+        jax.ShapeDtypeStruct((B * plan.splits, H, K, V), jnp.float32),
+    )
+    options = plan.options | dict(grid=(plan.parts + -(-K // BV), H, B * plan.splits), EVEN=plan.options["EVEN"] and K % BV == 0)
+    reads, M, N = launch(rwkv7_transfer_kernel, *tokens, *plan.ranges, *plan.lengths, out=out, PARTS=plan.parts, **options)
+    return M, N, reads
 
 
 def forward(cfg: OpConfig, r, w, k, v, a, b, s0, segment_ids, cu_seqlens):
     """Forward rule: ``(o, final_state), kept``."""
-    plan = make_plan("forward", LAUNCH, cfg, r, w, v, (k, a, b), segment_ids, cu_seqlens)
-    (H, K), V = r.shape[2:], v.shape[-1]
-    out = (
-        jax.ShapeDtypeStruct(v.shape, v.dtype),
-        jax.ShapeDtypeStruct(s0.shape, jnp.float32),
-        jax.ShapeDtypeStruct((plan.chunks, H, V, K), plan.store),  # states that enter the chunks
-        jax.ShapeDtypeStruct((plan.chunks, H, CHUNK, CHUNK), plan.store),  # (I - A_ab)^-1
-        jax.ShapeDtypeStruct((plan.chunks, H, 2, K), jnp.float32),  # decays of the state before and after a chunk's own writes
-    )
-    y, final, *kept = launch(rwkv7_fwd_kernel, r, w, k, v, a, b, s0, *plan.ranges, r.shape[1], out=out, KEEP=True, **plan.options)
+    splits, layout = plan_splits(r, cu_seqlens), Layout(segment_ids, cu_seqlens)
+    K, V = r.shape[-1], v.shape[-1]
+    keeps = _Kept(splits, K, V)
+
+    def run(r, w, k, v, a, b, s0, *rest):
+        tokens, place = (r, w, k, v, a, b), layout.unpack(rest)
+        B, _, H, _ = r.shape
+        plan = make_plan("forward", LAUNCH, cfg, r, w, v, (k, a, b), *place, splits)
+        transfer: tuple[jax.Array, ...] = ()
+        if splits > 1:
+            M, N, reads = _transfer(make_plan("transfer", LAUNCH, cfg, r, w, v, (k, a, b), *place, splits), tokens)
+            s0, transfer = enter(M, N, s0, splits), (M.reshape(B, splits, H, K, K), reads)
+        kept = (
+            jax.ShapeDtypeStruct((*plan.chunks, H, V, K), plan.store),
+            jax.ShapeDtypeStruct((*plan.chunks, H, CHUNK, CHUNK), plan.store),
+            jax.ShapeDtypeStruct((*plan.chunks, H, 2, K), jnp.float32),
+            _like(v, plan.store),
+        )
+        keep_u = cfg.keep and keeps.two_kernels
+        absent = lambda x: jax.ShapeDtypeStruct((1,), x.dtype)
+        out = (_like(v), _like(s0), *(x if cfg.keep else absent(x) for x in kept[:3]), kept[3] if keep_u else absent(kept[3]))
+        y, final, *own, u = launch(
+            rwkv7_fwd_kernel, *tokens, s0, *plan.ranges, *plan.lengths, out=out, KEEP=cfg.keep, KEEP_U=keep_u, **plan.options
+        )  # fmt: skip
+        final = final.reshape(-1, splits, H, K, V)[:, -1]
+        return (y, final, *own, *((u,) if keep_u else ()), *transfer) if cfg.keep else (y, final)
+
+    rule = f"{TOKENS}, {layout.state}{layout.rule} -> b t h v, {layout.state}" + (f", {keeps.rule}" if cfg.keep else "")
+    y, final, *kept = partitioned(run, rule, layout.fold)(r, w, k, v, a, b, s0, *layout.operands)
     return (y, final), tuple(kept)
+
+
+def _backward_by_two(plan: Plan, tokens: tuple[jax.Array, ...], dy: jax.Array, ds: jax.Array, own: tuple[jax.Array, ...], u: jax.Array):
+    """The carry kernel, then the gradients kernel, for large heads."""
+    r, w, k, v, a, b = tokens
+    states, _, decays = own
+    K, V = r.shape[-1], v.shape[-1]
+    dv, ds0, dstates, dz = launch(
+        rwkv7_carry_kernel, *tokens, *plan.ranges, dy, ds, *own, *plan.lengths,
+        out=(_like(v), _like(ds), _like(states), _like(v, plan.store)), **plan.options,
+    )  # fmt: skip
+    BK, num_warps, num_stages = LAUNCH["gradients", 128]
+    blocks, number = -(-K // BK), -(-plan.lengths[1] // CHUNK)
+    options = plan.options | dict(
+        grid=(number * blocks, *plan.options["grid"][1:]), num_warps=num_warps, num_stages=num_stages,
+        BK=BK, BV=tile(V), BLOCKS=blocks, EVEN=plan.options["EVEN"] and tile(V) == V,
+    )  # fmt: skip
+    dr, dw, dk, da, db = launch(
+        rwkv7_gradients_kernel, *tokens, *plan.ranges, dy, u, dz, states, dstates, decays, *plan.lengths,
+        out=tuple(map(_like, (r, w, k, a, b))), **options,
+    )  # fmt: skip
+    return dr, dw, dk, dv, da, db, ds0
 
 
 def backward(cfg: OpConfig, inputs, kept, dy, ds):
     """Backward rule: gradients of r, w, k, v, a, b and the initial state."""
-    r, w, k, v, a, b, s0, segment_ids, cu_seqlens = inputs
-    plan = make_plan("backward", LAUNCH, cfg, r, w, v, (k, a, b), segment_ids, cu_seqlens)
-    dr, dw, dk, da, db = partial_shapes(plan.parts, r, w, k, a, b)
-    out = (dr, dw, dk, jax.ShapeDtypeStruct(v.shape, v.dtype), da, db, jax.ShapeDtypeStruct(s0.shape, jnp.float32))
-    dr, dw, dk, dv, da, db, ds0 = launch(rwkv7_bwd_kernel, r, w, k, v, a, b, *plan.ranges, dy, ds, *kept, r.shape[1], out=out, **plan.options)
-    return total(dr, r), total(dw, w), total(dk, k), dv, total(da, a), total(db, b), ds0
+    *tokens, _, segment_ids, cu_seqlens = inputs
+    r, _, _, v, _, _ = tokens
+    splits, layout = plan_splits(r, cu_seqlens), Layout(segment_ids, cu_seqlens)
+    K, V = r.shape[-1], v.shape[-1]
+    keeps = _Kept(splits, K, V)
+
+    def run(r, w, k, v, a, b, dy, ds, *rest):
+        own, u, transfer, rest = keeps.unpack(rest)
+        tokens, H = (r, w, k, v, a, b), r.shape[2]
+        plan = make_plan("carry" if keeps.two_kernels else "backward", LAUNCH, cfg, r, w, v, (k, a, b), *layout.unpack(rest), splits)
+        if transfer is not None:
+            M, reads = transfer
+            ds = enter_backward(plan, M.reshape(-1, H, K, K), reads, dy, ds)
+        if keeps.two_kernels:
+            *grads, ds0 = _backward_by_two(plan, tokens, dy, ds, own, u)
+        else:
+            dr, dw, dk, da, db = partial_shapes(plan.parts, r, w, k, a, b)
+            out = (dr, dw, dk, _like(v), da, db, _like(ds))
+            dr, dw, dk, dv, da, db, ds0 = launch(rwkv7_bwd_kernel, *tokens, *plan.ranges, dy, ds, *own, *plan.lengths, out=out, **plan.options)
+            grads = [total(dr, r), total(dw, w), total(dk, k), dv, total(da, a), total(db, b)]
+        return (*grads, ds0.reshape(-1, splits, H, K, V)[:, 0])
+
+    rule = f"{TOKENS}, b t h v, {layout.state}, {keeps.rule}{layout.rule} -> {TOKENS}, {layout.state}"
+    return partitioned(run, rule, layout.fold)(*tokens, dy, ds, *kept, *layout.operands)

@@ -96,4 +96,3 @@ def check_growth(op: str, arrays: Mapping[str, jax.Array], initial: jax.Array, f
         row=jnp.argmax(bad),
         size=jnp.max(jnp.where(bad[:, None], size, 0)),
     )
-

@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-# First the preferred one. "chunk" forms are parallel inside a chunk; "recurrent" forms go token by token.
+import jax
+
+from . import launch
+
+# First the preferred one that qualifies. "chunk" forms are parallel inside a chunk; "recurrent" forms go token by token.
 PREFERENCE = {
-    "chunk": ("xla", "reference"),
+    "chunk": ("triton", "xla", "reference"),
     "recurrent": ("reference", "xla"),
 }
 
 
-def choose(op: str, form: str, implementation: str | None, table: Mapping[str, Any]) -> str:
+def platform_of(arrays: tuple[jax.Array, ...]) -> str:
+    """The platform that a call runs on: that of its arrays where they are concrete, else JAX's default."""
+    for x in arrays:
+        if not isinstance(x, jax.core.Tracer):
+            return next(iter(x.devices())).platform
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return device if isinstance(device, str) else device.platform if device is not None else jax.default_backend()
+
+
+def why_not(name: str, call: Any) -> str | None:
+    """None where implementation ``name`` can run ``call`` (a `fla_jax.ops.validate.Call`), else the reason."""
+    if name != "triton":
+        return None
+    if call.cfg.compute_name == "float64":
+        return "its kernels have no float64"
+    return launch.why_not(platform_of(call.arrays))
+
+
+def choose(op: str, form: str, implementation: str | None, table: Mapping[str, Any], call: Any) -> str:
     """The key of ``table`` that serves this call.
 
     Raises:
-        ValueError: ``implementation`` is no implementation of this op.
+        ValueError: ``implementation`` is no implementation of this op, or it cannot run this call here.
     """
     if implementation is None:
-        return next(name for name in PREFERENCE[form] if name in table)
-    if implementation not in table:
+        for name in PREFERENCE[form]:
+            reason = why_not(name, call) if name in table else "unknown"
+            if reason is None and not (name == "triton" and launch.INTERPRET):  # the interpreter is for tests: by name only
+                return name
+            if reason is not None and "jax-triton" in reason:
+                warnings.warn(f"{op} runs without its Triton kernels, much slower: {reason}", stacklevel=4)
+    if implementation is None or implementation not in table:
         raise ValueError(f"{op}: implementation must be one of {sorted(table)} or None, got {implementation!r}")
+    reason = why_not(implementation, call)
+    if reason is not None:
+        raise ValueError(f"{op}: implementation={implementation!r} cannot run this call: {reason}")
     return implementation

@@ -5,6 +5,7 @@ Set ``TRITON_INTERPRET=1`` before Triton is imported. Slow; the interpreter's `t
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+_LOCK = threading.Lock()  # the interpreter patches triton.language while it runs; several devices call at once
 _TRITON_NAMES = {
     np.dtype(np.float32): "fp32",
     np.dtype(np.float16): "fp16",
@@ -84,7 +86,8 @@ def triton_call_interpreted(kernel: Any, inputs: tuple[Any, ...], out: Any, grid
         host = [_HostTensor(np.ascontiguousarray(next(remaining))) if flag else x for x, flag in zip(inputs, is_array)]
         flat, tree = jax.tree.flatten(out)
         results = [np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else 0, s.dtype) for s in flat]
-        kernel[grid](*host, *map(_HostTensor, results), **constexprs)
+        with _LOCK:
+            kernel[grid](*host, *map(_HostTensor, results), **constexprs)
         return jax.tree.unflatten(tree, results)
 
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), out)

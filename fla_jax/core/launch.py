@@ -34,16 +34,28 @@ def _jax_triton():
     return jax_triton, "out_shape" in inspect.signature(jax_triton.triton_call).parameters
 
 
-def why_not() -> str | None:
-    """None where Triton kernels can be called, else the reason."""
+_target: Any = jax.make_user_context(default_value=None)
+
+
+def lowering_for(compute_capability: int):
+    """Context in which kernels are lowered for a GPU that need not be here, such as 90 for compute capability 9.0: for `jax.export` and tests."""
+    return _target(compute_capability)
+
+
+def why_not(platform: str) -> str | None:
+    """None where Triton kernels can be called on ``platform`` (``"gpu"``, ``"cuda"``, ``"cpu"``, ...), else the reason."""
     if INTERPRET:
         return None
-    if not any(d.platform == "gpu" for d in jax.devices()):
-        return "no NVIDIA GPU is visible to JAX"
+    if _target.value is None:
+        if platform not in ("gpu", "cuda"):
+            return f"it needs an NVIDIA GPU, and the call runs on {platform!r}"
+        capability = getattr(jax.local_devices(backend=platform)[0], "compute_capability", None)
+        if capability is None or float(capability) < 8:
+            return f"it needs an NVIDIA GPU of compute capability 8.0 or newer, and this one has {capability}"
     try:
         _jax_triton()
-    except ImportError as error:
-        return f"jax-triton cannot be imported ({error})"
+    except Exception as error:  # whatever jax-triton raises at import where CUDA is missing or versions do not fit
+        return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
     return None
 
 
@@ -54,7 +66,6 @@ def launch(
     grid: Sequence[int],
     num_warps: int,
     num_stages: int,
-    compute_capability: int | None = None,
     **constexprs: Any,
 ) -> Any:
     """Calls ``kernel(*inputs, *outputs, **constexprs)`` and returns the outputs, a tree of arrays shaped like ``out`` (`jax.ShapeDtypeStruct`).
@@ -66,7 +77,6 @@ def launch(
         grid: number of programs along up to three axes.
         num_warps: warps per program.
         num_stages: depth of the load pipeline.
-        compute_capability: target when lowering without a GPU, such as 90.
         constexprs: compile-time arguments.
     """
     if INTERPRET:
@@ -76,6 +86,6 @@ def launch(
     jax_triton, old = _jax_triton()
     versioned = {"out_shape": out} if old else {"out_type": out}
     return jax_triton.triton_call(
-        *inputs, kernel=kernel, grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, compute_capability=compute_capability,
+        *inputs, kernel=kernel, grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, compute_capability=_target.value,
         **versioned, **constexprs,
     )  # fmt: skip

@@ -12,18 +12,20 @@ class OpConfig:
     """Hashable settings of one call, resolved from the public arguments.
 
     Attributes:
-        implementation: ``"reference"``, ``"xla"``, ...: a key of the op's table.
         scale: factor on the output.
         chunk_size: tokens per chunk, or None for the implementation's own choice.
         lower_bound: promise that every log decay is at least this, or None.
-        compute: name of the dtype of states and arithmetic, ``"float32"`` or ``"float64"``.
+        compute_name: name of the dtype of states and arithmetic, ``"float32"`` or ``"float64"``.
+        implementation: ``"reference"``, ``"xla"``, ...: a key of the op's table.
+        keep: whether a backward will follow, for which the forward keeps states.
     """
 
-    implementation: str
     scale: float
     chunk_size: int | None
     lower_bound: float | None
     compute_name: str
+    implementation: str = ""
+    keep: bool = True
 
     @property
     def compute(self) -> jnp.dtype:

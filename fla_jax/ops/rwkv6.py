@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,25 +11,26 @@ import jax.numpy as jnp
 from ..core import checked, dispatch
 from . import reference, xla6
 from .validate import check
-from .vjp import Implementation, make_core
+from .vjp import Implementation, lazy, make_core
 
 TABLE: dict[str, Implementation] = {
     "reference": (reference.rwkv6_fwd, reference.rwkv6_bwd),
     "xla": (xla6.forward, xla6.backward),
+    "triton": lazy("..pallas.rwkv6_chunk"),
 }
 _core = make_core(TABLE)
 
 
 def _run(op: str, form: str, r, k, v, w, u, *, output_final_state: bool, implementation: str | None, **options: Any):
     tokens = dict(r=r, k=k, v=v, w=w)
-    name = dispatch.choose(op, form, implementation, TABLE)
-    call = check(tokens, u=u, implementation=name, warn_layout=form == "chunk", **options)
+    call = check(tokens, u=u, warn_layout=form == "chunk", **options)
     if checked.is_checked():
         assert call.u is not None
         checked.check_inputs(op, dict(zip(tokens, call.arrays)) | dict(u=call.u, initial_state=call.state), call.cfg.lower_bound, call.cu_seqlens)
     if not call.arrays[2].size:
         return jnp.zeros_like(call.arrays[2]), (call.state if output_final_state else None)
-    o, final = _core(call.cfg, *call.arrays, call.u, call.state, call.segment_ids, call.cu_seqlens)
+    cfg = dataclasses.replace(call.cfg, implementation=dispatch.choose(op, form, implementation, TABLE, call))
+    o, final = _core(cfg, *call.arrays, call.u, call.state, call.segment_ids, call.cu_seqlens)
     return o, (final if output_final_state else None)
 
 

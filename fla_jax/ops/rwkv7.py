@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,24 +11,25 @@ import jax.numpy as jnp
 from ..core import checked, dispatch
 from . import reference, xla7
 from .validate import check
-from .vjp import Implementation, make_core
+from .vjp import Implementation, lazy, make_core
 
 TABLE: dict[str, Implementation] = {
     "reference": (reference.rwkv7_fwd, reference.rwkv7_bwd),
     "xla": (xla7.forward, xla7.backward),
+    "triton": lazy("..pallas.rwkv7_chunk"),
 }
 _core = make_core(TABLE)
 
 
 def _run(op: str, form: str, r, w, k, v, a, b, *, output_final_state: bool, implementation: str | None, **options: Any):
     tokens = dict(r=r, w=w, k=k, v=v, a=a, b=b)
-    name = dispatch.choose(op, form, implementation, TABLE)
-    call = check(tokens, implementation=name, warn_layout=form == "chunk", **options)
+    call = check(tokens, warn_layout=form == "chunk", **options)
     if checked.is_checked():
         checked.check_inputs(op, dict(zip(tokens, call.arrays)) | dict(initial_state=call.state), call.cfg.lower_bound, call.cu_seqlens)
     if not call.arrays[3].size:
         return jnp.zeros_like(call.arrays[3]), (call.state if output_final_state else None)
-    o, final = _core(call.cfg, *call.arrays, call.state, call.segment_ids, call.cu_seqlens)
+    cfg = dataclasses.replace(call.cfg, implementation=dispatch.choose(op, form, implementation, TABLE, call))
+    o, final = _core(cfg, *call.arrays, call.state, call.segment_ids, call.cu_seqlens)
     if checked.is_checked():
         checked.check_growth(op, dict(zip(tokens, call.arrays)), call.state, final)
     return o, (final if output_final_state else None)

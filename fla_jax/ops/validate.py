@@ -16,7 +16,10 @@ from .layout import zeros
 
 
 class Call(NamedTuple):
-    """The arguments of one call, checked. ``state`` is the initial state (zeros where none was given) in the compute dtype."""
+    """The arguments of one call, checked; ``cfg`` names no implementation yet.
+
+    ``state`` is the initial state (zeros where none was given) in the compute dtype.
+    """
 
     cfg: OpConfig
     arrays: tuple[jax.Array, ...]
@@ -83,7 +86,6 @@ def check(
     scale: Any,
     chunk_size: Any = None,
     lower_bound: Any = None,
-    implementation: Any,
     warn_layout: bool,
 ) -> Call:
     """Checks one call. ``tokens`` maps argument names to arrays, ``r`` and ``v`` among them; ``u`` is ... for an op that has none."""
@@ -143,5 +145,5 @@ def check(
     else:  # sharded like the rows and heads of r and v
         first = r[:, 0, :, :, None] * v[:, 0, :, None, :].astype(r.dtype)
         state = jnp.broadcast_to(zeros(first, first, compute), (rows, H, K, V))
-    cfg = OpConfig(implementation, _static_float("scale", scale), chunk_size, lower_bound, jnp.dtype(compute).name)
+    cfg = OpConfig(_static_float("scale", scale), chunk_size, lower_bound, jnp.dtype(compute).name)
     return Call(cfg, tuple(arrays.values()), u, state, segment_ids, cu_seqlens)

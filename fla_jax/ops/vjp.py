@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,9 +13,18 @@ import jax
 from ..core.names import name_results
 
 # An implementation is a pair of plain functions over the op's inputs (token arrays, u for RWKV-6, initial state, segment_ids, cu_seqlens):
-#   forward(cfg, *inputs)                    -> (o, final_state), states          `states`: a tree of arrays that only its own backward reads
+#   forward(cfg, *inputs)                    -> (o, final_state), states          `states`: a tree of arrays that only its own backward reads (cfg.keep)
 #   backward(cfg, inputs, states, do, dfinal) -> gradients of all inputs but the last two
 Implementation = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def lazy(module: str) -> Implementation:
+    """The rules ``forward`` and ``backward`` of a module of this package that is imported when one of them runs first."""
+
+    def rule(name: str) -> Callable[..., Any]:
+        return lambda *args: getattr(importlib.import_module(module, __package__), name)(*args)
+
+    return rule("forward"), rule("backward")
 
 
 def _reduced(gradient: jax.Array, primal: jax.Array) -> jax.Array:
@@ -29,7 +40,7 @@ def make_core(table: Mapping[str, Implementation]) -> Callable[..., Any]:
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def core(cfg, *inputs):
-        results, _ = jitted[cfg.implementation][0](cfg, *inputs)
+        results, _ = jitted[cfg.implementation][0](dataclasses.replace(cfg, keep=False), *inputs)
         return results
 
     def forward(cfg, *inputs):

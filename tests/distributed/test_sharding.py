@@ -20,14 +20,14 @@ LAYOUTS = (
 @functools.cache
 def _report(op, implementation):
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu", PYTHONPATH=path)
+    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu", PYTHONPATH=path, TRITON_INTERPRET="1")
     done = subprocess.run([sys.executable, str(HERE / "sharded_run.py"), op, implementation], env=env, capture_output=True, text=True, timeout=500)
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert done.returncode == 0 and lines, f"exit status {done.returncode}\n{done.stderr[-4000:]}"
     return json.loads(lines[0].removeprefix("REPORT "))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", (*IMPLEMENTATIONS, "triton"))
 @pytest.mark.parametrize("op", OPS)
 def test_sharded_programs(op, implementation):
     """One test for each implementation, so that one process serves all layouts."""
