@@ -84,7 +84,7 @@ def random_batch(data: np.ndarray, step: int, options: Options) -> np.ndarray:
 
 def train_base(options: Options) -> tuple[Any, Any]:
     """A small byte-level model, trained on prose."""
-    model = RWKV7ForCausalLM(RWKV7Config(256, options.base_size, num_layers=2, head_dim=64))
+    model = RWKV7ForCausalLM(RWKV7Config(256, options.base_size, num_layers=2, head_dim=64, scan_layers=True))
     params = jax.jit(model.init)(jax.random.key(options.seed), jnp.zeros((1, 2), jnp.int32))["params"]
     optimizer = rwkv_optimizer(rwkv_schedule(3e-3, 3e-4, options.base_steps, warmup_steps=min(20, options.base_steps // 10)))
 

@@ -26,6 +26,14 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fast_compile():
+    """Compile time is most of the time here."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def probabilities(logits, temperature, top_p, top_k):
     """PIPELINE.sample_logits, up to the draw."""
     if temperature == 0:

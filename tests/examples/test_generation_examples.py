@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,14 @@ import small_models as small
 from fla_jax.models import read_pth, save_checkpoint
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compile():
+    """Compile time is most of the time here."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def load(path, name):
@@ -95,9 +104,10 @@ def test_state_tuning(generate, tmp_path, monkeypatch, capsys):
     run(generate, capsys, "--checkpoint", tmp_path / "base.pth", "--states", tmp_path / "states.pth", "--prompt", "a", "--tokens", "2")
 
 
-def test_train_step_benchmark(tmp_path, capsys):
+def test_train_step_benchmark(tmp_path, monkeypatch):
     """A CPU has no FLA: its failure is recorded, this side's numbers too, and what other benchmarks wrote stays."""
     module = load("benchmarks/train_step.py", "benchmark_train_step")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     results = tmp_path / "results.json"
     results.write_text(json.dumps([{"op": "chunk_rwkv7", "ms": 1.0}, {"op": "train_step", "implementation": "fla", "shape": {}, "ms": 2.0}]))
     sizes = ["--layers", "1", "--width", "64", "--tokens", "16", "--batch", "1", "--vocab", "300", "--steps", "2", "--warmup", "1"]
