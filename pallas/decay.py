@@ -18,44 +18,44 @@ def factors(w, ANY: tl.constexpr, PREC: tl.constexpr):
     """
     o = tl.arange(0, 16)
     t, j = o[:, None], o[None, :]
+    g = w.to(tl.float32) * LOG2E
     G = token_sums(tl.where(j <= t, 1.0, 0.0), w, PREC) * LOG2E
-    Gx = token_sums(tl.where(j < t, 1.0, 0.0), w, PREC) * LOG2E
-    if ANY:
-        ref = token_sums(tl.where(j < tl.where(t < 8, 4, 12), 1.0, 0.0), w, PREC) * LOG2E
-        g2 = token_sums(tl.where(j < 12, 1.0 + 0.0 * t, 0.0), w, PREC) * LOG2E
-        return _centred(G, Gx, ref, g2)
+    eq, ea = tl.exp2(G), tl.exp2(G - g)
+    if ANY:  # sums from the middles on, not differences of sums from the chunk's start: those are too large to be exact
+        own = tl.where(t < 8, 4, 12)
+        to_row = tl.where((own <= j) & (j <= t), 1.0, tl.where((t < j) & (j < own), -1.0, 0.0))
+        to_middle = tl.where((t < j) & (j < 12), 1.0, tl.where((j >= 12) & (j <= t), -1.0, 0.0))
+        R = token_sums(to_row, w, PREC) * LOG2E
+        c2 = tl.exp2(token_sums(to_middle, w, PREC) * LOG2E)
+        return tl.exp2(R), tl.exp2(R - g), tl.where(t < 8, tl.exp2(-R), 0.0), c2, eq, ea
     else:
-        return _plain(G, Gx)
+        c = tl.exp2(-G)
+        return eq, ea, c, c, eq, ea
 
 
 @triton.jit
-def scanned_factors(w, ANY: tl.constexpr):
-    """As `factors`, by `tl.cumsum`, which is shorter with two warps; then the decays [K] of the state before and after a chunk's own writes."""
+def scanned_factors(w, ANY: tl.constexpr, HALF: tl.constexpr):
+    """As `factors`, by scans and sums, which are shorter with two warps; then decays [K] of the state: before a chunk's writes, after them, after them.
+
+    With ``ANY`` these are exponentials of differences of large sums from the chunk's start, of which the rounding cancels in every product of two of them; the
+    last one is exact by itself, for the backward, whose `factors` are (16-bit inputs do not see the difference, 1e-5).
+    """
     t = tl.arange(0, 16)[:, None]
     g = w.to(tl.float32) * LOG2E
     G = tl.cumsum(g, 0)
     Gx = G - g
-    total = tl.sum(g, 0)
+    eq, ea = tl.exp2(G), tl.exp2(Gx)
     if ANY:
         g1 = tl.sum(tl.where(t < 4, g, 0.0), 0)[None, :]
-        g2 = tl.sum(tl.where(t < 12, g, 0.0), 0)
-        return _centred(G, Gx, tl.where(t < 8, g1, g2[None, :]), g2[None, :]), tl.exp2(g2), tl.exp2(total - g2)
+        g2, total = tl.sum(tl.where(t < 12, g, 0.0), 0), tl.sum(g, 0)
+        after = tl.exp2(total - g2)
+        own = tl.where(t < 8, g1, g2[None, :])
+        c1 = tl.where(t < 8, tl.exp2(tl.where(t < 8, g1 - G, 0.0)), 0.0)
+        exact = after if HALF else tl.exp2(tl.sum(tl.where(t < 12, 0.0, g), 0))
+        return (tl.exp2(G - own), tl.exp2(Gx - own), c1, tl.exp2(g2[None, :] - G), eq, ea), tl.exp2(g2), after, exact
     else:
-        return _plain(G, Gx), tl.exp2(total), tl.exp2(total)
-
-
-@triton.jit
-def _plain(G, Gx):
-    eq, ea, c = tl.exp2(G), tl.exp2(Gx), tl.exp2(-G)
-    return eq, ea, c, c, eq, ea
-
-
-@triton.jit
-def _centred(G, Gx, ref, g2):
-    """``ref`` is a row's own middle, ``g2`` that of rows 8..15."""
-    lo = tl.arange(0, 16)[:, None] < 8
-    c1 = tl.where(lo, tl.exp2(tl.where(lo, ref - G, 0.0)), 0.0)
-    return tl.exp2(G - ref), tl.exp2(Gx - ref), c1, tl.exp2(g2 - G), tl.exp2(G), tl.exp2(Gx)
+        c, total = tl.exp2(-G), tl.exp2(tl.sum(g, 0))
+        return (eq, ea, c, c, eq, ea), total, total, total
 
 
 @triton.jit

@@ -46,7 +46,7 @@ def walk_forward(
         v = load_tokens(v_ + pv, offv, mtv, EVEN).to(DOT)
         if ANY:
             w = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype)
-        decays, pre, post = scanned_factors(w, ANY)
+        decays, pre, post, exact_post = scanned_factors(w, ANY, HALF)
         _, rx, c1, c2, _, ex = decays
         q1, k2 = (r * rx).to(DOT), (k * c2).to(DOT)
         if ANY:
@@ -68,7 +68,7 @@ def walk_forward(
             tl.store(states_ + chunk * (K * V) + ov[:, None] * K + ok[None, :], Sd.to(states_.dtype.element_ty), mask=msq)
             if iv == 0:
                 tl.store(decay_ + chunk * (2 * K) + ok, pre, mask=mk)
-                tl.store(decay_ + chunk * (2 * K) + K + ok, post, mask=mk)
+                tl.store(decay_ + chunk * (2 * K) + K + ok, exact_post, mask=mk)
         vt = tl.trans(v)
         Y = tl.dot(Sd, tl.trans(q0), input_precision=PREC)
         Y = tl.dot(vt, tl.trans(A), Y, input_precision=PREC)

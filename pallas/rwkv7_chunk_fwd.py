@@ -56,7 +56,7 @@ def walk_forward(
             v = load_tokens(v_ + pv, offv, mtv, EVEN).to(DOT)
         if ANY:
             w = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype)
-        decays, pre, post = scanned_factors(w, ANY)
+        decays, pre, post, exact_post = scanned_factors(w, ANY, HALF)
         rq, ra, c1, c2, eq, ea = decays
         q1, a1 = (r * rq).to(DOT), (a * ra).to(DOT)
         k2, b2 = (k * c2).to(DOT), (b * c2).to(DOT)
@@ -88,7 +88,7 @@ def walk_forward(
             if iv == 0:
                 tl.store(inv_ + chunk * 256 + oc[:, None] * 16 + oc[None, :], inv.to(inv_.dtype.element_ty))
                 tl.store(decay_ + chunk * (2 * K) + ok, pre, mask=mk)
-                tl.store(decay_ + chunk * (2 * K) + K + ok, post, mask=mk)
+                tl.store(decay_ + chunk * (2 * K) + K + ok, exact_post, mask=mk)
         Z = tl.dot(Sd, tl.trans(a0), input_precision=PREC)
         if WRITE:
             vt = tl.trans(v)

@@ -1,0 +1,133 @@
+"""Numerics of the chunked Triton kernels in Triton's interpreter, float32, against the float64 oracle."""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OPS, Case, Outputs, check
+
+from fla_jax.core import launch
+from fla_jax.core.names import remat_policy
+
+pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
+if not launch.INTERPRET:
+    pytest.skip("TRITON_INTERPRET is not set: tests/gpu runs the kernels themselves", allow_module_level=True)
+
+from fla_jax.pallas import chunk_plan
+
+each_op = pytest.mark.parametrize("op", OPS)
+
+
+@pytest.fixture
+def split(monkeypatch):
+    """Rows are cut from two chunks on; traces made without are not used again."""
+    monkeypatch.setattr(chunk_plan, "SHORTEST", 16)
+    jax.clear_caches()
+    cases.runner.cache_clear()
+    yield
+    jax.clear_caches()
+    cases.runner.cache_clear()
+
+
+@each_op
+@pytest.mark.parametrize("decay", cases.DECAYS)
+def test_decays(op, decay):
+    check(Case(op, B=1, T=37, K=16, V=16, decay=decay, scale=0.7), "triton")
+
+
+@each_op
+@pytest.mark.parametrize("decay, lower_bound", [("layer", -0.61), ("none", -0.1), ("strong", -20.0)])
+def test_promises(op, decay, lower_bound):
+    check(Case(op, B=1, T=37, K=16, V=16, decay=decay, lower_bound=lower_bound), "triton")
+
+
+@each_op
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 48])
+def test_lengths(op, T):
+    check(Case(op, B=2, T=T, H=1, K=16, V=16, decay="smooth"), "triton")
+
+
+@each_op
+@pytest.mark.parametrize("K, V", [(1, 9), (24, 16), (16, 72), (64, 64), (72, 20), (128, 136), (256, 16)])
+def test_head_sizes(op, K, V):
+    check(Case(op, B=1, T=20, H=2, K=K, V=V, decay="smooth"), "triton")
+
+
+@each_op
+@pytest.mark.parametrize("decay, lower_bound", [("mixed", None), ("layer", -0.61)])
+@pytest.mark.parametrize("layout, lengths", [("segments", (5, 9, 1, 17, 16)), ("packed", (0, 7, 16, 0, 1, 20, 0))])
+@pytest.mark.parametrize("K", [16, 72])
+def test_layouts(op, decay, lower_bound, layout, lengths, K):
+    check(Case(op, B=2, T=40, H=1, K=K, V=16, decay=decay, lower_bound=lower_bound, layout=layout, lengths=lengths), "triton")
+
+
+@each_op
+@pytest.mark.parametrize("case", [
+    dict(decay="mixed"), dict(decay="layer", lower_bound=-0.61), dict(decay="strong"), dict(T=80, decay="smooth", K=72, V=24),
+    dict(decay="smooth", layout="segments", lengths=(16, 16, 1, 40)),  # segments that begin where a stretch does
+    dict(decay="mixed", layout="segments", lengths=(80,)),
+])  # fmt: skip
+def test_rows_cut_into_stretches(op, case, split):
+    case = Case(op, **(dict(B=2, T=70, H=1, K=16, V=16) | case))
+    assert chunk_plan.plan_splits(jnp.asarray(cases.build(case).arrays["r"]), None) >= 3
+    check(case, "triton")
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_nearly_parallel_keys_with_gate_one(lower_bound):
+    check(Case("rwkv7", B=1, T=64, K=16, V=16, decay="none", parallel=True, lower_bound=lower_bound), "triton")
+
+
+@each_op
+@pytest.mark.parametrize("layout", ["segments", "packed"])
+def test_vmap(op, layout):
+    """Over every array: rows are merged, packed sequences mapped one by one."""
+    case = Case(op, B=1, T=20, H=1, K=16, V=16, layout=layout, lengths=(7, 13))
+    xs = [cases.build(case), cases.build(Case(**(vars(case) | dict(seed=1))))]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *xs)
+    got = jax.jit(jax.vmap(cases.runner(op, "triton")))(*stacked)
+    for i, x in enumerate(xs):
+        (o, final), grads = cases.ask_oracle(op, x)
+        cases.compare(jax.tree.map(lambda y, i=i: np.asarray(y[i]), Outputs(*got)), Outputs(o, final, grads))
+
+
+@each_op
+def test_two_runs_give_the_same_bits(op):
+    case = Case(op, T=33, K=16, V=16, decay="mixed")
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, cases.run(case, "triton"), cases.run(case, "triton"))))
+
+
+@each_op
+def test_without_a_gradient_nothing_is_kept(op):
+    """The kernel's outputs: o and the final state in full, of the rest one number each."""
+    x = cases.build(Case(op, T=33, K=16, V=16))
+    jaxpr = str(jax.make_jaxpr(lambda arrays: cases.call(op, arrays, implementation="triton"))(dict(x.arrays)))
+    assert "pure_callback" in jaxpr and "3,2,16,16]" not in jaxpr  # states of three chunks
+    assert "3,2,16,16]" in str(jax.make_jaxpr(cases.runner(op, "triton"))(x.arrays, x.do, x.ds))
+
+
+@each_op
+@pytest.mark.parametrize("policy, forwards", [("named", 1), ("nothing", 2)])
+def test_the_forward_runs_once_under_the_policy(op, policy, forwards):
+    x = cases.build(Case(op, B=1, T=20, H=1, K=16, V=16))
+    keep = dict(named=remat_policy(), nothing=jax.checkpoint_policies.nothing_saveable)[policy]
+
+    @functools.partial(jax.checkpoint, policy=keep)
+    def block(arrays):
+        o, _ = cases.call(op, {**arrays, "k": jnp.sin(arrays["k"])}, implementation="triton")
+        return jnp.sum(jnp.sin(o))
+
+    text = jax.jit(jax.value_and_grad(block)).lower(dict(x.arrays)).as_text()
+    assert text.count("custom_call @xla_ffi_python_cpu_callback") == forwards + 1
+
+
+@pytest.mark.parametrize("bad, reason", [(dict(dtype="float64"), "float64")])
+@each_op
+def test_calls_it_cannot_run_say_why(op, bad, reason):
+    with jax.enable_x64(True):
+        x = cases.build(Case(op, **bad))
+        with pytest.raises(ValueError, match=f"implementation='triton' cannot run this call: .*{reason}"):
+            cases.call(op, {n: jnp.asarray(a) for n, a in x.arrays.items()}, implementation="triton")
