@@ -250,7 +250,7 @@ def _check_state(name: str, shape: tuple[int, ...], config: RWKVConfig) -> None:
 
 
 def _plan(tensors: Mapping[str, Stored], style: str, version: int, config: RWKVConfig) -> dict[str, tuple[tuple[int, ...], Sources]]:
-    """Where every parameter comes from: {name: (shape, {layer: (tensor, layout)})}, stacked if ``config`` says so. Checks all names, shapes and dtypes."""
+    """Where every parameter comes from: {name: (shape, {layer: (tensor, layout)})}, stacked if ``config`` says so. Checks all names and shapes."""
     plan: dict[str, tuple[tuple[int, ...], Sources]] = {}
     used = set()
 

@@ -52,13 +52,13 @@ class _Tensor(NamedTuple):
 
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
+_LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _NO_EFFECT = ("PROTO", "FRAME", "STOP")
 
 
 def _unpickle(data: bytes) -> Any:
-    """The pickled value, made of dict, tuple, str, int, bool, None, `_Global`, `_Storage` and `_Tensor` only.
+    """The pickled value, made of dict, tuple, str, int, float, bool, None, `_Global`, `_Storage` and `_Tensor` only.
 
     Raises:
         ValueError: the pickle is broken, or asks for anything else. Messages never print a value: a few bytes can make one with an endless representation.
@@ -244,6 +244,8 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
                 raise ValueError(f"{path} cannot be read: {reason}") from None
             if type(values) is not dict:
                 raise ValueError(f"{path} must hold a dict of tensors, got a {type(values).__name__}")
+            if "_strategy" in values:
+                raise ValueError(f"{path} was converted for one strategy of PyPI rwkv (it holds _strategy); take the file that it was made from")
             arrays = {}
             for name, value in values.items():
                 try:

@@ -8,14 +8,17 @@ import mmap
 import os
 import pickle
 import struct
+import subprocess
+import sys
 import zipfile
 from collections import OrderedDict
 
 import ml_dtypes
 import numpy as np
 import pytest
+import small_models as small
 
-from fla_jax.models import load_checkpoint, read_pth, write_pth
+from fla_jax.models import load_checkpoint, read_pth, save_checkpoint, write_pth
 
 # What torch.save of PyTorch 2.13 wrote for a state_dict of three tensors, two of them in one storage, one transposed.
 PICKLE = (
@@ -180,7 +183,8 @@ def tensor(kind=b"FloatStorage", key=b"0", size=b"K\x06", offset=b"K\x00", shape
         (tensor(shape=b"K\x06\x85"), "a tensor whose shape or strides are no sizes"),
         (tensor(shape=b"K\x00\x8a\x10" + b"\xff" * 15 + b"\x01\x86"), "emb.weight "),
         (b"\x80\x02X\x01\x00\x00\x00x.", "must hold a dict of tensors, got a str"),
-        (b"\x80\x02}X\x09\x00\x00\x00_strategyX\x08\x00\x00\x00cpu fp32s.", "_strategy is no tensor"),
+        (b"\x80\x02}X\x09\x00\x00\x00_strategyX\x08\x00\x00\x00cpu fp32s.", "was converted for one strategy of PyPI rwkv"),
+        (b"\x80\x02}X\x05\x00\x00\x00_stepG?\xf0\x00\x00\x00\x00\x00\x00s.", "_step is no tensor (a float)"),
         (b"\x80\x02}K\x01K\x01s.", "a name of type int"),
         (b"\x80\x02}", "pickle exhausted"),
         (b"\x80\x02t.", "its pickle is broken"),
@@ -289,3 +293,26 @@ def test_many_and_large_numbers(tmp_path, monkeypatch):
         np.testing.assert_array_equal(read_pth(tmp_path / "x.pth")[f"x{i}"], x[: 100 * i])
     with zipfile.ZipFile(io.BytesIO((tmp_path / "x.pth").read_bytes())) as archive:
         assert archive.testzip() is None
+
+
+def test_needs_neither_torch_nor_safetensors(tmp_path):
+    """.pth files do without both; directories say what they need."""
+    model = small.model(7, num_layers=1)
+    save_checkpoint(tmp_path / "a.pth", model, small.params(model))
+    program = """
+import sys
+sys.modules["torch"] = sys.modules["safetensors"] = None  # importing them fails
+from fla_jax.models import load_checkpoint, save_checkpoint
+model, params = load_checkpoint(sys.argv[1] + "/a.pth")
+save_checkpoint(sys.argv[1] + "/b.pth", model, params)
+for act in (lambda: load_checkpoint(sys.argv[1]), lambda: save_checkpoint(sys.argv[1] + "/c", model, params)):
+    try:
+        act()
+    except ImportError as error:
+        assert "pip install safetensors" in str(error), error
+    else:
+        raise AssertionError("no error")
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    same_bits(read_pth(tmp_path / "b.pth"), read_pth(tmp_path / "a.pth"))
