@@ -1,0 +1,58 @@
+"""RWKV-6, token by token in Pallas: a walk for both directions, and the gradients over K.
+
+The state S, and its gradient D, evolve element by element: ``o = S^T r + (r . u k) v``, ``S <- diag(d) S + k v^T``, and backwards the same with r, k and v, do in
+each other's place: ``dv = D^T k + (r . u k) do``, ``D <- diag(d) D + r do^T``. recurrent_pairs.py has the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from .recurrent_pairs import Pairs
+from .recurrent_plan import STRETCH, Sizes
+from .recurrent_tiles import across, along, dot, fma, walk_stretches
+
+
+def rwkv6_walk(
+    read_: Any, write_: Any, decay_: Any, u_: Any, x_: Any, start_: Any, restart_: Any, bounds_: Any,
+    y_: Any, end_: Any, states_: Any,
+    *, sizes: Sizes, reverse: bool, scale: float,
+) -> None:  # fmt: skip
+    """Grid (blocks of V, heads, sequences): ``y = S^T read + (read . u write) x``, ``S <- diag(decay) S + write x^T``.
+
+    Forward (read, write, x, y) are r, k, v, o, in reverse k, r, do, dv; ``scale`` multiplies r. read, write, decay are [B * T' * H, parts, width], u is
+    [H, parts, width], x and y are [B * T' * H, V], start and end [N * H, parts, V, width].
+    """
+    vs = pl.ds(pl.program_id(0) * sizes.walk.own, sizes.walk.own)
+    u = along(u_[pl.program_id(1)])
+    scales = (1.0, scale) if reverse else (scale, 1.0)
+
+    def token(S: jax.Array, at: Any) -> jax.Array:
+        read, write, x = along(read_[at]) * scales[0], along(write_[at]) * scales[1], x_[at, vs].astype(jnp.float32)
+        y_[at, vs] = fma(dot(read * u, write), x, dot(S, read)).astype(y_.dtype)
+        return fma(S, along(decay_[at]), across(x) * write)
+
+    state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
+    end_[state, :, vs] = walk_stretches(token, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse)
+
+
+def rwkv6_gradients(decay_: Any, r_: Any, k_: Any, u_: Any, *refs: Any, sizes: Sizes, size: int) -> None:
+    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k and of u by stretch, from what `contract` made; ``size`` rows of K a program."""
+    *sums_, product_, scores_, same_, restart_, gr_, gw_, gk_, gu_ = refs
+    pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, restart_, 1)
+    u = u_[pl.program_id(1), pairs.ks].astype(jnp.float32)
+
+    def reads(t: Any, decay: jax.Array, sums: Any, total: jax.Array) -> Any:
+        r, k, bonus, at = pairs.token(r_, t), pairs.token(k_, t), pairs.same(0, t), pairs.at(t)
+        gr_[at, pairs.ks] = (fma(u * k, bonus, sums[0])).astype(gr_.dtype)
+        return (r,), fma(r * k, bonus, total)
+
+    (gk,), gw, gu = pairs.walk([pairs.before(k_)], reads, False, jnp.zeros_like(u))
+    last = pairs.token(r_, STRETCH - 1) * u * pairs.same(0, STRETCH - 1)
+    pairs.store_writer(gk_, fma(pairs.before(r_) * u[None], pairs.same_before(0), gk), last, 0)
+    pairs.store(gw_, gw)
+    gu_[pairs.entry, pairs.ks] = gu
