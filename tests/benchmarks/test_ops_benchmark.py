@@ -1,0 +1,73 @@
+"""The benchmark of the ops with tiny shapes: it runs on a CPU, and its records are whole, right and merged with what is there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+FIELDS = {"op", "form", "implementation", "library", "shape", "dtype", "pass", "decay", "ms", "roofline_ms", "peak_gb", "errors", "peer", "peer_ms", "ratio"}
+FIELDS |= {"versions", "commit", "device", "run", "first_call_s", "note"}
+
+
+def run(*arguments):
+    done = subprocess.run([sys.executable, str(FOLDER / "ops.py"), "--quick", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import ops
+
+    yield ops
+    for name in ("ops", "peers", "records"):  # plain names: not for other tests
+        sys.modules.pop(name, None)
+
+
+def test_quick_writes_whole_records(tmp_path):
+    path, other = tmp_path / "cpu.json", {"op": "train_step", "ms": 1.0}
+    old = {"op": "chunk_rwkv7", "implementation": "xla", "commit": "another", "ms": 1.0}
+    path.write_text(json.dumps([other, old]))
+    text = run("--no-peers", "--out", str(path), "--only", "rwkv7 chunk .* bounded ours|rwkv6 chunk .* fwd any-strong ours|rwkv7 decode .*(reference|copy)")
+    found = json.loads(path.read_text())
+    assert found[0] == other and old not in found
+    found = found[1:]
+    assert not [r for r in found if "skipped" in r], text
+    assert all(r.keys() >= FIELDS for r in found), [FIELDS - r.keys() for r in found]
+    assert {r["pass"] for r in found if r["op"] == "chunk_rwkv7"} == {"fwd", "fwd+bwd"}
+    assert {(r["op"], r["form"]) for r in found} == {("chunk_rwkv7", "chunk"), ("chunk_rwkv6", "chunk"), ("fused_recurrent_rwkv7", "decode")}
+    for r in found:
+        assert r["ms"] > 0 and r["shape"][3:] == [64, 64]
+        if r["library"] == "fla_jax":
+            assert 0 < r["errors"]["o"] < 4e-3 and 0 < r["errors"]["worst_gradient"] < 1e-2 and r["errors"]["dw"] < 1e-2, r
+        if r["form"] == "decode" and r["library"] == "fla_jax":
+            assert r["ratio_to_copy"] > 0
+    assert "chunk_rwkv7" in text and str(path) in text
+
+
+def test_missing_peers_are_said(tmp_path, ops):
+    path = tmp_path / "cpu.json"
+    path.write_text("[]")
+    missing = [name for name in ("fla", "wind_rwkv", "jla", "rwkv_ops") if not ops.importable(name)]
+    text = run("--out", str(path), "--only", "(wind|FLA|jla|rwkv-ops)")
+    assert all(f"package {name} is not installed" in text for name in missing)
+
+
+def test_roofline_is_the_bytes_that_must_move(ops):
+    task = ops.Task("chunk_rwkv7", "chunk", (8, 4096, 64, 64, 64), "fwd", "bounded")
+    assert ops.roofline_ms(task, "NVIDIA H200") == pytest.approx(0.44, abs=0.01)
+    both = ops.Task("chunk_rwkv7", "chunk", (8, 4096, 64, 64, 64), "fwd+bwd", "bounded")
+    assert ops.roofline_ms(both, "NVIDIA H200") == pytest.approx(1.26, abs=0.01)
+    assert ops.roofline_ms(task, "another") is None
+
+
+def test_the_peer_is_the_fastest_with_the_same_decays(ops):
+    base = {"op": "chunk_rwkv7", "form": "chunk", "shape": [1, 2, 3, 4, 5], "dtype": "bfloat16", "pass": "fwd"}
+    row = lambda library, decay, ms, **rest: {**base, "library": library, "implementation": library, "decay": decay, "ms": ms, **rest}
+    rows = [row("fla_jax", "bounded", 2.0, ms_end=3.0), row("a", "bounded", 6.0), row("b", "any-weak", 4.0), row("c", "any-strong", 1.0)]
+    ops.compare(rows)
+    assert rows[0]["peer"] == "b" and rows[0]["peer_ms"] == 4.0 and rows[0]["ratio"] == 0.75
