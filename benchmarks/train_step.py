@@ -48,6 +48,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--implementation", default=None, help="fla_jax: implementation of the op")
     parser.add_argument("--block-tokens", type=int, default=4096, help="fla_jax: tokens whose logits are held at once")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each side and kind of rematerialisation; default 900")
+    parser.add_argument("--commit", default=None, help="commit to record; default: what git says")
     parser.add_argument("--out", type=Path, default=None, help="results file; default benchmarks/results/<device>.json")
     parser.add_argument("--run", nargs=3, metavar=("SIDE", "REMAT", "FILE"), help=argparse.SUPPRESS)  # what the processes of the two sides are started with
     return parser.parse_args(arguments)
@@ -244,9 +245,12 @@ def run_side(side: str, options: argparse.Namespace, arguments: list[str]) -> li
 
 
 def commit() -> str:
-    """The commit that runs, with a mark if files differ from it."""
+    """The commit that runs, with a mark if files differ from it; "unknown" in a copy without history."""
     git = lambda *arguments: subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
-    return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    try:
+        return (git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")) or "unknown"
+    except OSError:
+        return "unknown"
 
 
 def merge(path: Path, records: list[dict[str, Any]]) -> None:
@@ -271,7 +275,7 @@ def main(arguments: list[str] | None = None) -> None:
     records = [record for side in ("fla_jax", "fla") if side in options.sides for record in run_side(side, options, arguments)]
     best = {record["implementation"]: record for record in records if "error" not in record}
     device = next((record["device"] for record in best.values()), "unknown")
-    today, at = datetime.date.today().isoformat(), commit()
+    today, at = datetime.date.today().isoformat(), options.commit or commit()
     for record in records:
         record.update(device=record.get("device", device), commit=at, date=today)
     if len(best) == 2:

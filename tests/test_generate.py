@@ -84,6 +84,14 @@ def test_rows_equal_themselves_alone(setup, batch):
     assert all((a != b).any() for a, b in zip(other.tokens, batch.tokens))
 
 
+def test_every_step_draws_anew(setup):
+    """With a head of zeros all tokens are equally probable, always: only the random keys make a difference."""
+    model, params = setup
+    params = {**params, "head": jax.tree.map(jnp.zeros_like, params["head"])}
+    rows = generate(model, params, PROMPTS, 40, Sampling(top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0)).tokens
+    assert all(len(set(row.tolist())) > 12 for row in rows)
+
+
 def test_stop_and_ban(setup, batch):
     """Every row ends before its first stop token, with the state at that point; banned tokens do not come."""
     assert not any((row == 0).any() for row in batch.tokens)
