@@ -1,23 +1,24 @@
-"""Launcher of `contract`, which both ops' backward rules share."""
+"""Launchers that both ops' backward rules share: the sums over V that the gradients over K need."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..core.pallas_call import pallas_call
-from .recurrent_pairs import BLOCK, contract
+from .recurrent_pairs import BLOCK, contract_state, contract_values
 from .recurrent_plan import STRETCH, Plan
 
 RATES = 32  # rows of K that a program of the gradients takes, in one warp
 
 
-def contract_values(plan: Plan, H: int, ys: Sequence[jax.Array], zs: Sequence[jax.Array], states: jax.Array, dstates: jax.Array, scale: float) -> Any:
-    """All sums over V that the gradients need, in the order of `contract`'s outputs.
+def sum_over_values(
+    plan: Plan, H: int, ys: Sequence[jax.Array], zs: Sequence[jax.Array], states: jax.Array, dstates: jax.Array, scale: float
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """All sums over V: S0 y of each reader, D z of each writer [B * T' * H, K], S0 D by rows [B * number * H, K], scores, same (see `contract_values`).
 
     Args:
         plan: of the call.
@@ -30,8 +31,12 @@ def contract_values(plan: Plan, H: int, ys: Sequence[jax.Array], zs: Sequence[ja
     """
     s, tokens, entries = plan.sizes, ys[0].shape[0], states.shape[0]
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    out = [f32(tokens, s.K)] * (len(ys) + len(zs))
-    out += [f32(entries, s.K), f32(entries, len(ys), len(zs), STRETCH, STRETCH), f32(entries, len(zs), STRETCH)]
-    kernel = functools.partial(contract, sizes=s, readers=len(ys), writers=len(zs), scale=scale)
     grid = (s.K // min(s.K, BLOCK), H, entries // H)
-    return pallas_call(kernel, *ys, *zs, states, dstates, out=out, grid=grid, num_warps=4)
+    sums: list[jax.Array] = []
+    for values, state, factor in ((ys, states, scale), (zs, dstates, 1.0)):
+        kernel = functools.partial(contract_state, sizes=s, scale=factor)
+        sums += pallas_call(kernel, *values, state, out=[f32(tokens, s.K)] * len(values), grid=grid, num_warps=4)
+    kernel = functools.partial(contract_values, sizes=s, readers=len(ys), writers=len(zs), scale=scale)
+    out = (f32(entries, len(ys), len(zs), STRETCH, STRETCH), f32(entries, len(zs), STRETCH))
+    scores, same = pallas_call(kernel, *ys, *zs, out=out, grid=(1, *grid[1:]), num_warps=1)
+    return *sums, jnp.sum(states * dstates, -1), scores, same

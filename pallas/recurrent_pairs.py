@@ -23,7 +23,8 @@ from ..core.pallas_call import interpreting
 from .recurrent_plan import STRETCH, Sizes
 from .recurrent_tiles import emptied, fma, positions
 
-BLOCK = 64  # rows and columns of a state that `contract` takes at a time
+BLOCK = 64  # rows of a state that `contract_state` takes at a time
+WIDTH = 32  # columns
 
 
 def _tile(ref: Any, rows: jax.Array, first: Any, size: int) -> jax.Array:
@@ -38,49 +39,59 @@ def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-def contract(*refs: Any, sizes: Sizes, readers: int, writers: int, scale: float) -> None:
-    """Grid (blocks of K, heads, B * stretches): everything that sums over V.
-
-    Takes y of each reader (the first, do, times ``scale``) and z of each writer [B * T' * H, V], then S0 and D [B * number * H, K, V]. Makes S0 y of each reader
-    and D z of each writer [B * T' * H, K]; the product of S0 and D by rows [B * number * H, K]; scores [B * number * H, readers, writers, 16, 16] of reader t and
-    the writer before token i, i = 0 left to be S0; and do . z of the same token [B * number * H, writers, 16].
-    """
-    (*values, states_, dstates_), outs = refs[: readers + writers + 2], refs[readers + writers + 2 :]
-    ys_, zs_ = values[:readers], values[readers:]
-    *sums_, product_, scores_, same_ = outs
-    block, n = pl.program_id(0), pl.program_id(2)
+def _stretch(sizes: Sizes) -> tuple[Any, jax.Array, jax.Array]:
+    """The program's stretch; where its 16 tokens are, and on line i the token before token i (itself on line 0)."""
+    n = pl.program_id(2)
     row, c = n // sizes.number, n % sizes.number
-    entry, at = positions(sizes.number)(row, c), positions(sizes.tokens)
-    t = jax.lax.broadcasted_iota(jnp.int32, (STRETCH,), 0)
-    rows, before = at(row, c * STRETCH + t), at(row, c * STRETCH + jnp.maximum(t - 1, 0))
-    size, width = min(sizes.K, BLOCK), min(sizes.V, BLOCK)
-    ks = pl.ds(block * size, size)
-    zero = jnp.zeros((STRETCH, size), jnp.float32)
-    reads, writes, both = [zero] * readers, [zero] * writers, jnp.zeros(size, jnp.float32)
-    scores = [[jnp.zeros((STRETCH, STRETCH), jnp.float32)] * writers for _ in range(readers)]
-    same = [jnp.zeros(STRETCH, jnp.float32)] * writers
-    for first in range(0, sizes.V, width):
-        S, D = (x_[entry, ks, pl.ds(first, width)] for x_ in (states_, dstates_))
-        ys = [_tile(y_, rows, first, width) * (scale if i == 0 else 1.0) for i, y_ in enumerate(ys_)]
-        zs = [_tile(z_, rows, first, width) for z_ in zs_]
-        earlier = [_tile(z_, before, first, width) for z_ in zs_]
-        reads = [x + _product(y, S) for x, y in zip(reads, ys)]
-        writes = [x + _product(z, D) for x, z in zip(writes, zs)]
-        both = both + jnp.sum(S * D, 1)
-        scores = [[x + _product(y, z) for x, z in zip(line, earlier)] for line, y in zip(scores, ys)]
-        same = [x + jnp.sum(ys[0] * z, 1) for x, z in zip(same, zs)]
-    columns = block * size + jax.lax.broadcasted_iota(jnp.int32, (STRETCH, size), 1)
-    for out_, x in zip(sums_, (*reads, *writes)):
-        out_[jnp.broadcast_to(rows[:, None], columns.shape), columns] = x
-    product_[entry, ks] = both
+    at, t = positions(sizes.tokens), jax.lax.broadcasted_iota(jnp.int32, (STRETCH,), 0)
+    return positions(sizes.number)(row, c), at(row, c * STRETCH + t), at(row, c * STRETCH + jnp.maximum(t - 1, 0))
 
-    @pl.when(block == 0)
-    def _() -> None:
-        for i, line in enumerate(scores):
-            for j, x in enumerate(line):
-                scores_[entry, i, j] = x
-        for j, x in enumerate(same):
-            same_[entry, j] = x
+
+def contract_state(*refs: Any, sizes: Sizes, scale: float) -> None:
+    """Grid (blocks of K, heads, B * stretches): states times values, summed over V.
+
+    Takes some values [B * T' * H, V], the first times ``scale``, and states [B * number * H, K, V]; makes their products [B * T' * H, K].
+    """
+    values, state_, outs = refs[: len(refs) // 2], refs[len(refs) // 2], refs[len(refs) // 2 + 1 :]
+    entry, rows, _ = _stretch(sizes)
+    size = min(sizes.K, BLOCK)
+    ks = pl.ds(pl.program_id(0) * size, size)
+    width = min(sizes.V, WIDTH)
+    sums = [jnp.zeros((STRETCH, size), jnp.float32)] * len(values)
+
+    def add(i: Any, sums: Any) -> Any:
+        S = state_[entry, ks, pl.ds(i * width, width)]
+        return [x + _product(_tile(y_, rows, i * width, width) * (scale if j == 0 else 1.0), S) for j, (x, y_) in enumerate(zip(sums, values))]
+
+    sums = jax.lax.fori_loop(0, sizes.V // width, add, sums)
+    columns = pl.program_id(0) * size + jax.lax.broadcasted_iota(jnp.int32, (STRETCH, size), 1)
+    for out_, x in zip(outs, sums):
+        out_[jnp.broadcast_to(rows[:, None], columns.shape), columns] = x
+
+
+def contract_values(*refs: Any, sizes: Sizes, readers: int, writers: int, scale: float) -> None:
+    """Grid (1, heads, B * stretches): scores of all pairs of tokens of a stretch.
+
+    Takes y of each reader (the first, do, times ``scale``) and z of each writer [B * T' * H, V]. Makes ``y_t . z_{i-1}`` [B * number * H, readers, writers, 16,
+    16] (column 0, which stands for the state that enters, is of no use) and ``do . z`` of the same token [B * number * H, writers, 16].
+    """
+    ys_, zs_, (scores_, same_) = refs[:readers], refs[readers : readers + writers], refs[readers + writers :]
+    entry, rows, before = _stretch(sizes)
+    width = min(sizes.V, WIDTH)
+    zero, none = jnp.zeros((STRETCH, STRETCH), jnp.float32), jnp.zeros(STRETCH, jnp.float32)
+
+    def add(n: Any, carry: Any) -> Any:
+        scores, same = carry
+        ys = [_tile(y_, rows, n * width, width) * (scale if i == 0 else 1.0) for i, y_ in enumerate(ys_)]
+        earlier = [_tile(z_, before, n * width, width) for z_ in zs_]
+        scores = [[x + _product(y, z) for x, z in zip(line, earlier)] for line, y in zip(scores, ys)]
+        return scores, [x + jnp.sum(ys[0] * _tile(z_, rows, n * width, width), 1) for x, z_ in zip(same, zs_)]
+
+    scores, same = jax.lax.fori_loop(0, sizes.V // width, add, ([[zero] * writers] * readers, [none] * writers))
+    for j in range(writers):
+        same_[entry, j] = same[j]
+        for i in range(readers):
+            scores_[entry, i, j] = scores[i][j]
 
 
 class Pairs:
@@ -119,13 +130,20 @@ class Pairs:
         t = jax.lax.broadcasted_iota(jnp.int32, (STRETCH,), 0)
         return self.same_[self.entry, writer, jnp.maximum(t - 1, 0)][:, None]
 
-    def walk(self, written: Sequence[jax.Array], reads: Any, inclusive: bool, total: Any):
-        """Over tokens t, then over what leaves the stretch.
+    def _load(self, load: Any, t: Any) -> Any:
+        readers = range(len(self.reads_))
+        scores = [[self.scores_[self.entry, i, j, t] for j in range(self.writers)] for i in readers]
+        reads = [self.token(x_, t) for x_ in self.reads_]
+        return self.token(self.decay_, t), reads, scores, [self.same(j, t) for j in range(self.writers)], load(t)
+
+    def walk(self, written: Sequence[jax.Array], load: Any, reads: Any, inclusive: bool, total: Any):
+        """Over tokens t, then over what leaves the stretch. Each token's arrays are loaded while the one before is worked on.
 
         Args:
             written: x of each writer on the line after its token.
-            reads: ``reads(t, decay, sums, total) -> factors, total``, given what each reader sees of earlier tokens; stores gradients of readers and
-                returns the reader's own factor for each.
+            load: what ``reads`` needs of token t.
+            reads: ``reads(t, loaded, decay, same, sums, total) -> factors, total``, given do . z of each writer and what each reader sees of earlier tokens;
+                stores gradients of readers and returns each reader's own factor.
             inclusive: the first reader reads the state after its token.
             total: arrays to sum over tokens, passed on to ``reads``.
 
@@ -136,18 +154,18 @@ class Pairs:
         readers = range(len(self.reads_))
 
         def step(t: Any, carry: Any) -> Any:
-            E, grads, gw, total = carry
+            E, grads, gw, total, (decay, states, scores, same, loaded) = carry
+            following = self._load(load, jnp.minimum(t + 1, STRETCH - 1))
             E = emptied(E, self.restart_, self.row, self.c * STRETCH + t, self.sizes)
-            decay = self.decay_[self.at(t), self.ks]
-            scores = [[self.scores_[self.entry, i, j, t][:, None] for j in range(self.writers)] for i in readers]
+            scores = [[x[:, None] for x in line] for line in scores]
             seen = []
             for i in readers:
                 q = written[0] * scores[i][0]
                 for x, score in zip(written[1:], scores[i][1:]):
                     q = fma(x, score, q)
-                seen.append(E * jnp.where(self.line == 0, self.token(self.reads_[i], t)[None], q))
+                seen.append(E * jnp.where(self.line == 0, states[i][None], q))
             sums = [jnp.sum(x, 0) for x in seen]
-            factors, total = reads(t, decay, sums, total)
+            factors, total = reads(t, loaded, decay, same, sums, total)
             pairs = seen[0] * factors[0][None]
             for x, factor in zip(seen[1:], factors[1:]):
                 pairs = fma(x, factor[None], pairs)
@@ -159,10 +177,10 @@ class Pairs:
                 for i in readers[1:]:
                     coefficient = fma(factors[i][None], scores[i][j], coefficient)
                 new.append(fma(coefficient, E, grads[j]))
-            return jnp.where(self.line == t + 1, 1.0, E * decay[None]), tuple(new), gw, total
+            return jnp.where(self.line == t + 1, 1.0, E * decay[None]), tuple(new), gw, total, following
 
-        start = (jnp.where(self.line == 0, 1.0, zero), (zero,) * self.writers, zero, total)
-        E, grads, gw, total = jax.lax.fori_loop(0, STRETCH, step, start)
+        start = (jnp.where(self.line == 0, 1.0, zero), (zero,) * self.writers, zero, total, self._load(load, 0))
+        E, grads, gw, total, _ = jax.lax.fori_loop(0, STRETCH, step, start)
         leaving = [self.before(x_) for x_ in self.writes_]
         pairs = sum(x * y for x, y in zip(written, leaving))
         pairs = jnp.where(self.line == 0, self.product_[self.entry, self.ks][None], pairs)

@@ -58,11 +58,14 @@ def positions(number: int) -> Any:
     return lambda row, t: (row * number + t) * H + h
 
 
-def walk_stretches(token: Any, start: jax.Array, states_: Any, restart_: Any, bounds_: Any, sizes: Sizes, reverse: bool) -> jax.Array:
-    """Runs ``token(S, at) -> S`` over the program's sequence, axis 2 of the grid, and returns the last state.
+def walk_stretches(load: Any, token: Any, start: jax.Array, states_: Any, restart_: Any, bounds_: Any, sizes: Sizes, reverse: bool) -> jax.Array:
+    """Runs ``S = token(S, load(at), at)`` over the program's sequence, axis 2 of the grid, and returns the last state.
+
+    Each token's arrays are loaded while the token before it is worked on: the compiler moves no load over the stores of a token.
 
     Args:
-        token: function of the state and the token's position in [B * T' * H, ...] arrays.
+        load: arrays of the token at a position in [B * T' * H, ...] arrays.
+        token: the next state, from a state, a token's arrays and its position.
         start: state [parts, columns of V, width].
         states_: [B * number * H, K, V], where the state that enters each stretch is stored.
         restart_: see `Plan`.
@@ -76,19 +79,18 @@ def walk_stretches(token: Any, start: jax.Array, states_: Any, restart_: Any, bo
     k, v = part * sizes.walk.width + element, column + pl.program_id(0) * sizes.walk.own
     at, entry = positions(sizes.tokens), positions(sizes.number)
 
-    def pair(i: Any, S: jax.Array, first: Any) -> jax.Array:
-        for j in range(2):  # loads of one overlap work on the other
-            t = first + (STRETCH - 1 - j - 2 * i if reverse else j + 2 * i)
-            if not reverse:
-                S = emptied(S, restart_, row, t, sizes)
-            S = token(S, at(row, t))
-            if reverse:
-                S = emptied(S, restart_, row, t, sizes)
-        return S
+    def one(c: Any, i: Any, carry: Any) -> Any:
+        S, loaded = carry
+        t = c * STRETCH + (STRETCH - 1 - i if reverse else i)
+        following = load(at(row, jnp.maximum(t - 1, 0) if reverse else jnp.minimum(t + 1, sizes.tokens - 1)))
+        S = S if reverse else emptied(S, restart_, row, t, sizes)
+        S = token(S, loaded, at(row, t))
+        return emptied(S, restart_, row, t, sizes) if reverse else S, following
 
-    def stretch(i: Any, S: jax.Array) -> jax.Array:
+    def stretch(i: Any, carry: Any) -> Any:
         c = highest - 1 - i if reverse else lowest + i
-        states_[entry(row, c), k, v] = S
-        return jax.lax.fori_loop(0, STRETCH // 2, lambda i, S: pair(i, S, c * STRETCH), S)
+        states_[entry(row, c), k, v] = carry[0]
+        return jax.lax.fori_loop(0, STRETCH, lambda i, carry: one(c, i, carry), carry)
 
-    return jax.lax.fori_loop(0, highest - lowest, stretch, start)
+    edge = jnp.clip(highest * STRETCH - 1 if reverse else lowest * STRETCH, 0, sizes.tokens - 1)
+    return jax.lax.fori_loop(0, highest - lowest, stretch, (start, load(at(row, edge))))[0]

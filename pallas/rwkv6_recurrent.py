@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..core.pallas_call import pallas_call
 from ..ops.config import OpConfig
-from .recurrent_launch import RATES, contract_values
+from .recurrent_launch import RATES, sum_over_values
 from .recurrent_plan import STRETCH, Plan, make_plan, split
 from .rwkv6_recurrent_kernels import rwkv6_gradients, rwkv6_walk
 
@@ -53,7 +53,7 @@ def backward(cfg: OpConfig, inputs, states, do, dfinal):
     rp, kp, vp, decay, up = _tokens(plan, r, k, v, w, u)
     do = plan.tokens(do, s.V)
     dv, ds0, dstates = _walk(plan, True, cfg.scale, (kp, rp, decay), up, do, plan.state(dfinal), v.dtype)
-    summed = contract_values(plan, H, (do,), (vp,), states, dstates, cfg.scale)
+    summed = sum_over_values(plan, H, (do,), (vp,), states, dstates, cfg.scale)
     out = [jax.ShapeDtypeStruct(rp.shape, x.dtype) for x in (r, w, k)]
     out.append(jax.ShapeDtypeStruct((states.shape[0], s.K), jnp.float32))
     size = min(s.K, RATES)

@@ -31,27 +31,32 @@ def rwkv6_walk(
     u = along(u_[pl.program_id(1)])
     scales = (1.0, scale) if reverse else (scale, 1.0)
 
-    def token(S: jax.Array, at: Any) -> jax.Array:
-        read, write, x = along(read_[at]) * scales[0], along(write_[at]) * scales[1], x_[at, vs].astype(jnp.float32)
+    load = lambda at: (read_[at], write_[at], decay_[at], x_[at, vs])
+
+    def token(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
+        read, write, decay, x = loaded
+        read, write, x = along(read) * scales[0], along(write) * scales[1], x.astype(jnp.float32)
         y_[at, vs] = fma(dot(read * u, write), x, dot(S, read)).astype(y_.dtype)
-        return fma(S, along(decay_[at]), across(x) * write)
+        return fma(S, along(decay), across(x) * write)
 
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
-    end_[state, :, vs] = walk_stretches(token, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse)
+    end_[state, :, vs] = walk_stretches(load, token, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse)
 
 
 def rwkv6_gradients(decay_: Any, r_: Any, k_: Any, u_: Any, *refs: Any, sizes: Sizes, size: int) -> None:
-    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k and of u by stretch, from what `contract` made; ``size`` rows of K a program."""
+    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k and of u by stretch, from all sums over V (`sum_over_values`); ``size`` rows of K a program."""
     *sums_, product_, scores_, same_, restart_, gr_, gw_, gk_, gu_ = refs
     pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, restart_, 1)
     u = u_[pl.program_id(1), pairs.ks].astype(jnp.float32)
 
-    def reads(t: Any, decay: jax.Array, sums: Any, total: jax.Array) -> Any:
-        r, k, bonus, at = pairs.token(r_, t), pairs.token(k_, t), pairs.same(0, t), pairs.at(t)
-        gr_[at, pairs.ks] = (fma(u * k, bonus, sums[0])).astype(gr_.dtype)
-        return (r,), fma(r * k, bonus, total)
+    load = lambda t: (pairs.token(r_, t), pairs.token(k_, t))
 
-    (gk,), gw, gu = pairs.walk([pairs.before(k_)], reads, False, jnp.zeros_like(u))
+    def reads(t: Any, loaded: Any, decay: jax.Array, same: Any, sums: Any, total: jax.Array) -> Any:
+        r, k = loaded
+        gr_[pairs.at(t), pairs.ks] = fma(u * k, same[0], sums[0]).astype(gr_.dtype)
+        return (r,), fma(r * k, same[0], total)
+
+    (gk,), gw, gu = pairs.walk([pairs.before(k_)], load, reads, False, jnp.zeros_like(u))
     last = pairs.token(r_, STRETCH - 1) * u * pairs.same(0, STRETCH - 1)
     pairs.store_writer(gk_, fma(pairs.before(r_) * u[None], pairs.same_before(0), gk), last, 0)
     pairs.store(gw_, gw)

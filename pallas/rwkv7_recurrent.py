@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..core.pallas_call import pallas_call
 from ..ops.config import OpConfig
-from .recurrent_launch import RATES, contract_values
+from .recurrent_launch import RATES, sum_over_values
 from .recurrent_plan import STRETCH, Plan, make_plan, split
 from .rwkv7_recurrent_kernels import rwkv7_gradients, rwkv7_walk
 
@@ -53,7 +53,7 @@ def backward(cfg: OpConfig, inputs, kept, do, dfinal):
     rp, decay, kp, vp, ap, bp = _tokens(plan, r, w, k, v, a, b)
     do = plan.tokens(do, s.V)
     dv, db, ds0, dstates = _walk(plan, H, True, (cfg.scale, 1.0), (bp, ap, decay, rp, kp), do, plan.state(dfinal), v.dtype)
-    summed = contract_values(plan, H, (do, db), (vp, sa), states, dstates, cfg.scale)
+    summed = sum_over_values(plan, H, (do, db), (vp, sa), states, dstates, cfg.scale)
     out = [jax.ShapeDtypeStruct(rp.shape, x.dtype) for x in (r, w, k, a, b)]
     size = min(s.K, RATES)
     kernel = functools.partial(rwkv7_gradients, sizes=s, size=size)

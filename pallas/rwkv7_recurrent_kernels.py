@@ -30,35 +30,42 @@ def rwkv7_walk(
     """
     vs = pl.ds(pl.program_id(0) * sizes.walk.own, sizes.walk.own)
 
-    def exchange(S: jax.Array, at: Any) -> jax.Array:
-        inner = dot(S, along(first_[at]))
-        inner_[at, vs] = inner
-        return fma(S, along(decay_[at]), across(inner) * along(second_[at]))
+    load = lambda at: (first_[at], second_[at], decay_[at], write_[at], read_[at], x_[at, vs])
 
-    def token(S: jax.Array, at: Any) -> jax.Array:
-        S = fma(across(x_[at, vs]) * scales[0], along(write_[at]), S)
-        y_[at, vs] = (dot(S, along(read_[at])) * scales[1]).astype(y_.dtype)
+    def exchange(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
+        first, second, decay = map(along, loaded[:3])
+        inner = dot(S, first)
+        inner_[at, vs] = inner
+        return fma(S, decay, across(inner) * second)
+
+    def token(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
+        *_, write, read, x = loaded
+        S = fma(across(x) * scales[0], along(write), S)
+        y_[at, vs] = (dot(S, along(read)) * scales[1]).astype(y_.dtype)
         return S
 
-    both = (lambda S, at: exchange(token(S, at), at)) if reverse else (lambda S, at: token(exchange(S, at), at))
+    first, second = (token, exchange) if reverse else (exchange, token)
+    both = lambda S, loaded, at: second(first(S, loaded, at), loaded, at)
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
-    end_[state, :, vs] = walk_stretches(both, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse)
+    end_[state, :, vs] = walk_stretches(load, both, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse)
 
 
 def rwkv7_gradients(
     decay_: Any, r_: Any, a_: Any, k_: Any, b_: Any, *refs: Any, sizes: Sizes, size: int
 ) -> None:  # fmt: skip
-    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k, a, b from what `contract` made; ``size`` rows of K a program."""
+    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k, a, b from all sums over V (`sum_over_values`); ``size`` rows of K a program."""
     *sums_, product_, scores_, same_, restart_, gr_, gw_, gk_, ga_, gb_ = refs
     pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, restart_, 2)
 
-    def reads(t: Any, decay: jax.Array, sums: Any, total: Any) -> Any:
-        r, k, b, at = pairs.token(r_, t), pairs.token(k_, t), pairs.token(b_, t), pairs.at(t)
-        gr_[at, pairs.ks] = (fma(decay, sums[0], k * pairs.same(0, t)) + b * pairs.same(1, t)).astype(gr_.dtype)
-        ga_[at, pairs.ks] = sums[1].astype(ga_.dtype)
-        return (r * decay, pairs.token(a_, t)), total
+    load = lambda t: [pairs.token(x_, t) for x_ in (r_, a_, k_, b_)]
 
-    (gk, gb), gw, _ = pairs.walk([pairs.before(k_), pairs.before(b_)], reads, True, ())
+    def reads(t: Any, loaded: Any, decay: jax.Array, same: Any, sums: Any, total: Any) -> Any:
+        r, a, k, b = loaded
+        gr_[pairs.at(t), pairs.ks] = (fma(decay, sums[0], k * same[0]) + b * same[1]).astype(gr_.dtype)
+        ga_[pairs.at(t), pairs.ks] = sums[1].astype(ga_.dtype)
+        return (r * decay, a), total
+
+    (gk, gb), gw, _ = pairs.walk([pairs.before(k_), pairs.before(b_)], load, reads, True, ())
     before, last = pairs.before(r_), pairs.token(r_, STRETCH - 1)
     for j, (ref, tile) in enumerate(((gk_, gk), (gb_, gb))):
         pairs.store_writer(ref, fma(before, pairs.same_before(j), tile), last * pairs.same(j, STRETCH - 1), j)
