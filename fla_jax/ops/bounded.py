@@ -1,21 +1,24 @@
-"""Scores and their gradients within a chunk under a promise that decays are mild (``lower_bound``): what `tree.Tree` does, with one matrix product.
+"""Scores and their gradients within a chunk where decays are mild: what `tree.Tree` does, with one matrix product. And the choice between the two.
 
 With P_t the product of a chunk's decays up to token t, the decay between two tokens is P_t / P_i: rows times P and columns over P give all scores at once.
-While P >= exp(-LIMIT), nothing overflows and all factors are exact to a few roundings. Without a promise only the tree is safe.
+While P >= exp(-LIMIT), nothing overflows and all factors are exact to a few roundings. At stronger decays only the tree is safe.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .config import OpConfig
+from .layout import Chunks
 from .tree import Tree, dot, flat, kinds, pick, stack, sum_kinds
 
-LIMIT = 12.0  # largest sum of -w over a chunk
+LIMIT = 24.0  # largest sum of -w over a chunk
 
 
 class Bounded(NamedTuple):
@@ -78,7 +81,36 @@ def _sum(which: np.ndarray, x: jax.Array) -> jax.Array:
 Scores = Tree | Bounded
 
 
-def build(cfg: OpConfig, w: jax.Array, rows: tuple[jax.Array, ...], cols: tuple[jax.Array, ...], inclusive: tuple[bool, ...]) -> Scores:
-    """The cheapest form that is exact for every ``w`` [..., C, K] that the caller allows."""
-    mild = cfg.lower_bound is not None and -cfg.lower_bound * w.shape[-2] <= LIMIT
+def build(mild: bool, w: jax.Array, rows: tuple[jax.Array, ...], cols: tuple[jax.Array, ...], inclusive: tuple[bool, ...]) -> Scores:
+    """`Bounded` where ``w`` [..., C, K] is ``mild``, else `Tree`."""
     return (Bounded if mild else Tree).build(w, rows, cols, inclusive)
+
+
+@jax.custom_batching.custom_vmap
+def _all(x: jax.Array) -> jax.Array:
+    """`jnp.all`, over mapped axes too: what depends on it stays one branch under `jax.vmap`."""
+    return jnp.all(x)
+
+
+@_all.def_vmap
+def _(n: int, mapped: list[bool], x: jax.Array):
+    return _all(x), False
+
+
+def by_strength(cfg: OpConfig, chunks: Chunks, group: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """The step for `layout.Chunks.walk` made of ``group(mild, carry, tokens, xs)``; ``tokens[at]`` are the log decays.
+
+    A promise (``lower_bound``) decides once. Without one, each group of chunks goes by its own decays: RWKV-7's are always mild. Nobody looks at the decays
+    of a few groups, for which a second branch would cost more to compile than it saves, nor with several devices, which would all have to be asked.
+    """
+    weakest = -LIMIT / chunks.size
+    if cfg.lower_bound is not None and cfg.lower_bound >= weakest:
+        return functools.partial(group, True)
+    if cfg.lower_bound is not None or chunks.number // chunks.group < 4 or jax.device_count() > 1:
+        return functools.partial(group, False)
+
+    def step(carry, tokens, xs):
+        mild = _all(tokens[at] >= weakest)
+        return jax.lax.cond(mild, functools.partial(group, True), functools.partial(group, False), carry, tokens, xs)
+
+    return step

@@ -58,7 +58,8 @@ def chunk_rwkv6(
         S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T
 
     Differentiable in reverse mode in every array, u and the initial state included, from the cotangents of ``o`` and of the final state; the rule is
-    written by hand, keeps one state per chunk, and loses no accuracy at strong decay (``w = -exp(x)``). Forward mode (``jax.jvp``) raises a TypeError.
+    written by hand, keeps a state and the scores of each chunk, and loses no accuracy at strong decay (``w = -exp(x)``). Forward mode (``jax.jvp``) raises
+    a TypeError.
 
     Args:
         r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which may differ in dtype.
@@ -73,11 +74,13 @@ def chunk_rwkv6(
         segment_ids: [B, T] integers. The state restarts from zero wherever the id changes; ``initial_state`` belongs to each row's first segment and the
             final state is the last segment's.
         cu_seqlens: [N + 1] integers from 0 to T, FLA's packed form: B = 1 and sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``, possibly none.
-        chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's own choice.
+        chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's own choice. The Triton kernels take 16 whatever is asked.
         lower_bound: a promise that ``w >= lower_bound`` everywhere. An implementation may be faster for it and gives the same result; a broken promise
             gives undefined results outside `fla_jax.checked`.
-        implementation: ``"reference"`` (token by token, `jax.lax.scan`), ``"xla"`` (chunked, plain JAX, any platform), or None for the best that
-            qualifies.
+        implementation: None for the best that qualifies, or by name: ``"reference"`` (token by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX) on any
+            platform; ``"triton"`` (chunked) on NVIDIA GPUs of compute capability 8.0 and up, not for float64, the default there. Its products have bfloat16
+            operands where r, v, k all have 16 bits, else float32 ones (three TF32 passes, about three times slower). Inside `jax.jit`, None goes by JAX's
+            default device, not by where the arrays will be.
 
     Returns:
         ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32 (float64), or None unless asked for. With

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import tree
-from .bounded import Scores, build
+from .bounded import Scores, build, by_strength
 from .config import OpConfig
 from .layout import Segments, chunk_plan, segments, zeros
 from .tree import dot
@@ -31,10 +31,10 @@ def forward(cfg: OpConfig, r, k, v, w, u, s0, segment_ids, cu_seqlens):
     chunks = chunk_plan(cfg, r, cu_seqlens)
     u = u.astype(cfg.compute)[:, None, :]
 
-    def group(carry, tokens, xs):
+    def group(mild, carry, tokens, xs):
         (r, k, v, w), (sequences, seg) = tokens, xs
         r = r * cfg.scale
-        x = build(cfg, w, (r,), (k,), INCLUSIVE)
+        x = build(mild, w, (r,), (k,), INCLUSIVE)
         A = x.scores() if seg is None else jnp.where(seg.pairs, x.scores(), 0)
         A = jnp.where(np.eye(chunks.size, dtype=bool), jnp.sum(r * u * k, -1, keepdims=True), A)
         rows, cols, through = _reach(x, seg)
@@ -48,7 +48,7 @@ def forward(cfg: OpConfig, r, k, v, w, u, s0, segment_ids, cu_seqlens):
         return carry, (y + dot("...ij,...jv->...iv", A, v),), (states, A)
 
     xs = (chunks.sequence, segments(chunks, segment_ids))
-    final, (o,), kept = chunks.walk(group, s0, (r, k, v, w), xs, (v,), cfg.compute)
+    final, (o,), kept = chunks.walk(by_strength(cfg, chunks, group, 3), s0, (r, k, v, w), xs, (v,), cfg.compute)
     return (o, final), kept
 
 
@@ -58,10 +58,10 @@ def backward(cfg: OpConfig, inputs, kept, dy, ds):
     chunks = chunk_plan(cfg, arrays[0], cu_seqlens)
     bonus = u.astype(cfg.compute)[:, None, :]
 
-    def group(carry, tokens, xs):
+    def group(mild, carry, tokens, xs):
         (carry, du), (r, k, v, w, dy), (sequences, seg, (states, A)) = carry, tokens, xs
         r = r * cfg.scale
-        x = build(cfg, w, (r,), (k,), INCLUSIVE)
+        x = build(mild, w, (r,), (k,), INCLUSIVE)
         rows, cols, through = _reach(x, seg)
 
         def step(carry, chunk):
@@ -83,5 +83,5 @@ def backward(cfg: OpConfig, inputs, kept, dy, ds):
 
     carry = (ds, zeros(u, dy, cfg.compute))
     xs = (chunks.sequence, segments(chunks, segment_ids), kept)
-    (ds0, du), grads, _ = chunks.walk(group, carry, (*arrays, dy), xs, arrays, cfg.compute, reverse=True)
+    (ds0, du), grads, _ = chunks.walk(by_strength(cfg, chunks, group, 3), carry, (*arrays, dy), xs, arrays, cfg.compute, reverse=True)
     return *grads, du.astype(u.dtype), ds0

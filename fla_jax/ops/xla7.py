@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from . import tree
-from .bounded import Scores, build
+from .bounded import Scores, build, by_strength
 from .config import OpConfig
 from .layout import Segments, chunk_plan, segments
 from .tree import dot
@@ -36,8 +36,8 @@ class _Intra(NamedTuple):
     readers: jax.Array  # Q, T A' [..., 2C, K]
 
 
-def _intra(cfg: OpConfig, r, w, k, a, b, seg: Segments | None) -> _Intra:
-    x = build(cfg, w, (r * cfg.scale, a), (k, b), INCLUSIVE)
+def _intra(cfg: OpConfig, mild: bool, r, w, k, a, b, seg: Segments | None) -> _Intra:
+    x = build(mild, w, (r * cfg.scale, a), (k, b), INCLUSIVE)
     A, rows, cols, through = x.scores(), x.rows_in, x.cols_out, jnp.swapaxes(x.total, -1, -2)
     if seg is not None:
         A, through = jnp.where(jnp.tile(seg.pairs, (2, 2)), A, 0), jnp.where(seg.through, through, 0)
@@ -53,9 +53,9 @@ def forward(cfg: OpConfig, r, w, k, v, a, b, s0, segment_ids, cu_seqlens):
     chunks = chunk_plan(cfg, r, cu_seqlens)
     C = chunks.size
 
-    def group(carry, tokens, xs):
+    def group(mild, carry, tokens, xs):
         (r, w, k, v, a, b), (sequences, seg) = tokens, xs
-        _, _, cols, through, A, T, readers = _intra(cfg, r, w, k, a, b, seg)
+        _, _, cols, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
         own = dot("...ij,...jv->...iv", T, dot("...ij,...jv->...iv", A[..., C:, :C], v))  # T A_ak V
 
         def step(carry, chunk):
@@ -69,7 +69,7 @@ def forward(cfg: OpConfig, r, w, k, v, a, b, s0, segment_ids, cu_seqlens):
         return carry, (y + dot("...ij,...jv->...iv", A[..., :C, :], vu),), (states, vu[..., C:, :])
 
     xs = (chunks.sequence, segments(chunks, segment_ids))
-    final, (o,), kept = chunks.walk(group, s0, (r, w, k, v, a, b), xs, (v,), cfg.compute)
+    final, (o,), kept = chunks.walk(by_strength(cfg, chunks, group, 1), s0, (r, w, k, v, a, b), xs, (v,), cfg.compute)
     return (o, final), kept
 
 
@@ -79,9 +79,9 @@ def backward(cfg: OpConfig, inputs, kept, dy, ds):
     chunks = chunk_plan(cfg, arrays[0], cu_seqlens)
     C = chunks.size
 
-    def group(carry, tokens, xs):
+    def group(mild, carry, tokens, xs):
         (r, w, k, v, a, b, dy), (sequences, seg, (states, U)) = tokens, xs
-        x, rows, cols, through, A, T, readers = _intra(cfg, r, w, k, a, b, seg)
+        x, rows, cols, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
         from_y = dot("...ij,...iv->...jv", A[..., :C, :], dy)  # to v and U, within the chunk
         vu = tree.flat(tree.stack([v, U]))
 
@@ -107,5 +107,5 @@ def backward(cfg: OpConfig, inputs, kept, dy, ds):
         return carry, (dr * cfg.scale, dw, dk, dv, da, db), None
 
     xs = (chunks.sequence, segments(chunks, segment_ids), kept)
-    ds0, grads, _ = chunks.walk(group, ds, (*arrays, dy), xs, arrays, cfg.compute, reverse=True)
+    ds0, grads, _ = chunks.walk(by_strength(cfg, chunks, group, 1), ds, (*arrays, dy), xs, arrays, cfg.compute, reverse=True)
     return *grads, ds0

@@ -64,13 +64,13 @@ def _naive(op, x):
     return lambda: jax.block_until_ready(f(x.arrays))
 
 
-@pytest.mark.parametrize("op, times", [("rwkv6", 5), ("rwkv7", 2)])
-def test_chunks_are_faster_than_the_scan(op, times):
-    """Forward and backward. A guard with a margin for busy machines: measured 10 times for RWKV-6 and 3 (5 with a lower bound) for RWKV-7.
+@pytest.mark.parametrize("op, decay, times", [("rwkv6", "layer", 5), ("rwkv6", "smooth", 5), ("rwkv7", "layer", 4), ("rwkv7", "smooth", 2)])
+def test_chunks_are_faster_than_the_scan(op, decay, times):
+    """Forward and backward. Guards with a margin for busy machines: measured 13 and 10 times for RWKV-6, 5 to 6 for RWKV-7's decays and 3 for stronger ones.
 
     The two alternate, and the shortest times count, of as many rounds as it takes up to ten.
     """
-    x = jax.tree.map(jnp.asarray, cases.build(Case(op, **SIZE)))
+    x = jax.tree.map(jnp.asarray, cases.build(Case(op, decay=decay, **SIZE)))
     fast, slow = _compiled(op, "xla")[0], _naive(op, x)
     fast(), slow()
     fastest = slowest = float("inf")
