@@ -1,0 +1,120 @@
+"""Lowers jitted public ops for CUDA on a machine without a GPU and prints, as JSON, which Triton kernels each program calls.
+
+Started by test_lowering.py in a process without Triton's interpreter. ``python lower.py`` prints what a person can read; the kernels are compiled to PTX.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import zlib
+
+import cases
+import jax
+import jax.numpy as jnp
+from cases import OPS, TOKENS
+
+from fla_jax.core.launch import lowering_for, why_not
+from fla_jax.core.names import remat_policy
+
+H, D, T = 64, 16, 2048  # small heads: they compile fast
+CAPABILITY = 90
+
+
+def arguments(op: str, B: int = 2, H: int = H, D: int = D, layers: int | None = None):
+    """Abstract token arrays, u and initial state, by name; with ``layers`` each of them once per layer."""
+    lead = () if layers is None else (layers,)
+    arrays = {name: jax.ShapeDtypeStruct((*lead, B, T, H, D), "bfloat16") for name in TOKENS[op]}
+    if op == "rwkv6":
+        arrays["u"] = jax.ShapeDtypeStruct((*lead, H, D), "bfloat16")
+    return arrays, jax.ShapeDtypeStruct((*lead, B, H, D, D), jnp.float32)
+
+
+def layer(op: str, **options):
+    """``(x, arrays, state) -> x``: one call of the op, its values fed by ``x`` and its output added to it."""
+
+    def run(x, arrays, state):
+        o, final = cases.call(op, {**arrays, "v": arrays["v"] * x, "initial_state": state}, implementation="triton", **options)
+        return x + jnp.tanh(o) + jnp.mean(jnp.sin(final)).astype(o.dtype)
+
+    return run
+
+
+def value(op: str, **options):
+    """``(x, arrays, state) -> number``."""
+    return lambda x, arrays, state: jnp.sum(layer(op, **options)(x, arrays, state).astype(jnp.float32))
+
+
+def gradient(op: str, remat=False, policy=None, layers: int | None = None, **options):
+    """Value and gradient through one layer, or through a scan over layers; each layer under `jax.checkpoint` with ``remat``."""
+    step = jax.checkpoint(layer(op), policy=policy) if remat else layer(op, **options)
+
+    def loss(arrays, state, x):
+        if layers is None:
+            x = step(x, arrays, state)
+        else:
+            x, _ = jax.lax.scan(lambda x, one: (step(x, *one), None), x, (arrays, state))
+        return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+    return lambda x, arrays, state: jax.value_and_grad(loss)(arrays, state, x)
+
+
+def kernels(f, x, arrays, state) -> dict[str, int]:
+    """How often the program of ``f`` calls each Triton kernel."""
+    with lowering_for(CAPABILITY):
+        lowered = jax.jit(f).trace(x, arrays, state).lower(lowering_platforms=("cuda",))
+    found: collections.Counter[str] = collections.Counter()
+
+    def visit(op):
+        if op.operation.name == "stablehlo.custom_call" and "triton_kernel_call" in str(op.attributes["call_target_name"]):
+            found[name_of(op)] += 1
+        for region in op.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    visit(inner)
+
+    visit(lowered.compiler_ir().operation)
+    return dict(sorted(found.items()))
+
+
+def name_of(op) -> str:
+    """The kernel that a custom call runs, from the compressed description that jaxlib reads on the GPU."""
+    from jax.extend.mlir import ir
+
+    attributes = op.attributes  # jax-triton 0.3 keeps the description in one, 0.4 in the other
+    packed = ir.DictAttr(attributes["mhlo.backend_config"])["opaque"] if "mhlo.backend_config" in attributes else attributes["backend_config"]
+    text = zlib.decompress(ir.StringAttr(packed).value_bytes)
+    names = [name for name in KERNELS if name.encode() in text]
+    assert len(names) == 1, (names, text[:200])
+    return names[0]
+
+
+KERNELS = (
+    *(f"rwkv6_{name}_kernel" for name in ("fwd", "transfer", "bwd")),
+    *(f"rwkv7_{name}_kernel" for name in ("fwd", "transfer", "bwd", "carry", "gradients")),
+    "combine_kernel", "gather_kernel",
+)  # fmt: skip
+
+
+def programs(op: str):
+    """Name, function and arguments of each program."""
+    plain, (stacked, states), few = arguments(op), arguments(op, layers=3), arguments(op, B=1, H=4)
+    x = plain[0]["v"]
+    yield "value", value(op), (x, *plain)
+    yield "gradient", gradient(op), (x, *plain)
+    yield "checkpoint", gradient(op, remat=True), (x, *plain)
+    yield "checkpoint with the policy", gradient(op, remat=True, policy=remat_policy()), (x, *plain)
+    yield "scan", gradient(op, layers=3), (x, stacked, states)
+    yield "scan of checkpoint", gradient(op, remat=True, layers=3), (x, stacked, states)
+    yield "scan of checkpoint with the policy", gradient(op, remat=True, policy=remat_policy(), layers=3), (x, stacked, states)
+    yield "few rows and heads", gradient(op), (few[0]["v"], *few)
+    if op == "rwkv7":
+        large = arguments(op, D=72)
+        yield "large heads", gradient(op, lower_bound=-0.61), (large[0]["v"], *large)
+
+
+if __name__ == "__main__":
+    with lowering_for(CAPABILITY):
+        reason = why_not("cuda")
+    report = {"skip": reason} if reason else {op: {name: kernels(f, *args) for name, f, args in programs(op)} for op in OPS}
+    print("REPORT", json.dumps(report))

@@ -1,0 +1,60 @@
+"""Jitted public ops lower for CUDA without a GPU and call each Triton kernel as often as they should.
+
+Needs jax-triton and JAX's CUDA plugin of the same version as jaxlib: ``pip install --no-deps jax-cuda13-plugin==<version of jax>`` (8 MB, only lowers). It is
+no part of an extra: with the 380 MB that pip would install along, JAX tries to start CUDA in every process and complains.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed (it exists for Linux only)")
+
+HERE = pathlib.Path(__file__).parent
+# calls of the forward kernel in the program of a gradient: a scan over layers has one in its body
+FORWARDS = {
+    "gradient": 1, "checkpoint": 2, "checkpoint with the policy": 1, "scan": 1, "scan of checkpoint": 2, "scan of checkpoint with the policy": 1,
+    "few rows and heads": 1,
+}  # fmt: skip
+
+
+@functools.cache
+def _lowered() -> dict:
+    """Runs lower.py in a process without Triton's interpreter, which the tests' own process may have chosen."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    env |= dict(JAX_PLATFORMS="cpu", PYTHONPATH=path)
+    done = subprocess.run([sys.executable, str(HERE / "lower.py")], env=env, capture_output=True, text=True, timeout=600)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    assert done.returncode == 0 and lines, f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return json.loads(lines[0].removeprefix("REPORT "))
+
+
+def report() -> dict:
+    if "skip" in _lowered():
+        pytest.skip(f"kernels cannot be lowered here: {_lowered()['skip']}")
+    return _lowered()
+
+
+@pytest.mark.parametrize("op", ["rwkv6", "rwkv7"])
+def test_a_value_runs_the_forward_kernel_once(op):
+    assert report()[op]["value"] == {f"{op}_fwd_kernel": 1}
+
+
+@pytest.mark.parametrize("op", ["rwkv6", "rwkv7"])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_gradients(op, name):
+    """The policy keeps what the forward kernel made: without it, `jax.checkpoint` runs that kernel again."""
+    want = {f"{op}_fwd_kernel": FORWARDS[name], f"{op}_bwd_kernel": 1}
+    if name.startswith("few"):  # cut into stretches: what they do to the state, then the states between them, forward and backward
+        want |= {f"{op}_transfer_kernel": 1, "combine_kernel": 2, "gather_kernel": 1}
+    assert report()[op][name] == want
+
+
+def test_large_heads_take_two_backward_kernels():
+    assert report()["rwkv7"]["large heads"] == {"rwkv7_fwd_kernel": 1, "rwkv7_carry_kernel": 1, "rwkv7_gradients_kernel": 1}
