@@ -1,9 +1,10 @@
 """Times this library's ops beside every peer that can be imported, in one run on one GPU: ``python benchmarks/ops.py``.
 
 Prints a table and writes ``benchmarks/results/<device>.json`` (`records`), after every measurement, so that a run that is cut short keeps what it has.
-`chart.py` draws it. Every implementation runs in a process of its own, one after another: ours first, the peers, FLA last (it tunes itself for minutes), and
-the main shapes of ours once more at the end: where the two differ by more than 3 %, the record has both (``ms``, ``ms_end``) and the ratio is of the slower.
-What compiles with nvcc or tunes itself does so before anything is timed, all at once. Peers are imported from where Python finds them (PYTHONPATH).
+`chart.py` draws it. Every implementation runs in a process of its own, one after another: for each op ours, then its peers, FLA's RWKV-7 last (it tunes
+itself for minutes), and the main shapes of ours once more at the end: where the two differ by more than 3 %, the record has both (``ms``, ``ms_end``) and the
+ratio is of the slower. What compiles with nvcc or has hundreds of Triton configurations to try does so before anything is timed, all at once. Peers are
+imported from where Python finds them (PYTHONPATH).
 
 Decays: "bounded" is w = -exp(-0.5) * sigmoid(x) under the promise ``lower_bound=-0.61``; "any-weak" the same decays without it; "any-strong" w = -exp(2 x). The
 peer of a record of ours is the fastest one of the same op, form, shape, pass and decays (the first two kinds have the same), ``ratio`` our time over its.
@@ -58,45 +59,48 @@ def decode(version: int, shape: tuple[int, ...]) -> list[Task]:
 
 def plan(quick: bool) -> tuple[list[Job], list[Job]]:
     """All jobs in the order in which they run, and those of ours that run again at the end."""
-    wide, every, three, four = (WIDE, [WIDE, LONG, SMALL, BIG], [WIDE, LONG, SMALL], [LONG, SMALL, BIG])
-    step = DECODE
+    wide, every, three, step = WIDE, [WIDE, LONG, SMALL, BIG], [WIDE, LONG, SMALL], DECODE
     if quick:
-        wide, every, three, four, step = QUICK, [QUICK], [QUICK], [], (2, 1, 2, 64, 64)
+        wide, every, three, step = QUICK, [QUICK], [QUICK], (2, 1, 2, 64, 64)
     jobs: list[Job] = []
     add = lambda key, tasks: jobs.extend((key, task) for task in tasks)
-    add("ours", chunk(7, [wide], "bounded", "any-weak", "any-strong") + chunk(7, four, "bounded", "any-strong"))
-    add("ours", chunk(6, [wide], "any-strong", "any-weak", "bounded") + chunk(6, [s for s in three if s != wide], "any-strong", "any-weak"))
-    add("ours", recurrent(7, wide, *PASSES) + recurrent(6, wide, *PASSES))
-    for version in (7, 6):
-        for key in ("ours", "ours reference", "ours xla", "copy"):
-            add(key, decode(version, step))
-    if quick:
-        jobs = [(key, task) for key, task in jobs if task.decay != "any-weak" or task.form != "chunk"]
+    others = [shape for shape in every if shape != wide]
+    add("ours", chunk(7, [wide], "bounded", "any-weak", "any-strong") + chunk(7, others, "bounded"))
+    add("ours", [task for task in chunk(7, others, "any-strong") if task.backward])
     add("wind", chunk(7, [s for s in every if s[3] == 64], "bounded"))
     add("wind", chunk(7, [s for s in every if s[3] != 64], "bounded"))
     add("jla bounded", chunk(7, every, "bounded"))
     add("jla", chunk(7, every, "any-weak") + chunk(7, [wide], "any-strong"))
-    add("jla 6", chunk(6, three, "any-strong") + chunk(6, [wide], "any-weak"))
     add("rwkv-ops triton", chunk(7, [wide], "any-weak", "any-strong"))
     add("rwkv-ops cuda", chunk(7, [s for s in every if s[3] == 64], "any-weak"))
+    add("ours", chunk(6, [wide], "any-strong", "any-weak", "bounded") + chunk(6, [s for s in three if s != wide], "any-strong"))
+    add("jla 6", chunk(6, three, "any-strong") + chunk(6, [wide], "any-weak"))
     add("rwkv-ops cuda 6", chunk(6, [s for s in three if s[1] <= 4096], "any-strong"))
-    add("wind backstepping", recurrent(7, wide, *PASSES))
     add("fla 6", chunk(6, three, "any-strong") + chunk(6, [wide], "any-weak"))
     add("fla 6 chunk 64", chunk(6, three, "any-strong"))
+    add("ours", recurrent(7, wide, *PASSES) + recurrent(6, wide, *PASSES))
+    for version in (7, 6):
+        for key in ("ours", "ours reference", "ours xla", "copy"):
+            add(key, decode(version, step))
+    add("wind backstepping", recurrent(7, wide, *PASSES))
     add("fla recurrent 6", recurrent(6, wide, *PASSES) + decode(6, step))
     add("fla recurrent 7", recurrent(7, wide, "fwd") + decode(7, step))
     add("fla 7", chunk(7, every, "bounded"))
     add("fla 7 layer", chunk(7, [wide], "bounded"))
     add("fla 7 default", chunk(7, [wide], "any-weak", "any-strong"))
     add("fla 7 safe", chunk(7, [wide], "any-weak"))
+    if quick:  # less to compile
+        jobs = [(key, task) for key, task in jobs if (key, task.form, task.decay) != ("ours", "chunk", "any-weak")]
     main = [(key, task) for key, task in jobs if key == "ours" and task.form == "chunk" and task.backward]
     again = [(key, task) for key, task in main if task.decay == ("bounded" if task.version == 7 else "any-strong")]
     return jobs, [] if quick else again
 
 
 def group(job: Job) -> str:
-    """The process of a job: one a head size, because some extensions are compiled for one and loaded by a name without it."""
+    """The process of a job: one an op of ours, near to its peers; one a head size where extensions are compiled for one and loaded by a name without it."""
     implementation = IMPLEMENTATIONS[job[0]]
+    if implementation.group == "fla_jax":
+        return f"fla_jax {job[1].op if job[1].form == 'chunk' else 'recurrent'}"
     return implementation.group + (f" D{job[1].shape[3]}" if implementation.prepare else "")
 
 
@@ -196,16 +200,16 @@ def compare(rows: list[records.Record]) -> None:
 class Process:
     """A process with its jobs, started at once; its lines are read as they come."""
 
-    def __init__(self, name: str, jobs: list[Job], folder: Path, prepare: bool):
+    def __init__(self, name: str, jobs: list[Job], folder: Path, prepare: bool = False, shares: tuple[int, int] | None = None):
         self.name, self.jobs, self.began = name, jobs, time.monotonic()
-        stem = re.sub(r"\W", "_", name) + ("_prepare" if prepare else "")
+        stem = re.sub(r"\W+", "_", f"{name} prepare {shares or ''}" if prepare else name)
         self.lines, self.log, spec = folder / f"{stem}.jsonl", folder / f"{stem}.log", folder / f"{stem}.json"
         self.lines.write_text("")
         self.read = 0
         listed = [
             {"id": i, "implementation": key, "task": {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}} for i, (key, task) in enumerate(jobs)
         ]
-        spec.write_text(json.dumps({"jobs": listed, "prepare": prepare}))
+        spec.write_text(json.dumps({"jobs": listed, "prepare": prepare, "shares": shares}))
         path = [str(records.ROOT), str(records.ROOT / "benchmarks"), str(records.ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         # extensions of one name and several head sizes must not share a folder; what FLA's tuning finds while others run must not be kept
@@ -238,7 +242,7 @@ def measure(run: Run, name: str, jobs: list[Job], folder: Path, seconds: float, 
             for job in [] if again else jobs:
                 run.skip(job, "no time was left")
             return
-        process, open_jobs, current = Process(name, jobs, folder, False), dict(enumerate(jobs)), 0
+        process, open_jobs, current = Process(name, jobs, folder), dict(enumerate(jobs)), 0
         with contextlib.ExitStack() as stack:
             stack.callback(process.process.kill)
             while True:
@@ -273,14 +277,16 @@ def prepare(jobs: dict[str, list[Job]], folder: Path, seconds: float) -> None:
         return
     began = time.monotonic()
     print(f"compiling: {', '.join(chosen)} ...", flush=True)
-    processes = [Process(name, group_jobs, folder, True) for name, group_jobs in chosen.items()]
+    tuned = [name for name, group_jobs in chosen.items() if IMPLEMENTATIONS[group_jobs[0][0]].package == "fla"]
+    shares = max(1, (os.cpu_count() or 1) // max(1, len(tuned)))  # hundreds of configurations a variant, a core each
+    processes = [Process(name, chosen[name], folder, True, (i, shares)) for name in tuned for i in range(shares)]
+    processes += [Process(name, group_jobs, folder, True) for name, group_jobs in chosen.items() if name not in tuned]
     while time.monotonic() - began < seconds and any(p.process.poll() is None for p in processes):
         time.sleep(0.2)
-    for p in processes:
-        late = p.process.poll() is None
-        if late:
-            p.end()
-        print(f"  {p.name}: {'not done' if late else 'done'} after {time.monotonic() - began:.0f} s at most", flush=True)
+    late = [p for p in processes if p.process.poll() is None]
+    for p in late:
+        p.end()
+    print(f"  {time.monotonic() - began:.0f} s, not done: {len(late)} of {len(processes)} processes {sorted({p.name for p in late})}", flush=True)
 
 
 def table(rows: list[records.Record]) -> str:
@@ -294,7 +300,8 @@ def table(rows: list[records.Record]) -> str:
         ratio = number(r["ratio"], ".2f") if "ratio_to_copy" not in r else f"{r['ratio_to_copy']:.2f} of copy"
         ms = f"{r['ms']:.3f}" + (f" / {r['ms_end']:.3f}" if "ms_end" in r else "")
         cells = (r["op"], "x".join(map(str, r["shape"])), r["pass"], r["decay"], name, ms, number(r["roofline_ms"], ".3f"), number(r["peak_gb"], ".2f"))
-        lines.append((*cells, number(e.get("o"), ".1e"), number(e.get("worst_gradient"), ".1e"), ratio))
+        error = lambda name, e=e, r=r: "not finite" if name in (r.get("note") or "").partition("not finite")[2] else number(e.get(name), ".1e")
+        lines.append((*cells, error("o"), error("worst_gradient"), ratio))
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 

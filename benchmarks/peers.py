@@ -212,7 +212,7 @@ IMPLEMENTATIONS = {
     ),
     "jla bounded": Implementation("jax-linear-attention bounded", "jax-linear-attention", "jax", jla7(True), "jla", JLA),
     "jla": Implementation("jax-linear-attention any decay", "jax-linear-attention", "jax", jla7(False), "jla", JLA),
-    "jla 6": Implementation("jax-linear-attention", "jax-linear-attention", "jax", jla6, "jla", JLA, note="plain JAX: it has no kernel of RWKV-6"),
+    "jla 6": Implementation("jax-linear-attention", "jax-linear-attention 6", "jax", jla6, "jla", JLA, note="plain JAX: it has no kernel of RWKV-6"),
     "fla 6": _fla("chunk_rwkv6", "chunk_rwkv6", "FLA 6"),
     "fla 6 chunk 64": _fla("chunk_rwkv6, chunk 64", "chunk_rwkv6", "FLA 6", options=dict(chunk_size=64)),
     "fla recurrent 6": _fla("fused_recurrent_rwkv6", "fused_recurrent_rwkv6", "FLA recurrent", final_cotangent=False,
