@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+import records
+
 SIZES = ("layers", "width", "tokens", "batch", "vocab")
 PACKAGES = {
     "fla_jax": ("jax", "jaxlib", "flax", "optax", "jax-triton", "triton"),
@@ -48,8 +49,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--implementation", default=None, help="fla_jax: implementation of the op")
     parser.add_argument("--block-tokens", type=int, default=4096, help="fla_jax: tokens whose logits are held at once")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each side and kind of rematerialisation; default 900")
-    parser.add_argument("--commit", default=None, help="commit to record; default: what git says")
-    parser.add_argument("--out", type=Path, default=None, help="results file; default benchmarks/results/<device>.json")
+    parser.add_argument("--out", type=Path, default=None, help="results file; default: <device>.json in $OUT if that is set, else in benchmarks/results")
     parser.add_argument("--run", nargs=3, metavar=("SIDE", "REMAT", "FILE"), help=argparse.SUPPRESS)  # what the processes of the two sides are started with
     return parser.parse_args(arguments)
 
@@ -71,6 +71,8 @@ def measure(step: Callable[[], float], options: argparse.Namespace) -> dict[str,
         began = time.perf_counter()
         losses.append(step())
         times.append(1e3 * (time.perf_counter() - began))
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"the loss is not finite: {losses}")
     ms = statistics.median(times)
     rate = options.batch * options.tokens / ms * 1e3
     return {"ms": ms, "ms_min": min(times), "ms_max": max(times), "tokens_per_s": rate, "first_step_s": first, "loss_first": losses[0], "loss_last": losses[-1]}
@@ -182,17 +184,6 @@ def run_fla(options: argparse.Namespace, remat: str) -> dict[str, Any]:
     }
 
 
-def versions(side: str) -> dict[str, str]:
-    """Installed packages that matter to a side."""
-    found = {"python": sys.version.split()[0]}
-    for name in PACKAGES[side]:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def child(options: argparse.Namespace) -> None:
     """What a side's process does: one measurement, or the error, into a file."""
     side, remat, file = options.run
@@ -200,19 +191,19 @@ def child(options: argparse.Namespace) -> None:
         result = {"fla_jax": run_fla_jax, "fla": run_fla}[side](options, remat)
     except Exception as error:  # recorded, whatever it is
         result = {"error": f"{type(error).__name__}: {error}"[:2000]}
-    Path(file).write_text(json.dumps({**result, "versions": versions(side)}))
+    Path(file).write_text(json.dumps({**result, "versions": records.versions(PACKAGES[side])}))
 
 
 def run_side(side: str, options: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
     """Records of one side: failures, and at the end the measurement if there is one."""
     python = options.fla_python if side == "fla" else sys.executable
-    records = []
+    made: list[dict[str, Any]] = []
     for remat in options.fla_remat if side == "fla" else options.remat:
         print(f"{side}, rematerialisation: {remat} ...", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "result.json"
             command = [python, str(Path(__file__).resolve()), *arguments, "--run", side, remat, str(file)]
-            path = [str(ROOT)] if side == "fla_jax" else []
+            path = [str(records.ROOT)] if side == "fla_jax" else []
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
             try:
                 done = subprocess.run(command, timeout=options.timeout, capture_output=True, text=True, env=environment)
@@ -222,7 +213,7 @@ def run_side(side: str, options: argparse.Namespace, arguments: list[str]) -> li
             except OSError as error:
                 missing = f"{type(error).__name__}: {error}"
             result = json.loads(file.read_text()) if file.exists() else {"error": missing}
-        records.append(
+        made.append(
             {
                 "op": "train_step",
                 "implementation": side,
@@ -241,26 +232,12 @@ def run_side(side: str, options: argparse.Namespace, arguments: list[str]) -> li
         print(f"  failed: {result['error'][:300]}")
         if not any(word in result["error"] for word in ("RESOURCE_EXHAUSTED", "memory")):
             break
-    return records
+    return made
 
 
-def commit() -> str:
-    """The commit that runs, with a mark if files differ from it; "unknown" in a copy without history."""
-    git = lambda *arguments: subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
-    try:
-        return (git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")) or "unknown"
-    except OSError:
-        return "unknown"
-
-
-def merge(path: Path, records: list[dict[str, Any]]) -> None:
-    """Puts records in place of those of the same op, sizes and implementation; the others stay."""
-    key = lambda record: tuple(json.dumps(record.get(name), sort_keys=True) for name in ("op", "implementation", "shape"))
-    new = {key(record) for record in records}
-    kept = [record for record in json.loads(path.read_text()) if key(record) not in new] if path.exists() else []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".new").write_text(json.dumps([*kept, *records], indent=1) + "\n")
-    path.with_suffix(".new").replace(path)
+def key(record: dict[str, Any]) -> str:
+    """What records replace each other."""
+    return json.dumps([record.get(name) for name in ("op", "implementation", "shape")], sort_keys=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -272,19 +249,23 @@ def main(arguments: list[str] | None = None) -> None:
     for name in (*SIZES, "steps"):
         if getattr(options, name) < 1:
             sys.exit(f"train_step.py: --{name} must be at least 1, got {getattr(options, name)}")
-    records = [record for side in ("fla_jax", "fla") if side in options.sides for record in run_side(side, options, arguments)]
-    best = {record["implementation"]: record for record in records if "error" not in record}
-    device = next((record["device"] for record in best.values()), "unknown")
-    today, at = datetime.date.today().isoformat(), options.commit or commit()
-    for record in records:
-        record.update(device=record.get("device", device), commit=at, date=today)
-    if len(best) == 2:
-        ours, peer = best["fla_jax"], best["fla"]
-        ours.update(peer="fla", peer_ms=peer["ms"], ratio=peer["ms"] / ours["ms"])
-        print(f"fla_jax is {ours['ratio']:.2f} times as fast as FLA")
-    path = options.out or ROOT / "benchmarks" / "results" / f"{device.lower().replace(' ', '-')}.json"
-    merge(path, records)
-    print(f"results: {path}")
+    common = {"commit": records.commit(), "run": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    made: list[dict[str, Any]] = []
+    for side in (side for side in ("fla_jax", "fla") if side in options.sides):
+        made += run_side(side, options, arguments)
+        best = {record["implementation"]: record for record in made if "error" not in record}
+        device = next((record["device"] for record in best.values()), "unknown")
+        for record in made:
+            record.update({"device": device, **record, **common})
+        if len(best) == 2:
+            ours, peer = best["fla_jax"], best["fla"]
+            ours.update(peer="fla", peer_ms=peer["ms"], ratio=peer["ms"] / ours["ms"])
+            print(f"fla_jax is {ours['ratio']:.2f} times as fast as FLA")
+        # after each side, so that a run that is cut short keeps what it has
+        path = options.out or records.path_of(device, Path(os.environ["OUT"]) if os.environ.get("OUT") else records.RESULTS)
+        base = records.read(path) or (records.read(records.path_of(device)) if options.out is None else [])
+        records.write(path, records.merged(base, made, key))
+        print(f"results: {path}", flush=True)
 
 
 if __name__ == "__main__":

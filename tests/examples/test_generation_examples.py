@@ -109,6 +109,7 @@ def test_state_tuning(tmp_path, monkeypatch, capsys):
 
 def test_train_step_benchmark(tmp_path, monkeypatch):
     """A CPU has no FLA: its failure is recorded, this side's numbers too, and what other benchmarks wrote stays."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     module = load("benchmarks/train_step.py", "benchmark_train_step")
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     results = tmp_path / "results.json"
