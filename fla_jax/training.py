@@ -161,6 +161,12 @@ def _sum_of_losses(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, weig
     return _walk_blocks(hidden, kernel, labels, weights, l2wrap, block, gradients=False)[0]
 
 
+def _sharded_like(x: jax.Array) -> dict[str, Any]:
+    """Options of a product that contracts a sharded axis: on a mesh with explicit axes it must be told how its result is sharded."""
+    sharding = jax.typeof(x).sharding
+    return {"out_sharding": sharding} if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else {}
+
+
 def _walk_blocks(hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool) -> tuple[jax.Array, Any, Any]:
     """The sum, and with ``gradients`` its derivatives in hidden and kernel, made while a block's logits are there: they are never made a second time."""
     T = hidden.shape[1]
@@ -187,10 +193,10 @@ def _walk_blocks(hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: fl
             largest = jnp.argmax(logits, -1, keepdims=True)
             d = d + jnp.where(position == largest.astype(label.dtype), l2wrap * logits, 0)
         d = (d * weight[..., None]).astype(hidden.dtype)
-        d_kernel = d_kernel + dot(h, d, (((0, 1), (0, 1)), ((), ())))
-        return (total, d_kernel), dot(d, narrow, (((2,), (1,)), ((), ()))).astype(hidden.dtype)
+        d_kernel = d_kernel + dot(h, d, (((0, 1), (0, 1)), ((), ())), **_sharded_like(kernel))
+        return (total, d_kernel), dot(d, narrow, (((2,), (1,)), ((), ())), **_sharded_like(h)).astype(hidden.dtype)
 
-    start = jnp.zeros((), wide), jnp.zeros(kernel.shape, wide) if gradients else None
+    start = jnp.zeros((), wide), jnp.zeros_like(kernel, wide) if gradients else None
     (total, d_kernel), d_hidden = jax.lax.scan(step, start, (split(hidden), split(labels), split(weights.astype(wide))))
     if d_kernel is None:
         return total, None, None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,3 +81,27 @@ def test_errors():
         chunked_cross_entropy(hidden, kernel, labels.astype(jnp.float32))
     with pytest.raises(ValueError, match="block_tokens"):
         chunked_cross_entropy(hidden, kernel, labels, block_tokens=0)
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from fla_jax.training import chunked_cross_entropy
+rng = np.random.default_rng(0)
+hidden, kernel, labels = np.float32(rng.normal(size=(2, 6, 8))), np.float32(rng.normal(size=(8, 10))), rng.integers(0, 10, (2, 6))
+f = jax.jit(lambda h, k, y: jax.value_and_grad(lambda h, k: chunked_cross_entropy(h, k, y, block_tokens=4), (0, 1))(h, k))
+want = f(hidden, kernel, labels)
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        got = f(*(jax.device_put(x, NamedSharding(mesh, P(*axes))) for x, axes in ((hidden, ("data",)), (kernel, ()), (labels, ("data",)))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), jax.device_get(got), want)
+    assert got[1][0].sharding.spec[0] == "data"
+"""
+
+
+def test_sharded_over_the_batch():
+    """On two devices, on meshes with automatic and with explicit axes."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
