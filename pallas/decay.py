@@ -12,9 +12,10 @@ from .common import LOG2E, token_sums
 
 @triton.jit
 def factors(w, ANY: tl.constexpr, PREC: tl.constexpr):
-    """Decay factors [16, K] of a chunk with log decays ``w``, from products with constant triangles.
+    """Decay factors [16, K] of a chunk with log decays ``w``, from products with constant triangles, and decays [K] of the state.
 
-    Returns: rows r and a for the scores; columns for the scores of rows 0..7 and of rows 8..15 (also for the state); rows r and a for the state.
+    Returns: rows r and a for the scores; columns for the scores of rows 0..7 and of rows 8..15 (also for the state); rows r and a for the state. Then the decay
+    of the state before a chunk's writes and after them (bounded: the whole of it, twice).
     """
     o = tl.arange(0, 16)
     t, j = o[:, None], o[None, :]
@@ -27,18 +28,21 @@ def factors(w, ANY: tl.constexpr, PREC: tl.constexpr):
         to_middle = tl.where((t < j) & (j < 12), 1.0, tl.where((j >= 12) & (j <= t), -1.0, 0.0))
         R = token_sums(to_row, w, PREC) * LOG2E
         c2 = tl.exp2(token_sums(to_middle, w, PREC) * LOG2E)
-        return tl.exp2(R), tl.exp2(R - g), tl.where(t < 8, tl.exp2(-R), 0.0), c2, eq, ea
+        pre = tl.sum(tl.where(t == 11, eq, 0.0), 0)
+        post = tl.exp2(tl.sum(tl.where(t == 15, R, 0.0), 0))
+        return (tl.exp2(R), tl.exp2(R - g), tl.where(t < 8, tl.exp2(-R), 0.0), c2, eq, ea), pre, post
     else:
         c = tl.exp2(-G)
-        return eq, ea, c, c, eq, ea
+        total = tl.sum(tl.where(t == 15, eq, 0.0), 0)
+        return (eq, ea, c, c, eq, ea), total, total
 
 
 @triton.jit
-def scanned_factors(w, ANY: tl.constexpr, HALF: tl.constexpr):
-    """As `factors`, by scans and sums, which are shorter with two warps; then decays [K] of the state: before a chunk's writes, after them, after them.
+def scanned_factors(w, ANY: tl.constexpr):
+    """As `factors`, by scans and sums, which are shorter with two warps.
 
-    With ``ANY`` these are exponentials of differences of large sums from the chunk's start, of which the rounding cancels in every product of two of them; the
-    last one is exact by itself, for the backward, whose `factors` are (16-bit inputs do not see the difference, 1e-5).
+    With ``ANY`` these are exponentials of differences of large sums from the chunk's start, each good to 1e-5; the error cancels in every product of two of
+    them, which is all that a forward makes.
     """
     t = tl.arange(0, 16)[:, None]
     g = w.to(tl.float32) * LOG2E
@@ -48,14 +52,12 @@ def scanned_factors(w, ANY: tl.constexpr, HALF: tl.constexpr):
     if ANY:
         g1 = tl.sum(tl.where(t < 4, g, 0.0), 0)[None, :]
         g2, total = tl.sum(tl.where(t < 12, g, 0.0), 0), tl.sum(g, 0)
-        after = tl.exp2(total - g2)
         own = tl.where(t < 8, g1, g2[None, :])
         c1 = tl.where(t < 8, tl.exp2(tl.where(t < 8, g1 - G, 0.0)), 0.0)
-        exact = after if HALF else tl.exp2(tl.sum(tl.where(t < 12, 0.0, g), 0))
-        return (tl.exp2(G - own), tl.exp2(Gx - own), c1, tl.exp2(g2[None, :] - G), eq, ea), tl.exp2(g2), after, exact
+        return (tl.exp2(G - own), tl.exp2(Gx - own), c1, tl.exp2(g2[None, :] - G), eq, ea), tl.exp2(g2), tl.exp2(total - g2)
     else:
         c, total = tl.exp2(-G), tl.exp2(tl.sum(g, 0))
-        return (eq, ea, c, c, eq, ea), total, total, total
+        return (eq, ea, c, c, eq, ea), total, total
 
 
 @triton.jit

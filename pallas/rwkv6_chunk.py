@@ -25,7 +25,7 @@ LAUNCH = {
     ("backward", 256): (16, 4, 1),
 }
 TOKENS = "b t h k, b t h k, b t h v, b t h k, b h k"
-KEPT = "b c h v k, b c h z k"  # states that enter the chunks, decays of the state before and after a chunk's own writes
+KEPT = "b c h v k"  # states that enter the chunks
 TRANSFER = ", b s h k, b t h k"
 
 
@@ -50,15 +50,11 @@ def forward(cfg: OpConfig, r, k, v, w, u, s0, segment_ids, cu_seqlens):
             N = jax.ShapeDtypeStruct((B * splits, H, K, V), jnp.float32)
             reads, M, N = launch(rwkv6_transfer_kernel, r, k, v, w, cut.ranges[0], *cut.lengths, out=(reads, M, N), **options)
             s0, transfer = enter(M, N, s0, splits), (M.reshape(B, splits, H, K), reads)
-        kept = (jax.ShapeDtypeStruct((*plan.chunks, H, V, K), plan.store), jax.ShapeDtypeStruct((*plan.chunks, H, 2, K), jnp.float32))
-        out = (
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            jax.ShapeDtypeStruct(s0.shape, jnp.float32),
-            *(kept if cfg.keep else (jax.ShapeDtypeStruct((1,), x.dtype) for x in kept)),
-        )
-        y, final, *kept = launch(rwkv6_fwd_kernel, r, k, v, w, u, s0, *plan.ranges, *plan.lengths, out=out, KEEP=cfg.keep, **plan.options)
+        states = jax.ShapeDtypeStruct((*plan.chunks, H, V, K) if cfg.keep else (1,), plan.store)
+        out = (jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(s0.shape, jnp.float32), states)
+        y, final, states = launch(rwkv6_fwd_kernel, r, k, v, w, u, s0, *plan.ranges, *plan.lengths, out=out, KEEP=cfg.keep, **plan.options)
         final = final.reshape(-1, splits, H, K, V)[:, -1]
-        return (y, final, *kept, *transfer) if cfg.keep else (y, final)
+        return (y, final, states, *transfer) if cfg.keep else (y, final)
 
     results = KEPT + (TRANSFER if splits > 1 else "")
     rule = f"{TOKENS}, {layout.state}{layout.rule} -> b t h v, {layout.state}" + (f", {results}" if cfg.keep else "")
@@ -71,7 +67,7 @@ def backward(cfg: OpConfig, inputs, kept, dy, ds):
     r, k, v, w, u, _, segment_ids, cu_seqlens = inputs
     splits, layout = plan_splits(r, cu_seqlens), Layout(segment_ids, cu_seqlens)
 
-    def run(r, k, v, w, u, dy, ds, states, decay, *rest):
+    def run(r, k, v, w, u, dy, ds, states, *rest):
         transfer, rest = (rest[:2], rest[2:]) if splits > 1 else ((), rest)
         (B, _, H, K), V = r.shape, v.shape[-1]
         plan = make_plan("backward", LAUNCH, cfg, r, w, v, (k,), *layout.unpack(rest), splits)
@@ -82,7 +78,7 @@ def backward(cfg: OpConfig, inputs, kept, dy, ds):
         partial_du = jax.ShapeDtypeStruct((plan.parts, ds.shape[0], H, K), jnp.float32)  # one per value block and stretch: no atomics
         out = (dr, dk, jax.ShapeDtypeStruct(v.shape, v.dtype), dw, partial_du, jax.ShapeDtypeStruct(ds.shape, jnp.float32))
         dr, dk, dv, dw, du, ds0 = launch(
-            rwkv6_bwd_kernel, r, k, v, w, u, *plan.ranges, dy, ds, states, decay, *plan.lengths, out=out, **plan.options
+            rwkv6_bwd_kernel, r, k, v, w, u, *plan.ranges, dy, ds, states, *plan.lengths, out=out, **plan.options
         )  # fmt: skip
         du = jnp.sum(du.reshape(plan.parts, B, -1, H, K), (0, 2))
         return total(dr, r), total(dk, k), dv, total(dw, w), du, ds0.reshape(-1, splits, H, K, V)[:, 0]

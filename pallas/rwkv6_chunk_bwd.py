@@ -16,7 +16,7 @@ from .decay import factors, score
 
 @triton.jit
 def walk_backward(
-    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, decay_, T, span,
+    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, T, span,
     dr_, dk_, dv_, dw_, du_, ds0_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
@@ -56,10 +56,9 @@ def walk_backward(
         v = load_tokens(v_ + pv, offv, mtv, EVEN).to(DOT)
         dy = load_tokens(dy_ + pv, offv, mtv, EVEN).to(DOT)
         Sd = tl.load(states_ + chunk * (K * V) + ov[:, None] * K + ok[None, :], mask=msq, other=0.0).to(DOT)
-        pre = tl.load(decay_ + chunk * (2 * K) + ok, mask=mk, other=1.0)
-        post = tl.load(decay_ + chunk * (2 * K) + K + ok, mask=mk, other=1.0)
         wc = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype) if ANY else w
-        _, rx, c1, c2, _, ex = factors(wc, ANY, PREC)
+        decays, pre, post = factors(wc, ANY, PREC)
+        _, rx, c1, c2, _, ex = decays
         rf, kf = r.to(tl.float32) * SCALE, k.to(tl.float32)
         q1, k2 = (rf * rx).to(DOT), (kf * c2).to(DOT)
         if ANY:
@@ -139,7 +138,7 @@ def walk_backward(
 
 @triton.jit
 def rwkv6_bwd_kernel(
-    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, decay_, T, span,
+    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, T, span,
     dr_, dk_, dv_, dw_, du_, ds0_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
@@ -147,11 +146,11 @@ def rwkv6_bwd_kernel(
     """Grid (value blocks, heads, stretches). dr, dk, dw have a leading axis of value blocks and du those of value blocks and stretches, to be summed."""
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_backward(
-            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, decay_, T, span, dr_, dk_, dv_, dw_, du_, ds0_,
+            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, T, span, dr_, dk_, dv_, dw_, du_, ds0_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS,
         )  # fmt: skip
     else:
         walk_backward(
-            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, decay_, T, span, dr_, dk_, dv_, dw_, du_, ds0_,
+            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, T, span, dr_, dk_, dv_, dw_, du_, ds0_,
             H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS,
         )  # fmt: skip

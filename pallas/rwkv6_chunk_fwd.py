@@ -16,7 +16,7 @@ from .decay import scanned_factors, score
 @triton.jit
 def walk_forward(
     r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, span,
-    y_, sT_, states_, decay_,
+    y_, sT_, states_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,7 @@ def walk_forward(
         v = load_tokens(v_ + pv, offv, mtv, EVEN).to(DOT)
         if ANY:
             w = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype)
-        decays, pre, post, exact_post = scanned_factors(w, ANY, HALF)
+        decays, pre, post = scanned_factors(w, ANY)
         _, rx, c1, c2, _, ex = decays
         q1, k2 = (r * rx).to(DOT), (k * c2).to(DOT)
         if ANY:
@@ -66,9 +66,6 @@ def walk_forward(
         if KEEP:
             chunk = (chunk0 + n) * H + h
             tl.store(states_ + chunk * (K * V) + ov[:, None] * K + ok[None, :], Sd.to(states_.dtype.element_ty), mask=msq)
-            if iv == 0:
-                tl.store(decay_ + chunk * (2 * K) + ok, pre, mask=mk)
-                tl.store(decay_ + chunk * (2 * K) + K + ok, exact_post, mask=mk)
         vt = tl.trans(v)
         Y = tl.dot(Sd, tl.trans(q0), input_precision=PREC)
         Y = tl.dot(vt, tl.trans(A), Y, input_precision=PREC)
@@ -86,22 +83,22 @@ def walk_forward(
 @triton.jit
 def rwkv6_fwd_kernel(
     r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, strong_, T, span,
-    y_, sT_, states_, decay_,
+    y_, sT_, states_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value blocks, heads, stretches); ``u_`` [B, H, K]. ``KEEP`` stores what the backward needs: states entering chunks and their decays.
+    """Grid (value blocks, heads, stretches); ``u_`` [B, H, K]. ``KEEP`` stores what the backward needs: the states entering chunks.
 
     With ``ANY``, ``strong_`` [B, H] says which rows and heads need the form for any decay; the others take the bounded one.
     """
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_forward(
-            r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_, decay_,
+            r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, KEEP,
         )  # fmt: skip
     else:
         walk_forward(
-            r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_, decay_,
+            r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_,
             H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, KEEP,
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ LAUNCH = {
     ("backward", 256): (16, 4, 1),
 }
 TOKENS = "b t h k, b t h k, b t h k, b t h v, b t h k, b t h k"
-KEPT = "b c h v k, b c h x y, b c h z k"  # states that enter the chunks, (I - A_ab)^-1, decays of the state before and after a chunk's own writes
+KEPT = "b c h v k, b c h x y"  # states that enter the chunks, (I - A_ab)^-1
 
 
 class _Kept:
@@ -42,8 +42,8 @@ class _Kept:
         self.rule = KEPT + (", b t h v" if self.two_kernels else "") + (", b s h k j, b t h k" if splits > 1 else "")
 
     def unpack(self, arrays: tuple[jax.Array, ...]):
-        """((states, inverses, decays), U or None, (M, reads) or None, the rest)."""
-        own, rest = arrays[:3], arrays[3:]
+        """((states, inverses), U or None, (M, reads) or None, the rest)."""
+        own, rest = arrays[:2], arrays[2:]
         u, rest = (rest[0], rest[1:]) if self.two_kernels else (None, rest)
         transfer, rest = (rest[:2], rest[2:]) if self.splits > 1 else (None, rest)
         return own, u, transfer, rest
@@ -84,12 +84,11 @@ def forward(cfg: OpConfig, r, w, k, v, a, b, s0, segment_ids, cu_seqlens):
         kept = (
             jax.ShapeDtypeStruct((*plan.chunks, H, V, K), plan.store),
             jax.ShapeDtypeStruct((*plan.chunks, H, CHUNK, CHUNK), plan.store),
-            jax.ShapeDtypeStruct((*plan.chunks, H, 2, K), jnp.float32),
             _like(v, plan.store),
         )
         keep_u = cfg.keep and keeps.two_kernels
         absent = lambda x: jax.ShapeDtypeStruct((1,), x.dtype)
-        out = (_like(v), _like(s0), *(x if cfg.keep else absent(x) for x in kept[:3]), kept[3] if keep_u else absent(kept[3]))
+        out = (_like(v), _like(s0), *(x if cfg.keep else absent(x) for x in kept[:2]), kept[2] if keep_u else absent(kept[2]))
         y, final, *own, u = launch(
             rwkv7_fwd_kernel, *tokens, s0, *plan.ranges, *plan.lengths, out=out, KEEP=cfg.keep, KEEP_U=keep_u, **plan.options
         )  # fmt: skip
@@ -104,11 +103,10 @@ def forward(cfg: OpConfig, r, w, k, v, a, b, s0, segment_ids, cu_seqlens):
 def _backward_by_two(plan: Plan, tokens: tuple[jax.Array, ...], dy: jax.Array, ds: jax.Array, own: tuple[jax.Array, ...], u: jax.Array):
     """The carry kernel, then the gradients kernel, for large heads."""
     r, w, k, v, a, b = tokens
-    states, _, decays = own
     K, V = r.shape[-1], v.shape[-1]
     dv, ds0, dstates, dz = launch(
         rwkv7_carry_kernel, *tokens, *plan.ranges, dy, ds, *own, *plan.lengths,
-        out=(_like(v), _like(ds), _like(states), _like(v, plan.store)), **plan.options,
+        out=(_like(v), _like(ds), _like(own[0]), _like(v, plan.store)), **plan.options,
     )  # fmt: skip
     BK, num_warps, num_stages = LAUNCH["gradients", 128]
     blocks, number = -(-K // BK), -(-plan.lengths[1] // CHUNK)
@@ -117,7 +115,7 @@ def _backward_by_two(plan: Plan, tokens: tuple[jax.Array, ...], dy: jax.Array, d
         BK=BK, BV=tile(V), BLOCKS=blocks, EVEN=plan.options["EVEN"] and tile(V) == V,
     )  # fmt: skip
     dr, dw, dk, da, db = launch(
-        rwkv7_gradients_kernel, *tokens, *plan.ranges, dy, u, dz, states, dstates, decays, *plan.lengths,
+        rwkv7_gradients_kernel, *tokens, *plan.ranges, dy, u, dz, own[0], dstates, *plan.lengths,
         out=tuple(map(_like, (r, w, k, a, b))), **options,
     )  # fmt: skip
     return dr, dw, dk, dv, da, db, ds0

@@ -1,6 +1,6 @@
 """RWKV-7, chunked backward in Triton: one program walks the chunks of one stretch, head and block of values in reverse, the state's gradient in registers.
 
-States, inverses T and whole-chunk decays come from the forward; everything else is computed again. With dS the gradient of the state that leaves the chunk,
+States and inverses T come from the forward; everything else is computed again. With dS the gradient of the state that leaves the chunk,
 ``dU = A_qb^T dY + B' dS``, ``dZ = T^T dU``, ``dV = A_qk^T dY + K' dS + A_ak^T dZ``, ``dA = (dY, dZ) (V, U)^T``; then rows and columns.
 All value-sided tiles are held transposed, [V, 16], as in the forward.
 
@@ -18,7 +18,7 @@ from .rwkv7_chunk_grads import scaled_tokens, token_gradients
 
 @triton.jit
 def walk_backward(
-    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, decay_, T, span,
+    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, T, span,
     dr_, dw_, dk_, dv_, da_, db_, ds0_, dstates_, dz_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
@@ -60,10 +60,8 @@ def walk_backward(
             v = load_tokens(v_ + pv, offv, mtv, EVEN).to(DOT)
             Sd = tl.load(states_ + stored, mask=msq, other=0.0).to(DOT)
         inv = tl.load(inv_ + chunk * 256 + oc[:, None] * 16 + oc[None, :]).to(DOT)
-        pre = tl.load(decay_ + chunk * (2 * K) + ok, mask=mk, other=1.0)
-        post = tl.load(decay_ + chunk * (2 * K) + K + ok, mask=mk, other=1.0)
         wc = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype) if ANY else w
-        decays = factors(wc, ANY, PREC)
+        decays, pre, post = factors(wc, ANY, PREC)
         q0, a0, q1, a1, k1, b1, k2, b2 = scaled_tokens(r, k, a, b, decays, SCALE, DOT, ANY)
         seen, below = incl, strict
         if SEG:
@@ -116,7 +114,7 @@ def walk_backward(
 
 @triton.jit
 def rwkv7_bwd_kernel(
-    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, inv_, decay_, T, span,
+    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, inv_, T, span,
     dr_, dw_, dk_, dv_, da_, db_, ds0_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
@@ -124,19 +122,19 @@ def rwkv7_bwd_kernel(
     """Grid (value blocks, heads, stretches). dr, dw, dk, da, db have a leading axis of value blocks, to be summed; ``strong_`` as in the forward."""
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_backward(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, decay_, T, span, dr_, dw_, dk_, dv_, da_, db_, ds0_, ds0_, ds0_,
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, T, span, dr_, dw_, dk_, dv_, da_, db_, ds0_, ds0_, ds0_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, True,
         )  # fmt: skip
     else:
         walk_backward(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, decay_, T, span, dr_, dw_, dk_, dv_, da_, db_, ds0_, ds0_, ds0_,
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, T, span, dr_, dw_, dk_, dv_, da_, db_, ds0_, ds0_, ds0_,
             H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, True,
         )  # fmt: skip
 
 
 @triton.jit
 def rwkv7_carry_kernel(
-    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, inv_, decay_, T, span,
+    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, inv_, T, span,
     dv_, ds0_, dstates_, dz_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
@@ -144,11 +142,11 @@ def rwkv7_carry_kernel(
     """Grid (value blocks, heads, stretches): dV, dZ like it, and in ``dstates_`` [.., V, K] the gradients of the states before their last decay."""
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_backward(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, decay_, T, span, dv_, dv_, dv_, dv_, dv_, dv_, ds0_, dstates_, dz_,
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, T, span, dv_, dv_, dv_, dv_, dv_, dv_, ds0_, dstates_, dz_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, False,
         )  # fmt: skip
     else:
         walk_backward(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, decay_, T, span, dv_, dv_, dv_, dv_, dv_, dv_, ds0_, dstates_, dz_,
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, T, span, dv_, dv_, dv_, dv_, dv_, dv_, ds0_, dstates_, dz_,
             H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, False,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from .decay import scanned_factors, score
 @triton.jit
 def walk_forward(
     r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, span,
-    y_, sT_, states_, inv_, decay_,
+    y_, sT_, states_, inv_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
     KEEP: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, iv, u_, KEEP_U: tl.constexpr,
@@ -56,7 +56,7 @@ def walk_forward(
             v = load_tokens(v_ + pv, offv, mtv, EVEN).to(DOT)
         if ANY:
             w = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype)
-        decays, pre, post, exact_post = scanned_factors(w, ANY, HALF)
+        decays, pre, post = scanned_factors(w, ANY)
         rq, ra, c1, c2, eq, ea = decays
         q1, a1 = (r * rq).to(DOT), (a * ra).to(DOT)
         k2, b2 = (k * c2).to(DOT), (b * c2).to(DOT)
@@ -87,8 +87,6 @@ def walk_forward(
             tl.store(states_ + chunk * (K * V) + ov[:, None] * K + ok[None, :], Sd.to(states_.dtype.element_ty), mask=msq)
             if iv == 0:
                 tl.store(inv_ + chunk * 256 + oc[:, None] * 16 + oc[None, :], inv.to(inv_.dtype.element_ty))
-                tl.store(decay_ + chunk * (2 * K) + ok, pre, mask=mk)
-                tl.store(decay_ + chunk * (2 * K) + K + ok, exact_post, mask=mk)
         Z = tl.dot(Sd, tl.trans(a0), input_precision=PREC)
         if WRITE:
             vt = tl.trans(v)
@@ -117,23 +115,23 @@ def walk_forward(
 @triton.jit
 def rwkv7_fwd_kernel(
     r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, strong_, T, span,
-    y_, sT_, states_, inv_, decay_, u_,
+    y_, sT_, states_, inv_, u_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, KEEP_U: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value blocks, heads, stretches). ``KEEP`` stores what the backward needs: states entering chunks, inverses, decays; ``KEEP_U`` U, like v.
+    """Grid (value blocks, heads, stretches). ``KEEP`` stores what the backward needs: states entering chunks, and inverses; ``KEEP_U`` U, like v.
 
     With ``ANY``, ``strong_`` [B, H] says which rows and heads need the form for any decay; the others take the bounded one.
     """
     iv = tl.program_id(0)
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_forward(
-            r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_, inv_, decay_,
+            r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_, inv_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, KEEP, True, True, iv, u_, KEEP_U,
         )  # fmt: skip
     else:
         walk_forward(
-            r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_, inv_, decay_,
+            r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_, inv_,
             H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, KEEP, True, True, iv, u_, KEEP_U,
         )  # fmt: skip
 
@@ -151,22 +149,22 @@ def rwkv7_transfer_kernel(
     if iv < PARTS:
         if strong:
             walk_forward(
-                r_, w_, k_, v_, a_, b_, N_, seg_, cu_, chunk0_, T, span, reads_, N_, N_, N_, N_,
+                r_, w_, k_, v_, a_, b_, N_, seg_, cu_, chunk0_, T, span, reads_, N_, N_, N_,
                 H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, False, False, True, iv, N_, False,
             )  # fmt: skip
         else:
             walk_forward(
-                r_, w_, k_, v_, a_, b_, N_, seg_, cu_, chunk0_, T, span, reads_, N_, N_, N_, N_,
+                r_, w_, k_, v_, a_, b_, N_, seg_, cu_, chunk0_, T, span, reads_, N_, N_, N_,
                 H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, False, False, True, iv, N_, False,
             )  # fmt: skip
     else:
         if strong:
             walk_forward(
-                r_, w_, k_, v_, a_, b_, M_, seg_, cu_, chunk0_, T, span, reads_, M_, M_, M_, M_,
+                r_, w_, k_, v_, a_, b_, M_, seg_, cu_, chunk0_, T, span, reads_, M_, M_, M_,
                 H, K, K, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, False, True, False, iv - PARTS, M_, False,
             )  # fmt: skip
         else:
             walk_forward(
-                r_, w_, k_, v_, a_, b_, M_, seg_, cu_, chunk0_, T, span, reads_, M_, M_, M_, M_,
+                r_, w_, k_, v_, a_, b_, M_, seg_, cu_, chunk0_, T, span, reads_, M_, M_, M_,
                 H, K, K, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, False, True, False, iv - PARTS, M_, False,
             )  # fmt: skip

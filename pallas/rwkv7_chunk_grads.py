@@ -139,7 +139,7 @@ def token_gradients(
 
 @triton.jit
 def chunk_gradients(
-    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, u_, dz_, states_, dstates_, decay_, T, span,
+    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, u_, dz_, states_, dstates_, T, span,
     dr_, dw_, dk_, da_, db_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -168,9 +168,8 @@ def chunk_gradients(
         at = chunk * (K * V) + ov[:, None] * K + ok[None, :]
         Sd = tl.load(states_ + at, mask=mv[:, None] & mk[None, :], other=0.0)
         dS = tl.load(dstates_ + at, mask=mv[:, None] & mk[None, :], other=0.0)
-        pre = tl.load(decay_ + chunk * (2 * K) + ok, mask=mk, other=1.0)
         wc = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype) if ANY else w
-        decays = factors(wc, ANY, PREC)
+        decays, pre, _post = factors(wc, ANY, PREC)  # dstates have the latter in them
         q0, a0, q1, a1, k1, b1, k2, b2 = scaled_tokens(r, k, a, b, decays, SCALE, DOT, ANY)
         seen, below = oc[:, None] >= oc[None, :], oc[:, None] > oc[None, :]
         start, end = m[:, None], m[:, None]
@@ -193,7 +192,7 @@ def chunk_gradients(
 
 @triton.jit
 def rwkv7_gradients_kernel(
-    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, u_, dz_, states_, dstates_, decay_, T, span,
+    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, u_, dz_, states_, dstates_, T, span,
     dr_, dw_, dk_, da_, db_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -201,11 +200,11 @@ def rwkv7_gradients_kernel(
     """Grid (chunks times blocks of keys, heads, stretches), for large heads: after the carry kernel has stored dZ and the gradients of the states."""
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         chunk_gradients(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, u_, dz_, states_, dstates_, decay_, T, span, dr_, dw_, dk_, da_, db_,
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, u_, dz_, states_, dstates_, T, span, dr_, dw_, dk_, da_, db_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, BLOCKS,
         )  # fmt: skip
     else:
         chunk_gradients(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, u_, dz_, states_, dstates_, decay_, T, span, dr_, dw_, dk_, da_, db_,
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, u_, dz_, states_, dstates_, T, span, dr_, dw_, dk_, da_, db_,
             H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, BLOCKS,
         )  # fmt: skip
