@@ -33,10 +33,25 @@ def _tile(ref: Any, rows: jax.Array, first: Any, size: int) -> jax.Array:
     return ref[jnp.broadcast_to(rows[:, None], columns.shape), columns].astype(jnp.float32)
 
 
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """``x y^T`` to float32 accuracy; on a GPU as three TF32 products on tensor cores."""
-    precision = jax.lax.Precision.HIGHEST if interpreting() else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+def _halves(x: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+    """``x`` as a sum of parts that TF32 holds: itself, if it was of 16 bits."""
+    if interpreting() or jnp.dtype(dtype).itemsize < 4:
+        return (x,)
+    high = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.int32) & -(1 << 13), jnp.float32)
+    return high, x - high
+
+
+def _product(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...], total: jax.Array) -> jax.Array:
+    """``total + x y^T`` of halves to float32 accuracy, on a GPU as two or three TF32 products on tensor cores.
+
+    Those truncate what they accumulate: so large and small products are summed apart, from zero, and added to ``total`` by an instruction of its own.
+    """
+    precision = jax.lax.Precision.HIGHEST if interpreting() else jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+    dot = lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    small = [dot(a, y[0]) for a in x[1:]] + [dot(x[0], b) for b in y[1:]]
+    for part in (*small, dot(x[0], y[0])):
+        total = fma(part, 1.0, total)
+    return total
 
 
 def _stretch(sizes: Sizes) -> tuple[Any, jax.Array, jax.Array]:
@@ -47,26 +62,34 @@ def _stretch(sizes: Sizes) -> tuple[Any, jax.Array, jax.Array]:
     return positions(sizes.number)(row, c), at(row, c * STRETCH + t), at(row, c * STRETCH + jnp.maximum(t - 1, 0))
 
 
-def contract_state(*refs: Any, sizes: Sizes, scale: float) -> None:
-    """Grid (blocks of K, heads, B * stretches): states times values, summed over V.
+def contract_state(*refs: Any, sizes: Sizes, values: int, scale: float) -> None:
+    """Grid (blocks of K, heads, B * stretches): a state times values, summed over V.
 
-    Takes some values [B * T' * H, V], the first times ``scale``, and states [B * number * H, K, V]; makes their products [B * T' * H, K].
+    Takes ``values`` arrays [B * T' * H, V], a state [B * number * H, K, V] and perhaps another. Makes the state's products with the values [B * T' * H, K], the
+    first times ``scale``, and with the other state by rows [B * number * H, K].
     """
-    values, state_, outs = refs[: len(refs) // 2], refs[len(refs) // 2], refs[len(refs) // 2 + 1 :]
+    inputs = (len(refs) + 1) // 2
+    values_, states_, outs = refs[:values], refs[values:inputs], refs[inputs:]
     entry, rows, _ = _stretch(sizes)
-    size = min(sizes.K, BLOCK)
-    ks = pl.ds(pl.program_id(0) * size, size)
-    width = min(sizes.V, WIDTH)
-    sums = [jnp.zeros((STRETCH, size), jnp.float32)] * len(values)
+    size, width = min(sizes.K, BLOCK), min(sizes.V, WIDTH)
+    first = pl.program_id(0) * size
+    ks = pl.ds(first, size)
+    sums = [jnp.zeros((STRETCH, size), jnp.float32)] * values
 
-    def add(i: Any, sums: Any) -> Any:
-        S = state_[entry, ks, pl.ds(i * width, width)]
-        return [x + _product(_tile(y_, rows, i * width, width) * (scale if j == 0 else 1.0), S) for j, (x, y_) in enumerate(zip(sums, values))]
+    def add(i: Any, carry: Any) -> Any:
+        sums, product = carry
+        S, *other = (x_[entry, ks, pl.ds(i * width, width)] for x_ in states_)
+        halves = _halves(S, jnp.float32)
+        sums = [_product(_halves(_tile(y_, rows, i * width, width), y_.dtype), halves, x) for x, y_ in zip(sums, values_)]
+        return sums, [x + jnp.sum(S * y, 1) for x, y in zip(product, other)]
 
-    sums = jax.lax.fori_loop(0, sizes.V // width, add, sums)
-    columns = pl.program_id(0) * size + jax.lax.broadcasted_iota(jnp.int32, (STRETCH, size), 1)
-    for out_, x in zip(outs, sums):
-        out_[jnp.broadcast_to(rows[:, None], columns.shape), columns] = x
+    product = [jnp.zeros(size, jnp.float32)] * (len(states_) - 1)
+    sums, product = jax.lax.fori_loop(0, sizes.V // width, add, (sums, product))
+    columns = first + jax.lax.broadcasted_iota(jnp.int32, (STRETCH, size), 1)
+    for i, x in enumerate(sums):
+        outs[i][jnp.broadcast_to(rows[:, None], columns.shape), columns] = x * scale if i == 0 and scale != 1.0 else x
+    for out_, x in zip(outs[values:], product):
+        out_[entry, ks] = x
 
 
 def contract_values(*refs: Any, sizes: Sizes, readers: int, writers: int, scale: float) -> None:
@@ -82,12 +105,15 @@ def contract_values(*refs: Any, sizes: Sizes, readers: int, writers: int, scale:
 
     def add(n: Any, carry: Any) -> Any:
         scores, same = carry
-        ys = [_tile(y_, rows, n * width, width) * (scale if i == 0 else 1.0) for i, y_ in enumerate(ys_)]
-        earlier = [_tile(z_, before, n * width, width) for z_ in zs_]
-        scores = [[x + _product(y, z) for x, z in zip(line, earlier)] for line, y in zip(scores, ys)]
-        return scores, [x + jnp.sum(ys[0] * _tile(z_, rows, n * width, width), 1) for x, z_ in zip(same, zs_)]
+        ys, zs = ([_tile(x_, rows, n * width, width) for x_ in refs] for refs in (ys_, zs_))
+        same = [x + jnp.sum(ys[0] * z, 1) for x, z in zip(same, zs)]
+        earlier = [_halves(_tile(z_, before, n * width, width), z_.dtype) for z_ in zs_]
+        lines = [[_product(_halves(y, y_.dtype), z, x) for x, z in zip(line, earlier)] for line, y, y_ in zip(scores, ys, ys_)]
+        return lines, same
 
     scores, same = jax.lax.fori_loop(0, sizes.V // width, add, ([[zero] * writers] * readers, [none] * writers))
+    if scale != 1.0:
+        scores[0], same = [x * scale for x in scores[0]], [x * scale for x in same]
     for j in range(writers):
         same_[entry, j] = same[j]
         for i in range(readers):
@@ -97,10 +123,12 @@ def contract_values(*refs: Any, sizes: Sizes, readers: int, writers: int, scale:
 class Pairs:
     """The pairs of one stretch, head and block of K: references to arrays, and the loop over tokens t.
 
-    Tiles are [16, rows of K]; line i belongs to the writer before token i, line 0 to S0.
+    Tiles are [16, rows of K] in registers of one warp; line i belongs to the writer before token i, line 0 to S0; later lines are zero until then. Tiles are made
+    in the loop and never loaded, so that Triton gives each of 32 rows of K to a lane and sums over lines stay within a thread. Which lines come before token t,
+    is its own and comes next is read from ``lines_`` [3, 16, 16]: comparing each time would take more instructions than the sums.
     """
 
-    def __init__(self, size: int, sizes: Sizes, decay_: Any, sums_: Sequence[Any], product_: Any, scores_: Any, same_: Any, restart_: Any, writers: int):
+    def __init__(self, size: int, sizes: Sizes, decay_: Any, sums_: Sequence[Any], product_: Any, scores_: Any, same_: Any, lines_: Any, restart_: Any, writers: int):
         n = pl.program_id(2)
         self.row, self.c = n // sizes.number, n % sizes.number
         self.entry, at = positions(sizes.number)(self.row, self.c), positions(sizes.tokens)
@@ -108,7 +136,7 @@ class Pairs:
         self.first, self.size = pl.program_id(0) * size, size
         self.ks = pl.ds(self.first, size)
         self.line = jax.lax.broadcasted_iota(jnp.int32, (STRETCH, size), 0)
-        self.sizes, self.decay_, self.restart_, self.writers = sizes, decay_, restart_, writers
+        self.sizes, self.decay_, self.lines_, self.restart_, self.writers = sizes, decay_, lines_, restart_, writers
         self.reads_, self.writes_ = sums_[: len(sums_) - writers], sums_[len(sums_) - writers :]
         self.product_, self.scores_, self.same_ = product_, scores_, same_
 
@@ -116,48 +144,36 @@ class Pairs:
         """[size]: one token's row of an array, in float32."""
         return ref[self.at(t), self.ks].astype(jnp.float32)
 
-    def before(self, ref: Any) -> jax.Array:
-        """[16, size]: on line i the token before token i."""
-        t = jax.lax.broadcasted_iota(jnp.int32, (STRETCH,), 0)
-        return _tile(ref, self.at(jnp.maximum(t - 1, 0)), self.first, self.size)
-
-    def same(self, writer: int, t: Any) -> jax.Array:
-        """do . z of token ``t`` and a writer."""
-        return self.same_[self.entry, writer, t]
-
-    def same_before(self, writer: int) -> jax.Array:
-        """[16, 1]: do . z of the token before token i."""
-        t = jax.lax.broadcasted_iota(jnp.int32, (STRETCH,), 0)
-        return self.same_[self.entry, writer, jnp.maximum(t - 1, 0)][:, None]
-
     def _load(self, load: Any, t: Any) -> Any:
-        readers = range(len(self.reads_))
-        scores = [[self.scores_[self.entry, i, j, t] for j in range(self.writers)] for i in readers]
+        readers, writers = range(len(self.reads_)), range(self.writers)
+        scores = [[self.scores_[self.entry, i, j, t] for j in writers] for i in readers]
         reads = [self.token(x_, t) for x_ in self.reads_]
-        return self.token(self.decay_, t), reads, scores, [self.same(j, t) for j in range(self.writers)], load(t)
+        same = [self.same_[self.entry, j, t] for j in writers]
+        return self.token(self.decay_, t), reads, scores, same, [self.lines_[i, t] for i in range(3)], load(t)
 
-    def walk(self, written: Sequence[jax.Array], load: Any, reads: Any, inclusive: bool, total: Any):
+    def walk(self, load: Any, reads: Any, inclusive: bool, total: Any):
         """Over tokens t, then over what leaves the stretch. Each token's arrays are loaded while the one before is worked on.
 
         Args:
-            written: x of each writer on the line after its token.
             load: what ``reads`` needs of token t.
-            reads: ``reads(t, loaded, decay, same, sums, total) -> factors, total``, given do . z of each writer and what each reader sees of earlier tokens;
-                stores gradients of readers and returns each reader's own factor.
+            reads: ``reads(t, loaded, decay, same, sums, total) -> factors, written, own, total``, given do . z of each writer and what each reader sees of
+                earlier tokens; stores gradients of readers. Returns each reader's own factor, x of each writer and its gradient from within the token.
             inclusive: the first reader reads the state after its token.
             total: arrays to sum over tokens, passed on to ``reads``.
 
         Returns:
-            Gradient tiles of each writer (line i: of token i - 1) but for pairs within one token, the gradient tile of w (line j: token j), ``total``.
+            The gradient tile of each writer (line i: of token i - 1); the last writers' gradients from within their token; the gradient tile of w (line j: of
+            token j); ``total``.
         """
         zero = jnp.zeros((STRETCH, self.size), jnp.float32)
-        readers = range(len(self.reads_))
+        readers, writers = range(len(self.reads_)), range(self.writers)
 
         def step(t: Any, carry: Any) -> Any:
-            E, grads, gw, total, (decay, states, scores, same, loaded) = carry
+            E, written, grads, gw, _, total, (decay, states, scores, same, lines, loaded) = carry
             following = self._load(load, jnp.minimum(t + 1, STRETCH - 1))
             E = emptied(E, self.restart_, self.row, self.c * STRETCH + t, self.sizes)
             scores = [[x[:, None] for x in line] for line in scores]
+            before, here, following_line = (x[:, None] for x in lines)
             seen = []
             for i in readers:
                 q = written[0] * scores[i][0]
@@ -165,26 +181,30 @@ class Pairs:
                     q = fma(x, score, q)
                 seen.append(E * jnp.where(self.line == 0, states[i][None], q))
             sums = [jnp.sum(x, 0) for x in seen]
-            factors, total = reads(t, loaded, decay, same, sums, total)
+            factors, new, own, total = reads(t, loaded, decay, same, sums, total)
             pairs = seen[0] * factors[0][None]
             for x, factor in zip(seen[1:], factors[1:]):
                 pairs = fma(x, factor[None], pairs)
-            here = (factors[0] * sums[0])[None] if inclusive else 0.0  # its own decay lies between the first reader and all earlier writers
-            gw = gw + jnp.where(self.line < t, jnp.cumsum(pairs, 0), jnp.where(self.line == t, here, 0.0))
-            new = []
-            for j in range(self.writers):
+            gw = fma(before, jnp.cumsum(pairs, 0), gw)
+            if inclusive:  # its own decay lies between the first reader and all earlier writers
+                gw = fma(here, (factors[0] * sums[0])[None], gw)
+            fresh = []
+            for j in writers:
                 coefficient = factors[0][None] * scores[0][j]
                 for i in readers[1:]:
                     coefficient = fma(factors[i][None], scores[i][j], coefficient)
-                new.append(fma(coefficient, E, grads[j]))
-            return jnp.where(self.line == t + 1, 1.0, E * decay[None]), tuple(new), gw, total, following
+                fresh.append(fma(following_line, own[j][None], fma(coefficient, E, grads[j])))
+            written = [fma(following_line, x[None], w) for x, w in zip(new, written)]
+            return fma(E, decay[None], following_line), written, fresh, gw, own, total, following
 
-        start = (jnp.where(self.line == 0, 1.0, zero), (zero,) * self.writers, zero, total, self._load(load, 0))
-        E, grads, gw, total, _ = jax.lax.fori_loop(0, STRETCH, step, start)
-        leaving = [self.before(x_) for x_ in self.writes_]
+        tiles, vectors = [zero] * self.writers, [jnp.zeros(self.size, jnp.float32)] * self.writers
+        start = (jnp.where(self.line == 0, 1.0, zero), tiles, tiles, zero, vectors, total, self._load(load, 0))
+        E, written, grads, gw, last, total, _ = jax.lax.fori_loop(0, STRETCH, step, start)
+        t = jax.lax.broadcasted_iota(jnp.int32, (STRETCH,), 0)
+        leaving = [_tile(x_, self.at(jnp.maximum(t - 1, 0)), self.first, self.size) for x_ in self.writes_]
         pairs = sum(x * y for x, y in zip(written, leaving))
         pairs = jnp.where(self.line == 0, self.product_[self.entry, self.ks][None], pairs)
-        return [fma(E, y, g) for g, y in zip(grads, leaving)], gw + jnp.cumsum(E * pairs, 0), total
+        return [fma(E, y, g) for g, y in zip(grads, leaving)], last, gw + jnp.cumsum(E * pairs, 0), total
 
     def store_writer(self, ref: Any, tile: jax.Array, last: jax.Array, writer: int) -> None:
         """Stores the gradient of a writer: lines 1 to 15 of ``tile``, and for token 15 ``last`` on top of what D gives it."""

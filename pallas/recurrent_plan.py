@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..ops import layout
+from ..ops.config import OpConfig
 
 STRETCH = 16  # tokens per stretch
 
@@ -27,6 +28,7 @@ class Tile(NamedTuple):
 class Sizes(NamedTuple):
     """What kernels know when they are compiled. Token arrays are [B * tokens * H, K] and [..., V]."""
 
+    heads: int
     number: int  # stretches in a row
     K: int  # padded to powers of two from 16 on, like V
     V: int
@@ -46,10 +48,24 @@ class Plan(NamedTuple):
     sizes: Sizes
     K: int
     V: int
-    rows: int  # states: rows of [B, T], or packed sequences
+    array_rows: int  # B
+    rows: int  # states: B, or packed sequences
     restart: jax.Array  # [B * T'] int32: the state is emptied before a token; [1] without segments
     bounds: jax.Array  # [N + 1] int32: first stretch of each packed sequence; [1] without
     chunks: layout.Chunks
+
+    @property
+    def entries(self) -> tuple[int]:
+        """(B * number * H,): leading axis of what there is one of for each stretch and head."""
+        return (self.array_rows * self.sizes.number * self.sizes.heads,)
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """[B * n * H, ...] -> [B, n, H, ...]."""
+        return x.reshape(self.array_rows, -1, self.sizes.heads, *x.shape[1:])
+
+    def flat(self, x: jax.Array) -> jax.Array:
+        """[B, n, H, ...] -> [B * n * H, ...]."""
+        return x.reshape(-1, *x.shape[3:])
 
     def tokens(self, x: jax.Array, wide: int) -> jax.Array:
         """[B, T, H, D] -> [B * T' * H, wide]."""
@@ -90,9 +106,15 @@ def walk_tile(K: int, V: int) -> Tile:
     return Tile(min(V, 32, 2048 // K), K // 16, 16)
 
 
+def check_dtype(cfg: OpConfig) -> None:
+    """Raises ValueError for float64 inputs."""
+    if cfg.compute_name != "float32":
+        raise ValueError("implementation='pallas' computes in float32; 'reference' and 'xla' take float64 inputs")
+
+
 def make_plan(r: jax.Array, v: jax.Array, segment_ids: jax.Array | None, cu_seqlens: jax.Array | None) -> Plan:
     """Plans a call with token arrays like ``r`` [B, T, H, K] and ``v`` [B, T, H, V]."""
-    B, T, _, K = r.shape
+    B, T, H, K = r.shape
     V = v.shape[-1]
     chunks = layout.plan(T, STRETCH, cu_seqlens)
     restart = bounds = jnp.zeros(1, jnp.int32)
@@ -102,5 +124,5 @@ def make_plan(r: jax.Array, v: jax.Array, segment_ids: jax.Array | None, cu_seql
     if cu_seqlens is not None:
         bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // STRETCH)), (1, 0)).astype(jnp.int32)
     wide = [max(16, 1 << (n - 1).bit_length()) for n in (K, V)]
-    sizes = Sizes(chunks.number, *wide, walk_tile(*wide), segment_ids is not None, cu_seqlens is not None)
-    return Plan(sizes, K, V, B if cu_seqlens is None else cu_seqlens.shape[0] - 1, restart, bounds, chunks)
+    sizes = Sizes(H, chunks.number, *wide, walk_tile(*wide), segment_ids is not None, cu_seqlens is not None)
+    return Plan(sizes, K, V, B, B if cu_seqlens is None else cu_seqlens.shape[0] - 1, restart, bounds, chunks)

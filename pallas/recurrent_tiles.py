@@ -58,7 +58,9 @@ def positions(number: int) -> Any:
     return lambda row, t: (row * number + t) * H + h
 
 
-def walk_stretches(load: Any, token: Any, start: jax.Array, states_: Any, restart_: Any, bounds_: Any, sizes: Sizes, reverse: bool) -> jax.Array:
+def walk_stretches(
+    load: Any, token: Any, start: jax.Array, states_: Any, restart_: Any, bounds_: Any, sizes: Sizes, reverse: bool, keep: bool
+) -> jax.Array:  # fmt: skip
     """Runs ``S = token(S, load(at), at)`` over the program's sequence, axis 2 of the grid, and returns the last state.
 
     Each token's arrays are loaded while the token before it is worked on: the compiler moves no load over the stores of a token.
@@ -72,6 +74,7 @@ def walk_stretches(load: Any, token: Any, start: jax.Array, states_: Any, restar
         bounds_: see `Plan`.
         sizes: of the call.
         reverse: from the last token to the first.
+        keep: whether to store states.
     """
     n = pl.program_id(2)
     row, lowest, highest = (0, bounds_[n], bounds_[n + 1]) if sizes.packed else (n, 0, sizes.number)
@@ -89,7 +92,8 @@ def walk_stretches(load: Any, token: Any, start: jax.Array, states_: Any, restar
 
     def stretch(i: Any, carry: Any) -> Any:
         c = highest - 1 - i if reverse else lowest + i
-        states_[entry(row, c), k, v] = carry[0]
+        if keep:
+            states_[entry(row, c), k, v] = carry[0]
         return jax.lax.fori_loop(0, STRETCH, lambda i, carry: one(c, i, carry), carry)
 
     edge = jnp.clip(highest * STRETCH - 1 if reverse else lowest * STRETCH, 0, sizes.tokens - 1)

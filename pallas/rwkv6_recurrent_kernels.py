@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from .recurrent_pairs import Pairs
-from .recurrent_plan import STRETCH, Sizes
+from .recurrent_plan import Sizes
 from .recurrent_tiles import across, along, dot, fma, walk_stretches
 
 
 def rwkv6_walk(
     read_: Any, write_: Any, decay_: Any, u_: Any, x_: Any, start_: Any, restart_: Any, bounds_: Any,
     y_: Any, end_: Any, states_: Any,
-    *, sizes: Sizes, reverse: bool, scale: float,
+    *, sizes: Sizes, reverse: bool, keep: bool, scale: float,
 ) -> None:  # fmt: skip
     """Grid (blocks of V, heads, sequences): ``y = S^T read + (read . u write) x``, ``S <- diag(decay) S + write x^T``.
 
@@ -40,13 +40,13 @@ def rwkv6_walk(
         return fma(S, along(decay), across(x) * write)
 
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
-    end_[state, :, vs] = walk_stretches(load, token, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse)
+    end_[state, :, vs] = walk_stretches(load, token, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep)
 
 
 def rwkv6_gradients(decay_: Any, r_: Any, k_: Any, u_: Any, *refs: Any, sizes: Sizes, size: int) -> None:
     """Grid (blocks of K, heads, B * stretches): gradients of r, w, k and of u by stretch, from all sums over V (`sum_over_values`); ``size`` rows of K a program."""
-    *sums_, product_, scores_, same_, restart_, gr_, gw_, gk_, gu_ = refs
-    pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, restart_, 1)
+    *sums_, product_, scores_, same_, lines_, restart_, gr_, gw_, gk_, gu_ = refs
+    pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, lines_, restart_, 1)
     u = u_[pl.program_id(1), pairs.ks].astype(jnp.float32)
 
     load = lambda t: (pairs.token(r_, t), pairs.token(k_, t))
@@ -54,10 +54,9 @@ def rwkv6_gradients(decay_: Any, r_: Any, k_: Any, u_: Any, *refs: Any, sizes: S
     def reads(t: Any, loaded: Any, decay: jax.Array, same: Any, sums: Any, total: jax.Array) -> Any:
         r, k = loaded
         gr_[pairs.at(t), pairs.ks] = fma(u * k, same[0], sums[0]).astype(gr_.dtype)
-        return (r,), fma(r * k, same[0], total)
+        return (r,), (k,), [r * u * same[0]], fma(r * k, same[0], total)
 
-    (gk,), gw, gu = pairs.walk([pairs.before(k_)], load, reads, False, jnp.zeros_like(u))
-    last = pairs.token(r_, STRETCH - 1) * u * pairs.same(0, STRETCH - 1)
-    pairs.store_writer(gk_, fma(pairs.before(r_) * u[None], pairs.same_before(0), gk), last, 0)
+    (gk,), (last,), gw, gu = pairs.walk(load, reads, False, jnp.zeros_like(u))
+    pairs.store_writer(gk_, gk, last, 0)
     pairs.store(gw_, gw)
     gu_[pairs.entry, pairs.ks] = gu

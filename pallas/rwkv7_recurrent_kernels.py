@@ -13,14 +13,14 @@ import jax
 from jax.experimental import pallas as pl
 
 from .recurrent_pairs import Pairs
-from .recurrent_plan import STRETCH, Sizes
+from .recurrent_plan import Sizes
 from .recurrent_tiles import across, along, dot, fma, walk_stretches
 
 
 def rwkv7_walk(
     first_: Any, second_: Any, decay_: Any, write_: Any, read_: Any, x_: Any, start_: Any, restart_: Any, bounds_: Any,
     y_: Any, inner_: Any, end_: Any, states_: Any,
-    *, sizes: Sizes, reverse: bool, scales: tuple[float, float],
+    *, sizes: Sizes, reverse: bool, keep: bool, scales: tuple[float, float],
 ) -> None:  # fmt: skip
     """Grid (blocks of V, heads, sequences).
 
@@ -35,7 +35,8 @@ def rwkv7_walk(
     def exchange(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
         first, second, decay = map(along, loaded[:3])
         inner = dot(S, first)
-        inner_[at, vs] = inner
+        if keep:
+            inner_[at, vs] = inner
         return fma(S, decay, across(inner) * second)
 
     def token(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
@@ -47,15 +48,15 @@ def rwkv7_walk(
     first, second = (token, exchange) if reverse else (exchange, token)
     both = lambda S, loaded, at: second(first(S, loaded, at), loaded, at)
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
-    end_[state, :, vs] = walk_stretches(load, both, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse)
+    end_[state, :, vs] = walk_stretches(load, both, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep)
 
 
 def rwkv7_gradients(
     decay_: Any, r_: Any, a_: Any, k_: Any, b_: Any, *refs: Any, sizes: Sizes, size: int
 ) -> None:  # fmt: skip
     """Grid (blocks of K, heads, B * stretches): gradients of r, w, k, a, b from all sums over V (`sum_over_values`); ``size`` rows of K a program."""
-    *sums_, product_, scores_, same_, restart_, gr_, gw_, gk_, ga_, gb_ = refs
-    pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, restart_, 2)
+    *sums_, product_, scores_, same_, lines_, restart_, gr_, gw_, gk_, ga_, gb_ = refs
+    pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, lines_, restart_, 2)
 
     load = lambda t: [pairs.token(x_, t) for x_ in (r_, a_, k_, b_)]
 
@@ -63,10 +64,9 @@ def rwkv7_gradients(
         r, a, k, b = loaded
         gr_[pairs.at(t), pairs.ks] = (fma(decay, sums[0], k * same[0]) + b * same[1]).astype(gr_.dtype)
         ga_[pairs.at(t), pairs.ks] = sums[1].astype(ga_.dtype)
-        return (r * decay, a), total
+        return (r * decay, a), (k, b), [r * x for x in same], total
 
-    (gk, gb), gw, _ = pairs.walk([pairs.before(k_), pairs.before(b_)], load, reads, True, ())
-    before, last = pairs.before(r_), pairs.token(r_, STRETCH - 1)
-    for j, (ref, tile) in enumerate(((gk_, gk), (gb_, gb))):
-        pairs.store_writer(ref, fma(before, pairs.same_before(j), tile), last * pairs.same(j, STRETCH - 1), j)
+    (gk, gb), (last_k, last_b), gw, _ = pairs.walk(load, reads, True, ())
+    pairs.store_writer(gk_, gk, last_k, 0)
+    pairs.store_writer(gb_, gb, last_b, 1)
     pairs.store(gw_, gw)
