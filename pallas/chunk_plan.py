@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..core.launch import compute_capability
 from ..core.partition import devices_in_mesh
 from ..ops.config import OpConfig
 
 CHUNK = 16
 BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may make
 
-# (value block, warps, pipeline stages) by pass and padded K
-LaunchTable = Mapping[tuple[str, int], tuple[int, int, int]]
+# (value block, warps, pipeline stages) by pass and padded K, for 16-bit inputs on GPUs with wgmma; an entry with a third part is for another kind of call:
+# "float32" inputs, "small" GPUs, "small float32". See `launch_options`.
+LaunchTable = Mapping[tuple[str, int] | tuple[str, int, str], tuple[int, int, int]]
 
 
 # Programs that fill an H200 (132 multiprocessors, about four programs each), the most of them at which cutting rows still pays for walking them twice,
@@ -100,14 +102,26 @@ def tile(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def launch_options(table: LaunchTable, which: str, K: int, half: bool) -> tuple[int, int, int]:
+    """(value block, warps, pipeline stages) of a pass for this GPU, known from its compute capability and never by trial.
+
+    "Small" are all GPUs but 9.0 and 10.x: a block of 8.6, 8.9 and 12.0 has 99 KiB of shared memory, and for 8.0 as for them ptxas gives up on the tiles that
+    those two hold (32 or 40 registers and up to 15 KB spilled by each thread); smaller blocks of values compile well. tests/compile has the numbers.
+    """
+    small = "" if compute_capability() // 10 in (9, 10) else "small"
+    kind = " ".join(filter(None, [small, "" if half else "float32"]))
+    key = which, max(64, tile(K))
+    return table.get((*key, kind), table[key])
+
+
 def make_plan(which: str, table: LaunchTable, cfg: OpConfig, r, w, v, others, segment_ids, cu_seqlens, splits: int = 1) -> Plan:
     """Plans the pass ``which`` of a launch table; ``others`` are the token arrays besides r, w, v."""
     B, T, H, K = r.shape
     V = v.shape[-1]
     BK = tile(K)
-    BV, num_warps, num_stages = table[which, max(64, BK)]
-    BV = min(tile(V), BV)
     half = all(x.dtype in (jnp.bfloat16, jnp.float16) for x in (r, v, *others))
+    BV, num_warps, num_stages = launch_options(table, which, K, half)
+    BV = min(tile(V), BV)
     none = jnp.zeros(1, jnp.int32)
     if cu_seqlens is None:
         rows, chunks, cu, chunk0 = B * splits, (B, -(-T // CHUNK)), none, none

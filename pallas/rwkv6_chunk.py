@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from ..core.launch import launch
 from ..core.partition import partitioned
 from ..ops.config import OpConfig
-from .chunk_plan import Layout, make_plan, partial_shapes, plan_splits, total
+from .chunk_plan import LaunchTable, Layout, make_plan, partial_shapes, plan_splits, total
 from .rwkv6_chunk_bwd import rwkv6_bwd_kernel
 from .rwkv6_chunk_fwd import rwkv6_fwd_kernel, rwkv6_transfer_kernel
 from .sequence_split import enter, enter_backward
 
 # (value block, warps, pipeline stages) by pass and padded K, measured on an H200
-LAUNCH = {
+LAUNCH: LaunchTable = {
     ("forward", 64): (64, 2, 3),
     ("transfer", 64): (64, 2, 3),
     ("backward", 64): (64, 4, 3),
@@ -23,6 +23,18 @@ LAUNCH = {
     ("backward", 128): (128, 8, 1),
     ("forward", 256): (16, 4, 1),
     ("backward", 256): (16, 4, 1),
+    # not measured: what fits and spills least (tests/compile/resources.py)
+    ("backward", 64, "small"): (32, 4, 1),
+    ("backward", 128, "small"): (32, 8, 1),
+    ("backward", 256, "small"): (16, 8, 1),
+    ("forward", 64, "small float32"): (32, 4, 1),
+    ("transfer", 64, "small float32"): (32, 4, 1),
+    ("backward", 64, "small float32"): (16, 8, 1),
+    ("forward", 128, "small float32"): (32, 8, 1),
+    ("transfer", 128, "small float32"): (32, 8, 1),
+    ("backward", 128, "small float32"): (16, 4, 1),
+    ("forward", 256, "small float32"): (16, 8, 1),
+    ("backward", 256, "small float32"): (16, 8, 1),
 }
 TOKENS = "b t h k, b t h k, b t h v, b t h k, b h k"
 KEPT = "b c h v k"  # states that enter the chunks

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from ..core.launch import launch
 from ..core.partition import partitioned
 from ..ops.config import OpConfig
-from .chunk_plan import CHUNK, Layout, Plan, make_plan, partial_shapes, plan_splits, tile, total
+from .chunk_plan import CHUNK, LaunchTable, Layout, Plan, launch_options, make_plan, partial_shapes, plan_splits, tile, total
 from .rwkv7_chunk_bwd import rwkv7_bwd_kernel, rwkv7_carry_kernel
 from .rwkv7_chunk_fwd import rwkv7_fwd_kernel, rwkv7_transfer_kernel
 from .rwkv7_chunk_grads import rwkv7_gradients_kernel
 from .sequence_split import enter, enter_backward
 
 # (value block, warps, pipeline stages) by pass and padded K, measured on an H200
-LAUNCH = {
+LAUNCH: LaunchTable = {
     ("forward", 64): (64, 2, 3),
     ("transfer", 64): (64, 2, 3),
     ("backward", 64): (64, 4, 3),
@@ -28,6 +28,23 @@ LAUNCH = {
     ("backward", 128): (128, 8, 1),
     ("forward", 256): (16, 4, 1),
     ("backward", 256): (16, 4, 1),
+    # not measured: what fits and spills least (tests/compile/resources.py)
+    ("forward", 128, "float32"): (32, 8, 1),
+    ("backward", 64, "small"): (32, 4, 1),
+    ("forward", 128, "small"): (128, 8, 2),
+    ("transfer", 128, "small"): (64, 8, 2),
+    ("backward", 128, "small"): (16, 8, 1),
+    ("backward", 256, "small"): (16, 8, 1),
+    ("forward", 64, "small float32"): (32, 4, 1),
+    ("transfer", 64, "small float32"): (32, 4, 1),
+    ("backward", 64, "small float32"): (16, 8, 1),
+    ("forward", 128, "small float32"): (32, 8, 1),
+    ("transfer", 128, "small float32"): (32, 8, 1),
+    ("carry", 128, "small float32"): (32, 8, 1),
+    ("gradients", 128, "small float32"): (32, 8, 1),
+    ("backward", 128, "small float32"): (16, 8, 1),
+    ("forward", 256, "small float32"): (16, 8, 1),
+    ("backward", 256, "small float32"): (16, 8, 1),
 }
 TOKENS = "b t h k, b t h k, b t h k, b t h v, b t h k, b t h k"
 KEPT = "b c h v k, b c h x y"  # states that enter the chunks, (I - A_ab)^-1
@@ -108,7 +125,7 @@ def _backward_by_two(plan: Plan, tokens: tuple[jax.Array, ...], dy: jax.Array, d
         rwkv7_carry_kernel, *tokens, *plan.ranges, dy, ds, *own, *plan.lengths,
         out=(_like(v), _like(ds), _like(own[0]), _like(v, plan.store)), **plan.options,
     )  # fmt: skip
-    BK, num_warps, num_stages = LAUNCH["gradients", 128]
+    BK, num_warps, num_stages = launch_options(LAUNCH, "gradients", K, plan.options["HALF"])
     blocks, number = -(-K // BK), -(-plan.lengths[1] // CHUNK)
     options = plan.options | dict(
         grid=(number * blocks, *plan.options["grid"][1:]), num_warps=num_warps, num_stages=num_stages,

@@ -42,6 +42,14 @@ def lowering_for(compute_capability: int):
     return _target(compute_capability)
 
 
+def compute_capability() -> int:
+    """That of the GPU that kernels are made for, 90 for 9.0: named by `lowering_for`, else of this process's first GPU, else (in the interpreter) an H200's."""
+    if _target.value is not None:
+        return _target.value
+    found = (getattr(device, "compute_capability", None) for device in jax.local_devices())
+    return next((round(10 * float(x)) for x in found if x is not None), 90)
+
+
 def why_not(platform: str) -> str | None:
     """None where Triton kernels can be called on ``platform`` (``"gpu"``, ``"cuda"``, ``"cpu"``, ...), else the reason."""
     if INTERPRET:
