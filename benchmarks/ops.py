@@ -200,7 +200,7 @@ def compare(rows: list[records.Record]) -> None:
 class Process:
     """A process with its jobs, started at once; its lines are read as they come."""
 
-    def __init__(self, name: str, jobs: list[Job], folder: Path, prepare: bool = False, shares: tuple[int, int] | None = None):
+    def __init__(self, name: str, jobs: list[Job], folder: Path, prepare: bool = False, shares: tuple[int, int] | None = None, checked: bool = True):
         self.name, self.jobs, self.began = name, jobs, time.monotonic()
         stem = re.sub(r"\W+", "_", f"{name} prepare {shares or ''}" if prepare else name)
         self.lines, self.log, spec = folder / f"{stem}.jsonl", folder / f"{stem}.log", folder / f"{stem}.json"
@@ -209,7 +209,7 @@ class Process:
         listed = [
             {"id": i, "implementation": key, "task": {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}} for i, (key, task) in enumerate(jobs)
         ]
-        spec.write_text(json.dumps({"jobs": listed, "prepare": prepare, "shares": shares}))
+        spec.write_text(json.dumps({"jobs": listed, "prepare": prepare, "shares": shares, "checked": checked}))
         path = [str(records.ROOT), str(records.ROOT / "benchmarks"), str(records.ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         # extensions of one name and several head sizes must not share a folder; what FLA's tuning finds while others run must not be kept
@@ -242,7 +242,7 @@ def measure(run: Run, name: str, jobs: list[Job], folder: Path, seconds: float, 
             for job in [] if again else jobs:
                 run.skip(job, "no time was left")
             return
-        process, open_jobs, current = Process(name, jobs, folder), dict(enumerate(jobs)), 0
+        process, open_jobs, current = Process(name, jobs, folder, checked=not again), dict(enumerate(jobs)), 0
         with contextlib.ExitStack() as stack:
             stack.callback(process.process.kill)
             while True:
@@ -328,7 +328,7 @@ def main(arguments: list[str] | None = None) -> None:
     folder = Path(tempfile.gettempdir()) / f"fla_jax-benchmark-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     prepare(groups, folder, min(180, run.left() / 3))
-    reserve = 60 if again else 0
+    reserve = 10 + 4 * len(again) if again else 0
     for name, jobs in groups.items():
         measure(run, name, jobs, folder, min(options.timeout, run.left() - reserve - 5))
     measure(run, "fla_jax again", again, folder, min(options.timeout, run.left() - 2), again=True)

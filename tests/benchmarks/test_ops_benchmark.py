@@ -24,7 +24,7 @@ def ops(monkeypatch):
     import ops
 
     yield ops
-    for name in ("ops", "peers", "records"):  # plain names: not for other tests
+    for name in ("ops", "peers", "records", "chart"):  # plain names: not for other tests
         sys.modules.pop(name, None)
 
 
@@ -32,14 +32,14 @@ def test_quick_writes_whole_records(tmp_path):
     path, other = tmp_path / "cpu.json", {"op": "train_step", "ms": 1.0}
     old = {"op": "chunk_rwkv7", "implementation": "xla", "commit": "another", "ms": 1.0}
     path.write_text(json.dumps([other, old]))
-    text = run("--no-peers", "--out", str(path), "--only", "rwkv7 chunk .* bounded ours|rwkv6 chunk .* fwd any-strong ours|rwkv7 decode .*(reference|copy)")
+    text = run("--no-peers", "--out", str(path), "--only", "rwkv7 chunk .* bounded ours|rwkv6 decode .*(reference|copy)")
     found = json.loads(path.read_text())
     assert found[0] == other and old not in found
     found = found[1:]
     assert not [r for r in found if "skipped" in r], text
     assert all(r.keys() >= FIELDS for r in found), [FIELDS - r.keys() for r in found]
     assert {r["pass"] for r in found if r["op"] == "chunk_rwkv7"} == {"fwd", "fwd+bwd"}
-    assert {(r["op"], r["form"]) for r in found} == {("chunk_rwkv7", "chunk"), ("chunk_rwkv6", "chunk"), ("fused_recurrent_rwkv7", "decode")}
+    assert {(r["op"], r["form"]) for r in found} == {("chunk_rwkv7", "chunk"), ("fused_recurrent_rwkv6", "decode")}
     for r in found:
         assert r["ms"] > 0 and r["shape"][3:] == [64, 64]
         if r["library"] == "fla_jax":
@@ -71,3 +71,16 @@ def test_the_peer_is_the_fastest_with_the_same_decays(ops):
     rows = [row("fla_jax", "bounded", 2.0, ms_end=3.0), row("a", "bounded", 6.0), row("b", "any-weak", 4.0), row("c", "any-strong", 1.0)]
     ops.compare(rows)
     assert rows[0]["peer"] == "b" and rows[0]["peer_ms"] == 4.0 and rows[0]["ratio"] == 0.75
+
+
+def test_the_chart_shows_losses(ops, tmp_path):
+    pytest.importorskip("matplotlib")
+    import chart
+
+    base = {"op": "chunk_rwkv7", "form": "chunk", "shape": [1, 2, 3, 4, 5], "dtype": "bfloat16", "pass": "fwd", "decay": "bounded", "roofline_ms": 0.5}
+    base |= {"device": "cpu", "commit": "0"}
+    row = lambda library, ms, ratio: {**base, "library": library, "implementation": library, "ms": ms, "ratio": ratio}
+    rows = [row("fla_jax", 2.0, 1.5), row("fla_jax", 1.0, 0.8), row("fla_jax", 1.0, None), row("a", 1.3, None)]
+    assert [chart.color(r) for r in rows] == [chart.LOST, chart.WON, chart.ALONE, chart.PEER]
+    chart.draw([*rows, {"op": "train_step"}, {"op": "chunk_rwkv7", "peer": "b", "skipped": "why"}], tmp_path / "cpu.png")
+    assert (tmp_path / "cpu.png").stat().st_size > 1000
