@@ -1,0 +1,234 @@
+"""Registers, spilled bytes and shared memory of every launch of the chunked Triton kernels, by GPU generation, without a GPU.
+
+    python tests/compile/resources.py                      the full sweep, as a table
+    python tests/compile/resources.py --ci                 what CI checks
+    python tests/compile/resources.py --targets 86 --heads 128 --dtypes bfloat16
+
+What is compiled is what the rules launch: they are traced with abstract inputs while jax-triton's call is replaced by a recorder, so that kernels, types,
+constants and launch options cannot drift from the code. Triton brings ptxas and cuobjdump along. Triton's interpreter must be off in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import importlib
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+# compute capability: shared memory that one block can have, in bytes (CUDA C++ Programming Guide, technical specifications)
+SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+OPS = ("rwkv6", "rwkv7")
+HEADS, DTYPES, DECAYS, LAYOUTS = (64, 128, 256), ("bfloat16", "float32"), ("any", "bounded"), ("rows", "uneven", "segments", "packed")
+POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What decides which kernels a call of an op launches, and for which GPU."""
+
+    op: str
+    target: int = 90
+    head: int = 64
+    dtype: str = "bfloat16"
+    decay: str = "any"
+    layout: str = "rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One recorded launch: plain values, so that another process can compile it."""
+
+    call: Call
+    module: str
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constexprs: tuple[tuple[str, Any], ...]
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a compiled launch takes: registers and spilled bytes of a thread, shared memory of a block in bytes."""
+
+    kernel: str
+    call: Call
+    num_warps: int
+    num_stages: int
+    registers: int
+    spilled: int
+    shared: int
+    limit: int
+    seconds: float
+
+
+class _Recorder:
+    """Stands in for jax-triton."""
+
+    def __init__(self, call: Call):
+        self.call, self.launches = call, []
+
+    def triton_call(self, *inputs, kernel, grid, num_warps, num_stages, name, compute_capability, out_shape, **constexprs):
+        import jax
+        import jax.numpy as jnp
+
+        assert compute_capability == self.call.target, compute_capability
+        types = {}
+        constants = dict(constexprs)
+        for argument, x in zip(kernel.arg_names, (*inputs, *jax.tree.leaves(out_shape))):
+            if isinstance(x, int):  # jax-triton makes a constant of 1, and nothing of other numbers
+                types[argument] = "constexpr" if x == 1 else "i32" if abs(x) < 2**31 else "i64"
+                constants |= {argument: 1} if x == 1 else {}
+            else:
+                types[argument] = POINTERS[jnp.dtype(x.dtype).name]
+        types |= {argument: "constexpr" for argument in constexprs}
+        signature = tuple((argument, types[argument]) for argument in kernel.arg_names)
+        self.launches.append(
+            Launch(self.call, kernel.fn.__module__, kernel.__name__, signature, tuple(constants.items()), num_warps, num_stages)
+        )  # fmt: skip
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), out_shape)
+
+
+def record(call: Call) -> list[Launch]:
+    """The launches of forward and backward for full GPUs, then those that few rows and heads add (stretches: `fla_jax.pallas.sequence_split`)."""
+    many = _trace(call, 8, 2048, 64)
+    few = [] if call.layout == "packed" else _trace(call, 1, 2048, 4)
+    return many + [launch for launch in few if launch.kernel not in {other.kernel for other in many}]
+
+
+def _trace(call: Call, B: int, T: int, H: int) -> list[Launch]:
+    import jax
+    import jax.numpy as jnp
+
+    from fla_jax import ops
+    from fla_jax.core import launch
+
+    assert not launch.INTERPRET, "Triton's interpreter is on (TRITON_INTERPRET=1): kernels cannot be compiled in this process"
+    B, T = (1, T) if call.layout == "packed" else (B, T - 3 if call.layout == "uneven" else T)
+    tokens = jax.ShapeDtypeStruct((B, T, H, call.head), call.dtype)
+    rows = 16 if call.layout == "packed" else B
+    state = jax.ShapeDtypeStruct((rows, H, call.head, call.head), jnp.float32)
+    layout = {}
+    if call.layout == "segments":
+        layout["segment_ids"] = jax.ShapeDtypeStruct((B, T), jnp.int32)
+    if call.layout == "packed":
+        layout["cu_seqlens"] = jax.ShapeDtypeStruct((rows + 1,), jnp.int32)
+    inputs = [tokens] * (4 if call.op == "rwkv6" else 6) + ([jax.ShapeDtypeStruct((H, call.head), call.dtype)] if call.op == "rwkv6" else [])
+    op = getattr(ops, f"chunk_{call.op}")
+
+    def run(inputs, state, layout):
+        static = dict(implementation="triton", output_final_state=True, lower_bound=None if call.decay == "any" else -1.0)
+        out, pull = jax.vjp(lambda xs, s: op(*xs, initial_state=s, **layout, **static), inputs, state)
+        return pull(out)
+
+    recorder, original = _Recorder(call), launch._jax_triton
+    launch._jax_triton = lambda: (recorder, True)
+    try:
+        with launch.lowering_for(call.target):
+            jax.eval_shape(jax.jit(run), inputs, state, layout)
+    finally:
+        launch._jax_triton = original
+        jax.clear_caches()  # what was traced holds the recorder's zeros
+    return recorder.launches
+
+
+def compile_launch(launch: Launch) -> Usage:
+    """Compiles to PTX and a cubin with Triton's own ptxas, and reads what it takes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    start = time.perf_counter()
+    kernel = getattr(importlib.import_module(launch.module), launch.kernel)
+    # all arrays begin at multiples of 16 bytes: what jax-triton promises
+    attrs = {(i,): [["tt.divisibility", 16]] for i, (_, kind) in enumerate(launch.signature) if kind.startswith("*")}
+    source = ASTSource(fn=kernel, signature=dict(launch.signature), constexprs=dict(launch.constexprs), attrs=attrs)
+    options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
+    compiled = triton.compile(source, target=GPUTarget("cuda", launch.call.target, 32), options=options)
+    assert f".target sm_{launch.call.target}" in compiled.asm["ptx"]
+    used = _resources(compiled.asm["cubin"])
+    return Usage(
+        launch.kernel, launch.call, launch.num_warps, launch.num_stages, used["REG"], max(used["STACK"], used["LOCAL"]), compiled.metadata.shared,
+        SHARED_LIMIT[launch.call.target], time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """cuobjdump's REG, STACK (where spilled registers go), LOCAL and SHARED."""
+    import triton
+
+    exe = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([exe, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+
+
+def calls(targets, heads, dtypes, decays=("any",), layouts=("rows",), ops=OPS) -> list[Call]:
+    """The full sweep over the given values."""
+    return [Call(op, *rest) for op, *rest in itertools.product(ops, targets, heads, dtypes, decays, layouts)]
+
+
+def ci_calls() -> list[Call]:
+    """A subset for every day: each kernel for each kind of GPU. The form for any decay has the bounded one in it and is the larger; sm_86 is as sm_89."""
+    some = calls((80, 89, 90), (64,), ("bfloat16",)) + calls((100, 120), (64,), ("bfloat16",), ("bounded",))
+    return some + calls((89,), (128,), ("bfloat16",), ("bounded",))
+
+
+def measure(wanted: list[Call], workers: int) -> list[Usage]:
+    """Records and compiles, each launch once, in processes of their own (a compiler that crashes takes no test run along)."""
+    launches: dict[Any, Launch] = {}
+    for call in wanted:
+        for launch in record(call):
+            launches.setdefault(dataclasses.replace(launch, call=dataclasses.replace(call, op="", decay="", layout="")), launch)
+    assert "jax_triton" not in sys.modules
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(compile_launch, launches.values()))
+
+
+def table(usages: list[Usage]) -> str:
+    """One line for each launch, and what its block may have."""
+    lines = [f"{'kernel':24} {'GPU':>6} {'head':>4} {'dtype':8} {'decay':7} {'layout':8} warps stages registers spilled  shared   limit"]
+    for u in usages:
+        c = u.call
+        lines.append(
+            f"{u.kernel:24} {'sm_' + str(c.target):>6} {c.head:4} {c.dtype:8} {c.decay:7} {c.layout:8} {u.num_warps:5} {u.num_stages:6} {u.registers:9} "
+            f"{u.spilled:7} {u.shared:7} {u.limit:7}{' TOO MUCH' if u.shared > u.limit else ''}"
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ci", action="store_true", help="what CI checks, instead of the sweep over the options below")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
+    parser.add_argument("--targets", nargs="+", type=int, choices=SHARED_LIMIT, default=tuple(SHARED_LIMIT))
+    parser.add_argument("--heads", nargs="+", type=int, default=HEADS)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--decays", nargs="+", choices=DECAYS, default=DECAYS[:1])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS[:1])
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--json", action="store_true", help="for a program to read")
+    args = parser.parse_args()
+    wanted = ci_calls() if args.ci else calls(args.targets, args.heads, args.dtypes, args.decays, args.layouts, args.ops)
+    usages = measure(wanted, args.workers)
+    if args.json:
+        print("USAGES", json.dumps([dataclasses.asdict(u) for u in usages]))
+    else:
+        print(table(usages))
+
+
+if __name__ == "__main__":
+    main()
