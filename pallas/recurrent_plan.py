@@ -1,7 +1,8 @@
 """What the launchers of the recurrent Pallas kernels share: tile sizes, padding to whole tiles, tokens in whole stretches.
 
-Tokens are walked in stretches of 16; the state that enters each is kept, and the backward works on one stretch at a time. Arrays are padded before a kernel sees them with zeros, which leave the state as it is (log decay 0, k = v = a = b = 0); packed sequences are spread so
-that each starts a stretch. So no kernel needs a mask.
+Tokens are walked in stretches of 16; the state that enters each is kept, and the backward works on one stretch at a time. Arrays are padded before a kernel
+sees them with zeros, which leave the state as it is (log decay 0, k = v = a = b = 0); packed sequences are spread so that each starts a stretch. So no kernel
+needs a mask.
 """
 
 from __future__ import annotations
@@ -123,6 +124,6 @@ def make_plan(r: jax.Array, v: jax.Array, segment_ids: jax.Array | None, cu_seql
         restart = jnp.pad(change, ((0, 0), (1, chunks.number * STRETCH - T))).reshape(-1)
     if cu_seqlens is not None:
         bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // STRETCH)), (1, 0)).astype(jnp.int32)
-    wide = [max(16, 1 << (n - 1).bit_length()) for n in (K, V)]
-    sizes = Sizes(H, chunks.number, *wide, walk_tile(*wide), segment_ids is not None, cu_seqlens is not None)
+    Kp, Vp = (max(16, 1 << (n - 1).bit_length()) for n in (K, V))
+    sizes = Sizes(H, chunks.number, Kp, Vp, walk_tile(Kp, Vp), segment_ids is not None, cu_seqlens is not None)
     return Plan(sizes, K, V, B, B if cu_seqlens is None else cu_seqlens.shape[0] - 1, restart, bounds, chunks)

@@ -1,7 +1,7 @@
 """RWKV-6, token by token in Pallas: a walk for both directions, and the gradients over K.
 
-The state S, and its gradient D, evolve element by element: ``o = S^T r + (r . u k) v``, ``S <- diag(d) S + k v^T``, and backwards the same with r, k and v, do in
-each other's place: ``dv = D^T k + (r . u k) do``, ``D <- diag(d) D + r do^T``. recurrent_pairs.py has the rest.
+The state S, and its gradient D, evolve element by element: ``o = S^T r + (r . u k) v``, ``S <- diag(d) S + k v^T``, and backwards the same with r, k and v, do
+in each other's place: ``dv = D^T k + (r . u k) do``, ``D <- diag(d) D + r do^T``. recurrent_pairs.py has the rest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def rwkv6_walk(
 
 
 def rwkv6_gradients(decay_: Any, r_: Any, k_: Any, u_: Any, *refs: Any, sizes: Sizes, size: int) -> None:
-    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k and of u by stretch, from all sums over V (`sum_over_values`); ``size`` rows of K a program."""
+    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k and of u by stretch, ``size`` rows of K a program.
+
+    The references begin with all sums over V (`sum_over_values`).
+    """
     *sums_, product_, scores_, same_, lines_, restart_, gr_, gw_, gk_, gu_ = refs
     pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, lines_, restart_, 1)
     u = u_[pl.program_id(1), pairs.ks].astype(jnp.float32)

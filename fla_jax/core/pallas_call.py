@@ -1,8 +1,9 @@
 """The one place that calls Pallas kernels: compiled for an NVIDIA GPU, or in Pallas' interpreter where ``FLA_JAX_PALLAS_INTERPRET=1`` is set.
 
-Kernels are lowered through Triton (`jax.experimental.pallas.triton`), which takes every GPU from Ampere on; the Mosaic GPU lowering would need a Hopper and
-has no layout for states whose sums over K stay inside a thread. JAX 0.11 calls the Triton lowering deprecated, without a date: jax 0.12 still has it, and this
-file is all that knows about it.
+Kernels are lowered through Triton (`jax.experimental.pallas.triton`), which takes every NVIDIA GPU from Ampere on and needs nothing but JAX. Pallas' other GPU
+lowering, Mosaic GPU, takes Hopper and newer only and hands a state to a group of four warps, where sums over K cross warps for each token; the walks here keep
+them in one warp. JAX 0.11 calls the Triton lowering deprecated, without a date (a DeprecationWarning when a kernel is lowered); JAX 0.12 still has it, and this
+file and `fma` in pallas/recurrent_tiles.py are all that knows about it.
 """
 
 from __future__ import annotations
@@ -23,25 +24,21 @@ def interpreting() -> bool:
     return os.environ.get("FLA_JAX_PALLAS_INTERPRET") == "1"
 
 
-def _lowering_for() -> Any:
-    """The GPU that an abstract mesh in context names as its target (`jax.sharding.AbstractDevice`), or None."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return getattr(mesh, "abstract_device", None)
+def why_not(platform: str) -> str | None:
+    """None where Pallas kernels can be called on ``platform`` (``"gpu"``, ``"cuda"``, ``"cpu"``, ...), else the reason.
 
-
-def why_not() -> str | None:
-    """None where Pallas kernels can be called, else the reason."""
-    if interpreting() or _lowering_for() is not None:
+    A GPU that need not be here, for `jax.export` and tests, is what an abstract mesh in context names (`jax.sharding.AbstractDevice`).
+    """
+    if interpreting() or getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None:
         return None
-    gpus = [d for d in jax.devices() if d.platform == "gpu"]
-    if not gpus:
-        return "no NVIDIA GPU is visible to JAX (FLA_JAX_PALLAS_INTERPRET=1 runs Pallas' interpreter, slowly)"
-    capability = str(getattr(gpus[0], "compute_capability", ""))
+    if platform not in ("gpu", "cuda"):
+        return f"it needs an NVIDIA GPU, and the call runs on {platform!r} (FLA_JAX_PALLAS_INTERPRET=1 runs Pallas' interpreter, slowly)"
+    capability = getattr(jax.local_devices(backend=platform)[0], "compute_capability", None)
     try:
-        too_old = float(capability) < OLDEST
-    except ValueError:
-        return f"Pallas kernels need an NVIDIA GPU, not {gpus[0].device_kind}"
-    return f"Pallas kernels need compute capability {OLDEST} or higher, {gpus[0].device_kind} has {capability}" if too_old else None
+        new_enough = float(str(capability)) >= OLDEST
+    except ValueError:  # AMD's are called gfx90a and the like
+        new_enough = False
+    return None if new_enough else f"it needs an NVIDIA GPU of compute capability {OLDEST} or newer, and this one has {capability}"
 
 
 def pallas_call(kernel: Callable[..., None], *inputs: jax.Array, out: Sequence[jax.ShapeDtypeStruct], grid: tuple[int, ...], num_warps: int) -> Any:
@@ -57,9 +54,14 @@ def pallas_call(kernel: Callable[..., None], *inputs: jax.Array, out: Sequence[j
     Raises:
         ValueError: no kernel can run here.
     """
-    reason = why_not()
+    reason = why_not(jax.default_backend())
     if reason is not None:
         raise ValueError(f"implementation='pallas' cannot run here: {reason}")
+    kinds = [jax.typeof(x).manual_axis_type for x in inputs]
+    axes = frozenset[str]().union(*(kind.varying for kind in kinds))
+    if axes:  # inside a checked `jax.shard_map`: everything is said to vary over what any input varies over
+        inputs = tuple(jax.lax.pcast(x, tuple(axes - kind.varying), to="varying") if axes - kind.varying else x for x, kind in zip(inputs, kinds))
+        out = [jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=jax.typeof(inputs[0]).manual_axis_type) for s in out]
     interpret = interpreting()
     params = None if interpret else pltriton.CompilerParams(num_warps=num_warps, num_stages=1)
     return pl.pallas_call(kernel, out_shape=tuple(out), grid=grid, compiler_params=params, interpret=interpret)(*inputs)

@@ -17,6 +17,7 @@ TABLE: dict[str, Implementation] = {
     "reference": (reference.rwkv6_fwd, reference.rwkv6_bwd),
     "xla": (xla6.forward, xla6.backward),
     "triton": lazy("..pallas.rwkv6_chunk"),
+    "pallas": lazy("..pallas.rwkv6_recurrent"),
 }
 _core = make_core(TABLE)
 

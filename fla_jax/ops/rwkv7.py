@@ -17,6 +17,7 @@ TABLE: dict[str, Implementation] = {
     "reference": (reference.rwkv7_fwd, reference.rwkv7_bwd),
     "xla": (xla7.forward, xla7.backward),
     "triton": lazy("..pallas.rwkv7_chunk"),
+    "pallas": lazy("..pallas.rwkv7_recurrent"),
 }
 _core = make_core(TABLE)
 

@@ -1,0 +1,105 @@
+"""Numerics of the recurrent Pallas kernels in Pallas' interpreter against the float64 oracle."""
+
+import subprocess
+import sys
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OPS, Case, Tolerances, check
+
+if jax.default_backend() == "gpu":
+    pytest.skip("an NVIDIA GPU is here: tests/gpu runs the kernels themselves", allow_module_level=True)
+
+EXACT = Tolerances(o=1e-6, state=1e-6, grad=1e-6, dw=2e-6)
+each_op = pytest.mark.parametrize("op", OPS)
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
+
+
+def judge(case):
+    check(case, "pallas", form="fused_recurrent", tol=EXACT)
+
+
+@each_op
+@pytest.mark.parametrize("decay", cases.DECAYS)
+def test_decays(op, decay):
+    judge(Case(op, B=2, T=37, H=2, K=16, V=16, decay=decay, scale=0.7))
+
+
+@each_op
+def test_one_token(op):
+    """dw of a channel is one number here, a sum of products of both signs that may nearly cancel: all channels are judged together."""
+    case = Case(op, B=2, T=1, H=2, K=1, V=3, decay="smooth")
+    got, want = cases.run(case, "pallas", "fused_recurrent"), cases.expected(case)
+    cases.assert_close("o", got.o, want.o, EXACT.o)
+    cases.assert_close("final state", got.final, want.final, EXACT.state)
+    for name, g in got.grads.items():
+        cases.assert_close(f"d{name}", g, want.grads[name], EXACT.grad)
+
+
+@each_op
+def test_head_sizes_are_padded(op):
+    judge(Case(op, B=2, T=18, H=2, K=24, V=40, decay="smooth"))
+
+
+@each_op
+def test_segments(op):
+    judge(Case(op, B=2, T=37, H=2, K=16, V=16, decay="channels", layout="segments", lengths=(5, 11, 1, 16, 4), scale=0.5))
+
+
+@each_op
+def test_packed_sequences(op):
+    judge(Case(op, H=2, K=16, V=16, decay="channels", layout="packed", lengths=(5, 0, 16, 1, 17), scale=0.5))
+
+
+def test_half_precision_inputs_with_decay_in_float32():
+    judge(Case("rwkv6", B=1, T=20, H=2, K=16, V=32, decay="channels", dtype="bfloat16", w_dtype="float32"))
+
+
+def test_each_input_keeps_its_dtype():
+    x = cases.build(Case("rwkv7", B=1, T=20, H=1, K=16, V=16, dtype="bfloat16"))
+    wide = x._replace(arrays={name: a.astype(np.float32) if name in ("a", "b", "k") else a for name, a in x.arrays.items()})
+    got = jax.device_get(cases.runner("rwkv7", "pallas", "fused_recurrent")(*jax.tree.map(jnp.asarray, wide)))
+    assert {name: g.dtype for name, g in got.grads.items()} == {name: a.dtype for name, a in wide.arrays.items()}
+    (o, final), grads = cases.ask_oracle("rwkv7", wide)
+    cases.compare(got, cases.Outputs(o, final, grads), EXACT)
+
+
+@each_op
+def test_without_a_backward_no_states_are_kept_and_the_results_are_the_same(op):
+    case = Case(op, B=2, T=37, H=2, K=16, V=16, decay="mixed", scale=0.7)
+    x, want = cases.build(case), cases.run(case, "pallas", "fused_recurrent")
+    run = jax.jit(lambda arrays: cases.call(op, arrays, "fused_recurrent", implementation="pallas", scale=0.7))
+    arrays = {name: jnp.asarray(a) for name, a in x.arrays.items()}
+    o, final = run(arrays)
+    np.testing.assert_array_equal(o, want.o)
+    np.testing.assert_array_equal(final, want.final)
+    largest = max(v.aval.size for e in run.trace(arrays).jaxpr.eqns for v in e.outvars)
+    assert largest < 2 * 3 * 2 * 16 * 16 * 2  # rows, stretches, heads, K, V, with some room for padded tokens
+
+
+@each_op
+def test_where_it_cannot_run_it_says_why(op, monkeypatch):
+    monkeypatch.delenv("FLA_JAX_PALLAS_INTERPRET")
+    x = cases.build(Case(op, T=5))
+    with pytest.raises(ValueError, match=r"pallas.*needs an NVIDIA GPU.*cpu"):
+        cases.call(op, x.arrays, "fused_recurrent", implementation="pallas")
+
+
+@each_op
+def test_float64_is_refused(op):
+    with jax.enable_x64(True):
+        x = cases.build(Case(op, T=5, dtype="float64"))
+        with pytest.raises(ValueError, match="float"):
+            cases.call(op, x.arrays, "fused_recurrent", implementation="pallas")
+
+
+def test_importing_fla_jax_imports_no_pallas():
+    code = "import sys, fla_jax, fla_jax.ops; sys.exit('jax.experimental.pallas' in sys.modules or 'fla_jax.core.pallas_call' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
