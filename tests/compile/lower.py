@@ -6,6 +6,7 @@ Started by test_lowering.py in a process without Triton's interpreter. ``python 
 from __future__ import annotations
 
 import collections
+import importlib.util
 import json
 import zlib
 
@@ -116,5 +117,7 @@ def programs(op: str):
 if __name__ == "__main__":
     with lowering_for(CAPABILITY):
         reason = why_not("cuda")
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):  # jax-triton 0.4 imports without
+        reason = "neither jax-cuda12-plugin nor jax-cuda13-plugin is installed"
     report = {"skip": reason} if reason else {op: {name: kernels(f, *args) for name, f, args in programs(op)} for op in OPS}
     print("REPORT", json.dumps(report))
