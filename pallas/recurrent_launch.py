@@ -13,6 +13,7 @@ from .recurrent_pairs import BLOCK, contract_state, contract_values
 from .recurrent_plan import STRETCH, Plan
 
 RATES = 32  # rows of K that a program of the gradients takes, in one warp
+STATE_WARPS, VALUE_WARPS = 8, 2  # of programs of `contract_state` and `contract_values`
 
 
 def sum_over_values(
@@ -33,12 +34,12 @@ def sum_over_values(
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     grid = (s.K // min(s.K, BLOCK), s.heads, entries // s.heads)
     reading = functools.partial(contract_state, sizes=s, values=len(ys), scale=scale)
-    reads = pallas_call(reading, *ys, states, out=[f32(tokens, s.K)] * len(ys), grid=grid, num_warps=8)
+    reads = pallas_call(reading, *ys, states, out=[f32(tokens, s.K)] * len(ys), grid=grid, num_warps=STATE_WARPS)
     writing = functools.partial(contract_state, sizes=s, values=len(zs), scale=1.0)
     out = [f32(tokens, s.K)] * len(zs) + [f32(entries, s.K)]
-    *writes, product = pallas_call(writing, *zs, dstates, states, out=out, grid=grid, num_warps=8)
+    *writes, product = pallas_call(writing, *zs, dstates, states, out=out, grid=grid, num_warps=STATE_WARPS)
     kernel = functools.partial(contract_values, sizes=s, readers=len(ys), writers=len(zs), scale=scale)
     out = [f32(entries, len(ys), len(zs), STRETCH, STRETCH), f32(entries, len(zs), STRETCH)]
-    scores, same = pallas_call(kernel, *ys, *zs, out=out, grid=(1, *grid[1:]), num_warps=2)
+    scores, same = pallas_call(kernel, *ys, *zs, out=out, grid=(1, *grid[1:]), num_warps=VALUE_WARPS)
     lines = jnp.stack([jnp.tri(STRETCH, k=-1), jnp.eye(STRETCH), jnp.eye(STRETCH, k=1)]).astype(jnp.float32)
     return *reads, *writes, product, scores, same, lines

@@ -1,9 +1,9 @@
 """The gradients over K of one stretch of 16 tokens, by pairs of tokens, in Pallas: for both ops.
 
 Inside a stretch the state is what entered it, S0, and what tokens i wrote, ``x_i z_i^T``, each decayed since; its gradient is the D that leaves and what
-tokens t read, ``x_t y_t^T``. RWKV-7 writes (k, v) and (b, a^T S) and reads (r, do), of the state after the token, and (a, b^T D), of the state before it; RWKV-6 writes
-(k, v) and reads (r, do), of the state before. So every gradient is a sum over pairs with scores ``y_t . z_i`` and factors ``e_ti = exp(w_{i+1} + .. + w_t)``
-(to ``w_{t-1}`` for a reader of the state before): products of decays, no quotient and no difference. dw_j sums all pairs that it lies between:
+tokens t read, ``x_t y_t^T``. RWKV-7 writes (k, v) and (b, a^T S) and reads (r, do), of the state after the token, and (a, b^T D), of the state before it;
+RWKV-6 writes (k, v) and reads (r, do), of the state before. So every gradient is a sum over pairs with scores ``y_t . z_i`` and factors ``e_ti = exp(w_{i+1} +
+.. + w_t)`` (to ``w_{t-1}`` for a reader of the state before): products of decays, no quotient and no difference. dw_j sums all pairs that it lies between:
 
     dx_t = sum_{i<t} e_ti (y_t . z_i) x_i + e_t S0 y_t,     dx_i = sum_{t>i} e_ti (y_t . z_i) x_t + e_i D z_i
     dw_j = sum_{i<j<=t} e_ti (y_t . z_i) x_t x_i + the pairs with S0 for a writer before the first token and D for a reader after the last
@@ -124,8 +124,8 @@ class Pairs:
     """The pairs of one stretch, head and block of K: references to arrays, and the loop over tokens t.
 
     Tiles are [16, rows of K] in registers of one warp; line i belongs to the writer before token i, line 0 to S0; lines of later tokens are zero. Tiles are
-    made in the loop and never loaded, so that Triton gives each of 32 rows of K to a lane and sums over lines stay within a thread. Which lines come before token t,
-    is its own and comes next is read from ``lines_`` [3, 16, 16]: comparing each time would take more instructions than the sums.
+    made in the loop and never loaded, so that Triton gives each of 32 rows of K to a lane and sums over lines stay within a thread. Which lines come before
+    token t, is its own and comes next is read from ``lines_`` [3, 16, 16]: comparing each time would take more instructions than the sums.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from .chunk_plan import Layout
 from .recurrent_launch import RATES, sum_over_values
 from .recurrent_plan import Plan, check_dtype, make_plan, split
 from .rwkv7_recurrent_kernels import rwkv7_gradients, rwkv7_walk
+from .rwkv7_step import step, takes
 
 TOKENS = "b t h k, b t h k, b t h k, b t h v, b t h k, b t h k"
 KEPT = "b c h x y, b s h y"  # states that enter each stretch, a^T S of each token; padded
@@ -41,6 +42,9 @@ def forward(cfg: OpConfig, r, w, k, v, a, b, s0, segment_ids, cu_seqlens):
     """Forward rule: ``(o, final_state), kept``."""
     check_dtype(cfg)
     layout = Layout(segment_ids, cu_seqlens)
+    if r.shape[1] == 1 and not cfg.keep and cu_seqlens is None and takes(r.shape[3], v.shape[3]):
+        one = partitioned(functools.partial(step, cfg.scale), f"{TOKENS}, b h k v -> b t h v, b h k v")
+        return one(r, w, k, v, a, b, s0), ()
 
     def run(r, w, k, v, a, b, s0, *rest):
         plan = make_plan(r, v, *layout.unpack(rest))

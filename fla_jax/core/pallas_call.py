@@ -9,7 +9,7 @@ file and `fma` in pallas/recurrent_tiles.py are all that knows about it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,14 @@ def why_not(platform: str) -> str | None:
     return None if new_enough else f"it needs an NVIDIA GPU of compute capability {OLDEST} or newer, and this one has {capability}"
 
 
-def pallas_call(kernel: Callable[..., None], *inputs: jax.Array, out: Sequence[jax.ShapeDtypeStruct], grid: tuple[int, ...], num_warps: int) -> Any:
+def pallas_call(
+    kernel: Callable[..., None],
+    *inputs: jax.Array,
+    out: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    num_warps: int,
+    aliases: Mapping[int, int] | None = None,
+) -> Any:
     """Calls ``kernel(*inputs, *outputs)``, all of them references to whole arrays in GPU memory, and returns the outputs.
 
     Args:
@@ -50,6 +57,7 @@ def pallas_call(kernel: Callable[..., None], *inputs: jax.Array, out: Sequence[j
         out: shapes and dtypes of the outputs.
         grid: number of programs along up to three axes, the first of which moves fastest.
         num_warps: warps per program.
+        aliases: inputs, by position, whose memory an output takes over.
 
     Raises:
         ValueError: no kernel can run here.
@@ -64,4 +72,7 @@ def pallas_call(kernel: Callable[..., None], *inputs: jax.Array, out: Sequence[j
         out = [jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=jax.typeof(inputs[0]).manual_axis_type) for s in out]
     interpret = interpreting()
     params = None if interpret else pltriton.CompilerParams(num_warps=num_warps, num_stages=1)
-    return pl.pallas_call(kernel, out_shape=tuple(out), grid=grid, compiler_params=params, interpret=interpret)(*inputs)
+    call = pl.pallas_call(
+        kernel, out_shape=tuple(out), grid=grid, compiler_params=params, interpret=interpret, input_output_aliases=dict(aliases or {})
+    )  # fmt: skip
+    return call(*inputs)

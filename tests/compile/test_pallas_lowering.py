@@ -50,6 +50,10 @@ def test_forward_and_backward(op, h200):
     assert kernels(op, jax.value_and_grad(value(op))) == BACKWARD
 
 
+def test_the_decoding_step_is_one_kernel_that_takes_over_the_state(h200):
+    assert kernels("rwkv7", value("rwkv7"), T=1) == {"step": 1}
+
+
 @each_op
 @pytest.mark.parametrize("K, V", [(16, 16), (48, 256), (256, 128)])
 def test_head_sizes(op, K, V, h200):

@@ -44,6 +44,16 @@ def test_one_token(op):
 
 
 @each_op
+@pytest.mark.parametrize("K, V", [(16, 32), (24, 16)])
+def test_decoding_step(op, K, V):
+    case = Case(op, B=2, T=1, H=2, K=K, V=V, decay="mixed", dtype="bfloat16", scale=0.5)
+    x, want = cases.build(case), cases.expected(case)
+    o, final = jax.jit(lambda arrays: cases.call(op, arrays, "fused_recurrent", implementation="pallas", scale=0.5))(x.arrays)
+    cases.assert_close("o", o, want.o, EXACT.o)
+    cases.assert_close("final state", final, want.final, EXACT.state)
+
+
+@each_op
 def test_head_sizes_are_padded(op):
     judge(Case(op, B=2, T=18, H=2, K=24, V=40, decay="smooth"))
 
