@@ -22,11 +22,10 @@ LAUNCH: LaunchTable = {
     ("transfer", 128): (128, 8, 3),
     ("backward", 128): (128, 8, 1),
     ("forward", 256): (16, 4, 1),
-    ("backward", 256): (16, 4, 1),
+    ("backward", 256): (16, 8, 1),
     # not measured: what fits and spills least (tests/compile/resources.py)
     ("backward", 64, "small"): (32, 4, 1),
     ("backward", 128, "small"): (32, 8, 1),
-    ("backward", 256, "small"): (16, 8, 1),
     ("forward", 64, "small float32"): (32, 4, 1),
     ("transfer", 64, "small float32"): (32, 4, 1),
     ("backward", 64, "small float32"): (16, 8, 1),

@@ -27,14 +27,15 @@ LAUNCH: LaunchTable = {
     ("gradients", 128): (64, 2, 1),  # the first number is the block of keys: a program holds all values
     ("backward", 128): (128, 8, 1),
     ("forward", 256): (16, 4, 1),
-    ("backward", 256): (16, 4, 1),
+    ("backward", 256): (16, 8, 1),
     # not measured: what fits and spills least (tests/compile/resources.py)
     ("forward", 128, "float32"): (32, 8, 1),
+    ("carry", 128, "float32"): (32, 8, 1),
+    ("gradients", 128, "float32"): (32, 8, 1),
     ("backward", 64, "small"): (32, 4, 1),
     ("forward", 128, "small"): (128, 8, 2),
     ("transfer", 128, "small"): (64, 8, 2),
     ("backward", 128, "small"): (16, 8, 1),
-    ("backward", 256, "small"): (16, 8, 1),
     ("forward", 64, "small float32"): (32, 4, 1),
     ("transfer", 64, "small float32"): (32, 4, 1),
     ("backward", 64, "small float32"): (16, 8, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +11,18 @@ import jax
 
 from . import launch
 
-# First the preferred one that qualifies. "chunk" forms are parallel inside a chunk; "recurrent" forms go token by token.
-PREFERENCE = {
-    "chunk": ("triton", "xla", "reference"),
-    "recurrent": ("reference", "xla"),
-}
+
+def preference(op: str, form: str, T: int) -> tuple[str, ...]:
+    """Implementations of one op, the best first, as measured (docs/performance.md); the first that qualifies runs.
+
+    "chunk" forms are parallel inside a chunk, "recurrent" forms go token by token: kernels on a GPU, `jax.lax.scan` elsewhere. One token of RWKV-6 is as
+    fast in plain JAX as in a kernel.
+    """
+    if form == "chunk":
+        return "triton", "xla", "reference"
+    if T == 1 and op.endswith("rwkv6"):
+        return "reference", "xla"
+    return "pallas", "reference", "xla"
 
 
 def platform_of(arrays: tuple[jax.Array, ...]) -> str:
@@ -28,11 +36,20 @@ def platform_of(arrays: tuple[jax.Array, ...]) -> str:
 
 def why_not(name: str, call: Any) -> str | None:
     """None where implementation ``name`` can run ``call`` (a `fla_jax.ops.validate.Call`), else the reason."""
-    if name != "triton":
+    if name not in ("triton", "pallas"):
         return None
     if call.cfg.compute_name == "float64":
         return "its kernels have no float64"
-    return launch.why_not(platform_of(call.arrays))
+    if name == "triton":
+        return launch.why_not(platform_of(call.arrays))
+    from . import pallas_call  # imports Pallas
+
+    return pallas_call.why_not(platform_of(call.arrays))
+
+
+def _interpreted(name: str) -> bool:
+    """Whether an implementation would run in an interpreter: that is for tests, which ask for it by name."""
+    return launch.INTERPRET if name == "triton" else name == "pallas" and os.environ.get("FLA_JAX_PALLAS_INTERPRET") == "1"
 
 
 def choose(op: str, form: str, implementation: str | None, table: Mapping[str, Any], call: Any) -> str:
@@ -42,9 +59,9 @@ def choose(op: str, form: str, implementation: str | None, table: Mapping[str, A
         ValueError: ``implementation`` is no implementation of this op, or it cannot run this call here.
     """
     if implementation is None:
-        for name in PREFERENCE[form]:
-            reason = why_not(name, call) if name in table else "unknown"
-            if reason is None and not (name == "triton" and launch.INTERPRET):  # the interpreter is for tests: by name only
+        for name in preference(op, form, call.arrays[0].shape[1]):
+            reason = why_not(name, call)
+            if reason is None and not _interpreted(name):
                 return name
             if reason is not None and "jax-triton" in reason:
                 warnings.warn(f"{op} runs without its Triton kernels, much slower: {reason}", stacklevel=4)

@@ -81,10 +81,10 @@ def chunk_rwkv7(
         chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's own choice. The Triton kernels take 16 whatever is asked.
         lower_bound: a promise that ``w >= lower_bound`` everywhere (RWKV-7's layer: -0.61). An implementation may be faster for it and gives the same
             result; a broken promise gives undefined results outside `fla_jax.checked`.
-        implementation: None for the best that qualifies, or by name: ``"reference"`` (token by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX) on any
-            platform; ``"triton"`` (chunked) on NVIDIA GPUs of compute capability 8.0 and up, not for float64, the default there. Its products have bfloat16
-            operands where r, v, k, a, b all have 16 bits, else float32 ones (three TF32 passes, about three times slower). Inside `jax.jit`, None goes by JAX's
-            default device, not by where the arrays will be.
+        implementation: None for the best that qualifies, or by name. On any platform: ``"reference"`` (token by token, `jax.lax.scan`) and ``"xla"`` (chunked,
+            plain JAX). On NVIDIA GPUs of compute capability 8.0 and up, not for float64, and the defaults there: ``"triton"`` (chunked), its products with
+            bfloat16 operands where r, v, k, a, b all have 16 bits, else float32 ones (three TF32 passes, about three times slower), and ``"pallas"`` (token by
+            token in float32). Inside `jax.jit`, None goes by JAX's default device, not by where the arrays will be.
 
     Returns:
         ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32 (float64), or None unless asked for. With
