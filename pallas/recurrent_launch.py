@@ -13,7 +13,7 @@ from .recurrent_pairs import BLOCK, contract_state, contract_values
 from .recurrent_plan import STRETCH, Plan
 
 RATES = 32  # rows of K that a program of the gradients takes, in one warp
-STATE_WARPS, VALUE_WARPS = 8, 2  # of programs of `contract_state` and `contract_values`
+STATE_WARPS, VALUE_WARPS = 2, 1  # of programs of `contract_state` and `contract_values`
 
 
 def sum_over_values(
