@@ -26,10 +26,9 @@ def _loss(op, implementation, x: cases.Inputs, **options):
     return loss
 
 
-@each_implementation
 @each_op
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_by_finite_differences(op, implementation, layout):
+def test_gradients_by_finite_differences(op, layout, implementation="xla"):
     with jax.enable_x64(True):
         x = cases.build(Case(op, **{**SMALL, "K": 2, "V": 2, "T": 5, "H": 1}, dtype="float64"))
         if layout == "segments":
@@ -79,18 +78,16 @@ def test_vmap_over_one_argument(op, implementation, name):
     _check_vmap(op, implementation, Case(op, **SMALL), frozenset([name]))
 
 
-@each_implementation
 @each_op
 @pytest.mark.parametrize("layout", ["segments", "packed"])
-def test_vmap_over_the_layout(op, implementation, layout):
+def test_vmap_over_the_layout(op, layout, implementation="xla"):
     case = Case(op, **{**SMALL, **LAYOUTS[layout]})
     _check_vmap(op, implementation, case, frozenset(["segment_ids" if layout == "segments" else "cu_seqlens"]))
 
 
-@each_implementation
 @each_op
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_vmap_over_everything(op, implementation, layout):
+def test_vmap_over_everything(op, layout, implementation="xla"):
     case = Case(op, **{**SMALL, **LAYOUTS[layout]})
     _check_vmap(op, implementation, case, frozenset([*INPUTS[op], "do", "ds", "segment_ids", "cu_seqlens"]))
 

@@ -1,0 +1,20 @@
+"""The examples compile the same programs again and again: with one cache for all of them, in this process and in those they start, once."""
+
+import jax
+import pytest
+
+SETTINGS = {"jax_persistent_cache_min_compile_time_secs": 0.1, "jax_persistent_cache_min_entry_size_bytes": 0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compilation_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        settings = SETTINGS | {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled"))}
+        for name, value in settings.items():
+            patch.setenv(name.upper(), str(value))
+            before = getattr(jax.config, name)
+            jax.config.update(name, value)
+            settings[name] = before
+        yield
+        for name, before in settings.items():
+            jax.config.update(name, before)
