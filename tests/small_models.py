@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import FAST_COMPILE  # noqa: F401
 
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
 
 VERSIONS = (6, 7)
 HEADS = 2
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # halves the time that gradients take to compile on CPU
 
 
 def model(version, **options):
