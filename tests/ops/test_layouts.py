@@ -158,7 +158,7 @@ def test_any_packing_and_decays(op, implementation):
 def test_any_shape(op, implementation):
     size = st.integers(1, 9)
 
-    @bounded(5)
+    @bounded(3)
     @hypothesis.given(
         B=st.integers(1, 3), T=st.integers(1, 40), H=st.integers(1, 3), K=size, V=size, chunk_size=st.sampled_from([None, 1, 2, 4, 8, 16]),
         decay=st.sampled_from(list(cases.DECAYS)), seed=seeds,

@@ -37,14 +37,14 @@ def test_decays(op, implementation, decay):
 
 
 @each_op
-@pytest.mark.parametrize("implementation, T", [("reference", 1), ("reference", 17), *(("xla", T) for T in (1, 2, 15, 16, 17, 100))])
+@pytest.mark.parametrize("implementation, T", [("reference", 1), ("reference", 17), *(("xla", T) for T in (1, 15, 17, 100))])
 def test_lengths(op, implementation, T):
     check(Case(op, B=1, T=T, decay="mixed", scale=0.35), implementation)
 
 
 @each_op
 @pytest.mark.parametrize("implementation, K, V", [
-    ("reference", 1, 9), ("reference", 24, 16), *(("xla", *KV) for KV in [(1, 1), (1, 9), (16, 24), (64, 64), (256, 5), (7, 256)])
+    ("reference", 1, 9), ("reference", 24, 16), *(("xla", *KV) for KV in [(1, 1), (16, 24), (256, 5), (7, 256)])
 ])  # fmt: skip
 def test_head_sizes(op, implementation, K, V):
     # eight rows and heads: with K = V = 1 and one of them, dS0 is a single number, a product of differences exp(w) - gate that may nearly all cancel,
