@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -42,14 +41,18 @@ def why_not(name: str, call: Any) -> str | None:
         return "its kernels have no float64"
     if name == "triton":
         return launch.why_not(platform_of(call.arrays))
-    from . import pallas_call  # imports Pallas
+    from . import pallas_call
 
     return pallas_call.why_not(platform_of(call.arrays))
 
 
 def _interpreted(name: str) -> bool:
     """Whether an implementation would run in an interpreter: that is for tests, which ask for it by name."""
-    return launch.INTERPRET if name == "triton" else name == "pallas" and os.environ.get("FLA_JAX_PALLAS_INTERPRET") == "1"
+    if name != "pallas":
+        return name == "triton" and launch.INTERPRET
+    from . import pallas_call
+
+    return pallas_call.interpreting()
 
 
 def choose(op: str, form: str, implementation: str | None, table: Mapping[str, Any], call: Any) -> str:

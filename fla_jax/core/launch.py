@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+OLDEST = 8.0  # compute capability of Ampere
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -50,16 +51,25 @@ def compute_capability() -> int:
     return next((round(10 * float(x)) for x in found if x is not None), 90)
 
 
+def gpu_missing(platform: str) -> str | None:
+    """None where ``platform`` is an NVIDIA GPU that the kernels of this library run on, Triton's and Pallas' alike; else what it lacks."""
+    if platform not in ("gpu", "cuda"):
+        return f"it needs an NVIDIA GPU, and the call runs on {platform!r}"
+    capability = getattr(jax.local_devices(backend=platform)[0], "compute_capability", None)
+    try:
+        new_enough = float(str(capability)) >= OLDEST
+    except ValueError:  # AMD's are called gfx90a and the like
+        new_enough = False
+    return None if new_enough else f"it needs an NVIDIA GPU of compute capability {OLDEST} or newer, and this one has {capability}"
+
+
 def why_not(platform: str) -> str | None:
     """None where Triton kernels can be called on ``platform`` (``"gpu"``, ``"cuda"``, ``"cpu"``, ...), else the reason."""
     if INTERPRET:
         return None
-    if _target.value is None:
-        if platform not in ("gpu", "cuda"):
-            return f"it needs an NVIDIA GPU, and the call runs on {platform!r}"
-        capability = getattr(jax.local_devices(backend=platform)[0], "compute_capability", None)
-        if capability is None or float(capability) < 8:
-            return f"it needs an NVIDIA GPU of compute capability 8.0 or newer, and this one has {capability}"
+    reason = gpu_missing(platform) if _target.value is None else None
+    if reason is not None:
+        return reason
     try:
         _jax_triton()
     except Exception as error:  # whatever jax-triton raises at import where CUDA is missing or versions do not fit

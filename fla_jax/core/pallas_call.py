@@ -13,10 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
-OLDEST = 8.0  # compute capability of Ampere
+from .launch import gpu_missing
 
 
 def interpreting() -> bool:
@@ -31,14 +29,10 @@ def why_not(platform: str) -> str | None:
     """
     if interpreting() or getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None:
         return None
-    if platform not in ("gpu", "cuda"):
-        return f"it needs an NVIDIA GPU, and the call runs on {platform!r} (FLA_JAX_PALLAS_INTERPRET=1 runs Pallas' interpreter, slowly)"
-    capability = getattr(jax.local_devices(backend=platform)[0], "compute_capability", None)
-    try:
-        new_enough = float(str(capability)) >= OLDEST
-    except ValueError:  # AMD's are called gfx90a and the like
-        new_enough = False
-    return None if new_enough else f"it needs an NVIDIA GPU of compute capability {OLDEST} or newer, and this one has {capability}"
+    reason = gpu_missing(platform)
+    if reason is not None and platform not in ("gpu", "cuda"):
+        reason += " (FLA_JAX_PALLAS_INTERPRET=1 runs Pallas' interpreter, slowly)"
+    return reason
 
 
 def pallas_call(
@@ -62,6 +56,9 @@ def pallas_call(
     Raises:
         ValueError: no kernel can run here.
     """
+    from jax.experimental import pallas as pl  # half a second that only a call of a kernel should cost
+    from jax.experimental.pallas import triton as pltriton
+
     reason = why_not(jax.default_backend())
     if reason is not None:
         raise ValueError(f"implementation='pallas' cannot run here: {reason}")
