@@ -114,12 +114,17 @@ def launch_options(table: LaunchTable, which: str, K: int, half: bool) -> tuple[
     return table.get((*key, kind), table[key])
 
 
+def has_half(*arrays: jax.Array) -> bool:
+    """Whether products have bfloat16 operands: all token arrays, the decay apart, have 16 bits."""
+    return all(x.dtype in (jnp.bfloat16, jnp.float16) for x in arrays)
+
+
 def make_plan(which: str, table: LaunchTable, cfg: OpConfig, r, w, v, others, segment_ids, cu_seqlens, splits: int = 1) -> Plan:
     """Plans the pass ``which`` of a launch table; ``others`` are the token arrays besides r, w, v."""
     B, T, H, K = r.shape
     V = v.shape[-1]
     BK = tile(K)
-    half = all(x.dtype in (jnp.bfloat16, jnp.float16) for x in (r, v, *others))
+    half = has_half(r, v, *others)
     BV, num_warps, num_stages = launch_options(table, which, K, half)
     BV = min(tile(V), BV)
     none = jnp.zeros(1, jnp.int32)

@@ -12,14 +12,15 @@ import triton.language as tl
 
 from .common import LOG2E, LOG_MIN, C, load_tokens, only, segment_masks, sequence, store_tokens, token_sums_f32
 from .decay import factors, score
+from .kept_states import state_rows
 
 
 @triton.jit
 def walk_backward(
-    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, T, span,
+    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states, T, span,
     dr_, dk_, dv_, dw_, du_, ds0_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
-    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, ARRAYS: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one stretch, head and block of values, from the last to the first."""
     DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
@@ -44,6 +45,7 @@ def walk_backward(
     pk = ((first + (count - 1) * C) * H + h) * K
     pv = ((first + (count - 1) * C) * H + h) * V
     part = iv.to(tl.int64) * (1 if VAR else tl.num_programs(2) // SPLITS) * T * (H * K)  # of the partial sums
+    kept = state_rows(states, ov, H, K, BV, ARRAYS)[:, None] + ok[None, :]
     for i in range(0, count):
         n = count - 1 - i
         left = length - n * C
@@ -55,7 +57,7 @@ def walk_backward(
         k = load_tokens(k_ + pk, offk, mtk, EVEN)
         v = load_tokens(v_ + pv, offv, mtv, EVEN).to(DOT)
         dy = load_tokens(dy_ + pv, offv, mtv, EVEN).to(DOT)
-        Sd = tl.load(states_ + chunk * (K * V) + ov[:, None] * K + ok[None, :], mask=msq, other=0.0).to(DOT)
+        Sd = tl.load(kept + (chunk * (K * V) if ARRAYS == 0 else pk), mask=msq, other=0.0).to(DOT)
         wc = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype) if ANY else w
         decays, pre, post = factors(wc, ANY, PREC)
         _, rx, c1, c2, _, ex = decays
@@ -138,19 +140,28 @@ def walk_backward(
 
 @triton.jit
 def rwkv6_bwd_kernel(
-    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, T, span,
+    r_, k_, v_, w_, u_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states0_, states1_, states2_, states3_, T, span,
     dr_, dk_, dv_, dw_, du_, ds0_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
-    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, ARRAYS: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (value blocks, heads, stretches). dr, dk, dw have a leading axis of value blocks and du those of value blocks and stretches, to be summed."""
+    states = (states0_, states1_, states2_, states3_)
+    if TAKEN > 0:  # memory of states that these outputs take over, written through the input (core/launch.py)
+        dr_ = states0_
+    if TAKEN > 1:
+        dk_ = states1_
+    if TAKEN > 2:
+        dv_ = states2_
+    if TAKEN > 3:
+        dw_ = states3_
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_backward(
-            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, T, span, dr_, dk_, dv_, dw_, du_, ds0_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS,
+            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states, T, span, dr_, dk_, dv_, dw_, du_, ds0_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, ARRAYS,
         )  # fmt: skip
     else:
         walk_backward(
-            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states_, T, span, dr_, dk_, dv_, dw_, du_, ds0_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS,
+            r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states, T, span, dr_, dk_, dv_, dw_, du_, ds0_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, ARRAYS,
         )  # fmt: skip

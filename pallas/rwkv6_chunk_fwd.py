@@ -11,14 +11,15 @@ import triton.language as tl
 
 from .common import LOG2E, LOG_MIN, C, load_tokens, only, segment_masks, sequence, store_tokens, token_sums
 from .decay import scanned_factors, score
+from .kept_states import state_rows
 
 
 @triton.jit
 def walk_forward(
     r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, span,
-    y_, sT_, states_,
+    y_, sT_, states,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
-    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, ARRAYS: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one stretch, head and block of values."""
     DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
@@ -36,6 +37,8 @@ def walk_forward(
     offv = oc[:, None] * (H * V) + ov[None, :]
     offy = oc[None, :] * (H * V) + ov[:, None]
     pk, pv = (first * H + h) * K, (first * H + h) * V
+    if KEEP:
+        kept = state_rows(states, ov, H, K, BV, ARRAYS)[:, None] + ok[None, :]
     for n in range(0, tl.cdiv(length, C)):
         left = length - n * C
         m = oc < left
@@ -65,7 +68,7 @@ def walk_forward(
         Sd = S.to(DOT)
         if KEEP:
             chunk = (chunk0 + n) * H + h
-            tl.store(states_ + chunk * (K * V) + ov[:, None] * K + ok[None, :], Sd.to(states_.dtype.element_ty), mask=msq)
+            tl.store(kept + (chunk * (K * V) if ARRAYS == 0 else pk), Sd.to(states[0].dtype.element_ty), mask=msq)
         vt = tl.trans(v)
         Y = tl.dot(Sd, tl.trans(q0), input_precision=PREC)
         Y = tl.dot(vt, tl.trans(A), Y, input_precision=PREC)
@@ -83,23 +86,24 @@ def walk_forward(
 @triton.jit
 def rwkv6_fwd_kernel(
     r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, strong_, T, span,
-    y_, sT_, states_,
+    y_, sT_, states0_, states1_, states2_, states3_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
-    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, ARRAYS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value blocks, heads, stretches); ``u_`` [B, H, K]. ``KEEP`` stores what the backward needs: the states entering chunks.
+    """Grid (value blocks, heads, stretches); ``u_`` [B, H, K]. ``KEEP`` stores what the backward needs: the states entering chunks (kept_states.py).
 
     With ``ANY``, ``strong_`` [B, H] says which rows and heads need the form for any decay; the others take the bounded one.
     """
+    states = (states0_, states1_, states2_, states3_)
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_forward(
-            r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, KEEP,
+            r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states,
+            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, KEEP, ARRAYS,
         )  # fmt: skip
     else:
         walk_forward(
-            r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, KEEP,
+            r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states,
+            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, KEEP, ARRAYS,
         )  # fmt: skip
 
 

@@ -13,16 +13,17 @@ import triton.language as tl
 
 from .common import LOG_MIN, C, load_tokens, segment_masks, sequence, store_tokens
 from .decay import factors, score
+from .kept_states import state_rows
 from .rwkv7_chunk_grads import scaled_tokens, token_gradients
 
 
 @triton.jit
 def walk_backward(
-    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, T, span,
+    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states, inv_, T, span,
     dr_, dw_, dk_, dv_, da_, db_, ds0_, dstates_, dz_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
-    FUSED: tl.constexpr,
+    ARRAYS: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one stretch, head and block of values, from the last to the first. Without FUSED only dV, the states' gradients and dZ."""
     DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
@@ -43,6 +44,8 @@ def walk_backward(
     pk = ((first + (count - 1) * C) * H + h) * K
     pv = ((first + (count - 1) * C) * H + h) * V
     part = iv.to(tl.int64) * (1 if VAR else tl.num_programs(2) // SPLITS) * T * (H * K)  # of the partial sums
+    if FUSED:
+        kept = state_rows(states, ov, H, K, BV, ARRAYS)[:, None] + ok[None, :]
     for i in range(0, count):
         n = count - 1 - i
         left = length - n * C
@@ -55,10 +58,9 @@ def walk_backward(
         a = load_tokens(a_ + pk, offk, mtk, EVEN)
         b = load_tokens(b_ + pk, offk, mtk, EVEN)
         dy = load_tokens(dy_ + pv, offv, mtv, EVEN).to(DOT)
-        stored = chunk * (K * V) + ov[:, None] * K + ok[None, :]
         if FUSED:
             v = load_tokens(v_ + pv, offv, mtv, EVEN).to(DOT)
-            Sd = tl.load(states_ + stored, mask=msq, other=0.0).to(DOT)
+            Sd = tl.load(kept + (chunk * (K * V) if ARRAYS == 0 else pk), mask=msq, other=0.0).to(DOT)
         inv = tl.load(inv_ + chunk * 256 + oc[:, None] * 16 + oc[None, :]).to(DOT)
         wc = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype) if ANY else w
         decays, pre, post = factors(wc, ANY, PREC)
@@ -92,7 +94,7 @@ def walk_backward(
             U = tl.dot(Z.to(DOT), tl.trans(inv), input_precision=PREC).to(DOT)
         else:
             store_tokens(dz_ + pv, offt, dZ, m[None, :] & mv[:, None], EVEN)
-            tl.store(dstates_ + stored, dSd.to(dstates_.dtype.element_ty), mask=msq)
+            tl.store(dstates_ + chunk * (K * V) + ov[:, None] * K + ok[None, :], dSd.to(dstates_.dtype.element_ty), mask=msq)
         # the state that passes through
         if ANY:
             dS *= pre[None, :]
@@ -114,27 +116,36 @@ def walk_backward(
 
 @triton.jit
 def rwkv7_bwd_kernel(
-    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, inv_, T, span,
+    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states0_, states1_, states2_, states3_, inv_, T, span,
     dr_, dw_, dk_, dv_, da_, db_, ds0_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
-    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, ARRAYS: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (value blocks, heads, stretches). dr, dw, dk, da, db have a leading axis of value blocks, to be summed; ``strong_`` as in the forward."""
+    states = (states0_, states1_, states2_, states3_)
+    if TAKEN > 0:  # memory of states that these outputs take over, written through the input (core/launch.py)
+        dr_ = states0_
+    if TAKEN > 1:
+        dk_ = states1_
+    if TAKEN > 2:
+        da_ = states2_
+    if TAKEN > 3:
+        db_ = states3_
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_backward(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, T, span, dr_, dw_, dk_, dv_, da_, db_, ds0_, ds0_, ds0_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, True,
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states, inv_, T, span, dr_, dw_, dk_, dv_, da_, db_, ds0_, ds0_, ds0_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, ARRAYS, True,
         )  # fmt: skip
     else:
         walk_backward(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, T, span, dr_, dw_, dk_, dv_, da_, db_, ds0_, ds0_, ds0_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, True,
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states, inv_, T, span, dr_, dw_, dk_, dv_, da_, db_, ds0_, ds0_, ds0_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, ARRAYS, True,
         )  # fmt: skip
 
 
 @triton.jit
 def rwkv7_carry_kernel(
-    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, dsT_, states_, inv_, T, span,
+    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, dsT_, inv_, T, span,
     dv_, ds0_, dstates_, dz_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
@@ -142,11 +153,11 @@ def rwkv7_carry_kernel(
     """Grid (value blocks, heads, stretches): dV, dZ like it, and in ``dstates_`` [.., V, K] the gradients of the states before their last decay."""
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_backward(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, T, span, dv_, dv_, dv_, dv_, dv_, dv_, ds0_, dstates_, dz_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, False,
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, (inv_,), inv_, T, span, dv_, dv_, dv_, dv_, dv_, dv_, ds0_, dstates_, dz_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, 0, False,
         )  # fmt: skip
     else:
         walk_backward(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states_, inv_, T, span, dv_, dv_, dv_, dv_, dv_, dv_, ds0_, dstates_, dz_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, False,
+            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, (inv_,), inv_, T, span, dv_, dv_, dv_, dv_, dv_, dv_, ds0_, dstates_, dz_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, 0, False,
         )  # fmt: skip

@@ -13,15 +13,16 @@ import triton.language as tl
 
 from .common import LOG_MIN, C, inverse16, load_tokens, segment_masks, sequence, store_tokens
 from .decay import scanned_factors, score
+from .kept_states import state_rows
 
 
 @triton.jit
 def walk_forward(
     r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, span,
-    y_, sT_, states_, inv_,
+    y_, sT_, states, inv_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
-    KEEP: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, iv, u_, KEEP_U: tl.constexpr,
+    KEEP: tl.constexpr, ARRAYS: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, iv, u_, KEEP_U: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one stretch, head and block of values. Without READ no outputs; without WRITE no v, and the state starts as the identity."""
     DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
@@ -43,6 +44,8 @@ def walk_forward(
     offv = oc[:, None] * (H * V) + ov[None, :]
     offy = oc[None, :] * (H * V) + ov[:, None]
     pk, pv = (first * H + h) * K, (first * H + h) * V
+    if KEEP:
+        kept = state_rows(states, ov, H, K, BV, ARRAYS)[:, None] + ok[None, :]
     for n in range(0, tl.cdiv(length, C)):
         left = length - n * C
         m = oc < left
@@ -84,7 +87,7 @@ def walk_forward(
         Sd = S.to(DOT)
         if KEEP:
             chunk = (chunk0 + n) * H + h
-            tl.store(states_ + chunk * (K * V) + ov[:, None] * K + ok[None, :], Sd.to(states_.dtype.element_ty), mask=msq)
+            tl.store(kept + (chunk * (K * V) if ARRAYS == 0 else pk), Sd.to(states[0].dtype.element_ty), mask=msq)
             if iv == 0:
                 tl.store(inv_ + chunk * 256 + oc[:, None] * 16 + oc[None, :], inv.to(inv_.dtype.element_ty))
         Z = tl.dot(Sd, tl.trans(a0), input_precision=PREC)
@@ -115,24 +118,26 @@ def walk_forward(
 @triton.jit
 def rwkv7_fwd_kernel(
     r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, strong_, T, span,
-    y_, sT_, states_, inv_, u_,
+    y_, sT_, states0_, states1_, states2_, states3_, inv_, u_,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
-    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, KEEP_U: tl.constexpr,
+    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, ARRAYS: tl.constexpr,
+    KEEP_U: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value blocks, heads, stretches). ``KEEP`` stores what the backward needs: states entering chunks, and inverses; ``KEEP_U`` U, like v.
+    """Grid (value blocks, heads, stretches). ``KEEP`` stores what the backward needs: states (kept_states.py) and inverses; ``KEEP_U`` U, like v.
 
     With ``ANY``, ``strong_`` [B, H] says which rows and heads need the form for any decay; the others take the bounded one.
     """
     iv = tl.program_id(0)
+    states = (states0_, states1_, states2_, states3_)
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_forward(
-            r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_, inv_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, KEEP, True, True, iv, u_, KEEP_U,
+            r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states, inv_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, KEEP, ARRAYS, True, True, iv, u_, KEEP_U,
         )  # fmt: skip
     else:
         walk_forward(
-            r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states_, inv_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, KEEP, True, True, iv, u_, KEEP_U,
+            r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states, inv_,
+            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, KEEP, ARRAYS, True, True, iv, u_, KEEP_U,
         )  # fmt: skip
 
 
@@ -149,22 +154,22 @@ def rwkv7_transfer_kernel(
     if iv < PARTS:
         if strong:
             walk_forward(
-                r_, w_, k_, v_, a_, b_, N_, seg_, cu_, chunk0_, T, span, reads_, N_, N_, N_,
-                H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, False, False, True, iv, N_, False,
+                r_, w_, k_, v_, a_, b_, N_, seg_, cu_, chunk0_, T, span, reads_, N_, (N_,), N_,
+                H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, False, 0, False, True, iv, N_, False,
             )  # fmt: skip
         else:
             walk_forward(
-                r_, w_, k_, v_, a_, b_, N_, seg_, cu_, chunk0_, T, span, reads_, N_, N_, N_,
-                H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, False, False, True, iv, N_, False,
+                r_, w_, k_, v_, a_, b_, N_, seg_, cu_, chunk0_, T, span, reads_, N_, (N_,), N_,
+                H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, False, 0, False, True, iv, N_, False,
             )  # fmt: skip
     else:
         if strong:
             walk_forward(
-                r_, w_, k_, v_, a_, b_, M_, seg_, cu_, chunk0_, T, span, reads_, M_, M_, M_,
-                H, K, K, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, False, True, False, iv - PARTS, M_, False,
+                r_, w_, k_, v_, a_, b_, M_, seg_, cu_, chunk0_, T, span, reads_, M_, (M_,), M_,
+                H, K, K, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, False, 0, True, False, iv - PARTS, M_, False,
             )  # fmt: skip
         else:
             walk_forward(
-                r_, w_, k_, v_, a_, b_, M_, seg_, cu_, chunk0_, T, span, reads_, M_, M_, M_,
-                H, K, K, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, False, True, False, iv - PARTS, M_, False,
+                r_, w_, k_, v_, a_, b_, M_, seg_, cu_, chunk0_, T, span, reads_, M_, (M_,), M_,
+                H, K, K, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, False, 0, True, False, iv - PARTS, M_, False,
             )  # fmt: skip

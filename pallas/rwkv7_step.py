@@ -22,13 +22,13 @@ def takes(K: int, V: int) -> bool:
     return all(n >= 16 and n & (n - 1) == 0 for n in (K, V))
 
 
-def rwkv7_step(r_: Any, decay_: Any, k_: Any, a_: Any, b_: Any, v_: Any, state_: Any, o_: Any, new_: Any, *, block: int, scale: float) -> None:
-    """Grid (blocks of V, heads, rows): r, decay, k, a, b [B, H, K], v and o [B, H, V], states [B, H, K, V]."""
+def rwkv7_step(r_: Any, w_: Any, k_: Any, a_: Any, b_: Any, v_: Any, state_: Any, o_: Any, new_: Any, *, block: int, scale: float) -> None:
+    """Grid (blocks of V, heads, rows): r, w, k, a, b [B, H, K], v and o [B, H, V], states [B, H, K, V]."""
     vs, at = pl.ds(pl.program_id(0) * block, block), (pl.program_id(2), pl.program_id(1))
-    r, decay, k, a, b = (x_[at].astype(jnp.float32)[:, None] for x_ in (r_, decay_, k_, a_, b_))
+    r, w, k, a, b = (x_[at].astype(jnp.float32)[:, None] for x_ in (r_, w_, k_, a_, b_))
     S = state_[(*at, slice(None), vs)]
     sa = jnp.sum(S * a, 0)[None]
-    S = fma(S, decay, fma(b, sa, k * v_[(*at, vs)].astype(jnp.float32)[None]))
+    S = fma(S, jnp.exp(w), fma(b, sa, k * v_[(*at, vs)].astype(jnp.float32)[None]))
     new_[(*at, slice(None), vs)] = S
     o_[(*at, vs)] = (jnp.sum(S * r, 0) * scale).astype(o_.dtype)
 
@@ -37,9 +37,8 @@ def step(scale: float, r, w, k, v, a, b, state):
     """``(o, new state)`` of token arrays [B, 1, H, K] and [B, 1, H, V] and the state [B, H, K, V] in float32."""
     (B, H, K), V = r[:, 0].shape, v.shape[-1]
     block = min(V, max(16, 4096 // K))
-    decay = jnp.exp(w.astype(jnp.float32))
     out = (jax.ShapeDtypeStruct((B, H, V), v.dtype), jax.ShapeDtypeStruct(state.shape, jnp.float32))
     kernel = functools.partial(rwkv7_step, block=block, scale=scale)
-    inputs = (*(x[:, 0] for x in (r, decay, k, a, b, v)), state)
+    inputs = (*(x[:, 0] for x in (r, w, k, a, b, v)), state)
     o, new = pallas_call(kernel, *inputs, out=out, grid=(V // block, H, B), num_warps=4, aliases={6: 1})
     return o[:, None], new

@@ -6,6 +6,7 @@ Set ``TRITON_INTERPRET=1`` before Triton is imported. Slow; the interpreter's `t
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -77,17 +78,24 @@ class _HostTensor:
         self.array = storage.array
 
 
-def triton_call_interpreted(kernel: Any, inputs: tuple[Any, ...], out: Any, grid: tuple[int, ...], constexprs: dict[str, Any]) -> Any:
+def triton_call_interpreted(
+    kernel: Any, inputs: tuple[Any, ...], out: Any, grid: tuple[int, ...], aliases: Mapping[int, int], constexprs: dict[str, Any]
+) -> Any:
     """`fla_jax.core.launch.launch` on the host. Outputs start as NaN, so that what a kernel forgets to write shows."""
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in inputs]
 
     def call(*arrays):
         remaining = iter(arrays)
-        host = [_HostTensor(np.ascontiguousarray(next(remaining))) if flag else x for x, flag in zip(inputs, is_array)]
+        given = [np.ascontiguousarray(next(remaining)) if flag else x for x, flag in zip(inputs, is_array)]
         flat, tree = jax.tree.flatten(out)
         results = [np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else 0, s.dtype) for s in flat]
+        for i in aliases:
+            given[i] = given[i].copy()  # JAX's own memory
+        host = [_HostTensor(x) if flag else x for x, flag in zip(given, is_array)]
         with _LOCK:
             kernel[grid](*host, *map(_HostTensor, results), **constexprs)
+        for i, output in aliases.items():
+            results[output] = given[i]
         return jax.tree.unflatten(tree, results)
 
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), out)

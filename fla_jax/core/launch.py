@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 OLDEST = 8.0  # compute capability of Ampere
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -84,6 +85,7 @@ def launch(
     grid: Sequence[int],
     num_warps: int,
     num_stages: int,
+    aliases: Mapping[int, int] | None = None,
     **constexprs: Any,
 ) -> Any:
     """Calls ``kernel(*inputs, *outputs, **constexprs)`` and returns the outputs, a tree of arrays shaped like ``out`` (`jax.ShapeDtypeStruct`).
@@ -95,14 +97,22 @@ def launch(
         grid: number of programs along up to three axes.
         num_warps: warps per program.
         num_stages: depth of the load pipeline.
+        aliases: inputs, by position, whose memory an output (by position) takes over. The kernel writes it through the input's pointer and leaves the output's
+            alone, which jax-triton 0.4 does not have.
         constexprs: compile-time arguments.
     """
     if INTERPRET:
         from .interpret import triton_call_interpreted
 
-        return triton_call_interpreted(kernel, inputs, out, tuple(grid), constexprs)
+        return triton_call_interpreted(kernel, inputs, out, tuple(grid), aliases or {}, constexprs)
     jax_triton, old = _jax_triton()
-    versioned = {"out_shape": out} if old else {"out_type": out}
+    versioned: dict[str, Any] = {"out_shape": out} if old else {"out_type": out}
+    if aliases and old:  # counts arrays only
+        versioned["input_output_aliases"] = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}
+    elif aliases:
+        outputs = jax.tree.leaves(out)
+        unused = {kernel.arg_names[len(inputs) + o]: jnp.zeros(1, outputs[o].dtype) for o in aliases.values()}
+        versioned |= {"input_output_aliases": dict(aliases)} | unused
     return jax_triton.triton_call(
         *inputs, kernel=kernel, grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, compute_capability=_target.value,
         **versioned, **constexprs,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import importlib.util
 import json
+import re
 import zlib
 
 import cases
@@ -22,7 +23,7 @@ H, D, T = 64, 16, 2048  # small heads: they compile fast
 CAPABILITY = 90
 
 
-def arguments(op: str, B: int = 2, H: int = H, D: int = D, layers: int | None = None):
+def arguments(op: str, B: int = 2, H: int = H, D: int = D, T: int = T, layers: int | None = None):
     """Abstract token arrays, u and initial state, by name; with ``layers`` each of them once per layer."""
     lead = () if layers is None else (layers,)
     arrays = {name: jax.ShapeDtypeStruct((*lead, B, T, H, D), "bfloat16") for name in TOKENS[op]}
@@ -60,22 +61,35 @@ def gradient(op: str, remat=False, policy=None, layers: int | None = None, **opt
     return lambda x, arrays, state: jax.value_and_grad(loss)(arrays, state, x)
 
 
-def kernels(f, x, arrays, state) -> dict[str, int]:
-    """How often the program of ``f`` calls each Triton kernel."""
+def triton_calls(f, x, arrays, state) -> list:
+    """The operations in the program of ``f`` that call Triton kernels."""
     with lowering_for(CAPABILITY):
         lowered = jax.jit(f).trace(x, arrays, state).lower(lowering_platforms=("cuda",))
-    found: collections.Counter[str] = collections.Counter()
+    found = []
 
     def visit(op):
         if op.operation.name == "stablehlo.custom_call" and "triton_kernel_call" in str(op.attributes["call_target_name"]):
-            found[name_of(op)] += 1
+            found.append(op)
         for region in op.regions:
             for block in region.blocks:
                 for inner in block.operations:
                     visit(inner)
 
     visit(lowered.compiler_ir().operation)
-    return dict(sorted(found.items()))
+    return found
+
+
+def kernels(f, *args) -> dict[str, int]:
+    """How often the program of ``f`` calls each Triton kernel."""
+    return dict(sorted(collections.Counter(map(name_of, triton_calls(f, *args))).items()))
+
+
+def taken_over(op: str, D: int, T: int) -> list[list[int]]:
+    """Pairs of operand and result of the backward kernel that share memory; D values and T tokens."""
+    arrays, state = arguments(op, D=D, T=T)
+    (call,) = (c for c in triton_calls(gradient(op, lower_bound=-0.61), arrays["v"], arrays, state) if name_of(c) == f"{op}_bwd_kernel")
+    pairs = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", str(call.attributes["output_operand_aliases"]))
+    return [[int(operand), int(result)] for result, operand in pairs]
 
 
 def name_of(op) -> str:
@@ -120,4 +134,6 @@ if __name__ == "__main__":
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):  # jax-triton 0.4 imports without
         reason = "neither jax-cuda12-plugin nor jax-cuda13-plugin is installed"
     report = {"skip": reason} if reason else {op: {name: kernels(f, *args) for name, f, args in programs(op)} for op in OPS}
+    if not reason:
+        report["taken over"] = {op: [taken_over(op, 64, 32), taken_over(op, 32, 32), taken_over(op, 32, 33)] for op in OPS}
     print("REPORT", json.dumps(report))

@@ -79,7 +79,7 @@ class _Recorder:
     def __init__(self, call: Call):
         self.call, self.launches = call, []
 
-    def triton_call(self, *inputs, kernel, grid, num_warps, num_stages, name, compute_capability, out_shape, **constexprs):
+    def triton_call(self, *inputs, kernel, grid, num_warps, num_stages, name, compute_capability, out_shape, input_output_aliases=None, **constexprs):
         import jax
         import jax.numpy as jnp
 

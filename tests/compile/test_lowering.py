@@ -60,3 +60,13 @@ def test_gradients(op, name):
 
 def test_large_heads_take_two_backward_kernels():
     assert report()["rwkv7"]["large heads"] == {"rwkv7_fwd_kernel": 1, "rwkv7_carry_kernel": 1, "rwkv7_gradients_kernel": 1}
+
+
+@pytest.mark.parametrize("op, results", [("rwkv6", [0, 1, 2, 3]), ("rwkv7", [0, 2, 4, 5])])
+def test_gradients_take_over_the_memory_of_states(op, results):
+    """A state of 64 values in four gradients, one of 32 in two; none where the last chunk is not whole, so that its state does not fit there."""
+    four, two, none = report()["taken over"][op]
+    assert [result for _, result in four] == results and [result for _, result in two] == results[:2] and none == []
+    for pairs in (four, two):
+        first = pairs[0][0]
+        assert [operand for operand, _ in pairs] == list(range(first, first + len(pairs)))
