@@ -2,8 +2,8 @@
 
 One step is forward, loss, backward, clipping and AdamW on the same sizes, ranks included. Parameters: float32 here (activations bfloat16), bfloat16 there
 unless ``--fla-precision autocast``; both without ever holding all logits. Each side runs in a process of its own with a time limit, FLA last, because its
-autotuning takes minutes; its ``--fla-python`` may be another environment's. A side that runs out of memory tries its next kind of rematerialisation. Whatever
-fails is in the results as well, with its error. Results are merged into ``benchmarks/results/<device>.json``.
+autotuning takes minutes, the compilations for it on all cores before; its ``--fla-python`` may be another environment's. A side that runs out of memory tries
+its next kind of rematerialisation. Whatever fails is in the results as well, with its error. Results are merged into ``benchmarks/results/<device>.json``.
 
     python benchmarks/train_step.py --layers 2 --width 64 --tokens 128 --batch 1 --vocab 300     # small enough for a CPU
 """
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peers_run
 import records
 
 SIZES = ("layers", "width", "tokens", "batch", "vocab")
@@ -41,7 +42,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="measured steps, after --warmup; default 10")
     parser.add_argument("--warmup", type=int, default=3, help="steps after the first one that are not measured; default 3")
     parser.add_argument("--sides", nargs="+", default=["fla_jax", "fla"], choices=["fla_jax", "fla"], help="what to run; FLA goes last in any case")
-    parser.add_argument("--remat", nargs="+", default=["none", "blocks"], choices=["none", "blocks"], help="what fla_jax tries, in order")
+    parser.add_argument("--remat", nargs="+", default=["dense", "blocks"], choices=["none", "dense", "blocks"], help="what fla_jax tries, in order")
     parser.add_argument("--fla-remat", nargs="+", default=["none", "blocks"], choices=["none", "blocks"], help="what FLA tries, in order")
     parser.add_argument("--fla-precision", default="bf16", choices=["bf16", "autocast"], help="parameters in bfloat16, or in float32 under torch.autocast")
     parser.add_argument("--fla-python", default=sys.executable, help="the interpreter that has fla and torch")
@@ -50,6 +51,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--block-tokens", type=int, default=4096, help="fla_jax: tokens whose logits are held at once")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each side and kind of rematerialisation; default 900")
     parser.add_argument("--out", type=Path, default=None, help="results file; default: <device>.json in $OUT if that is set, else in benchmarks/results")
+    parser.add_argument("--compile-seconds", type=float, default=180, help="FLA's Triton configurations are compiled on all cores before, this long at most")
+    parser.add_argument("--compile", nargs=2, type=int, metavar=("SHARE", "SHARES"), help=argparse.SUPPRESS)
     parser.add_argument("--run", nargs=3, metavar=("SIDE", "REMAT", "FILE"), help=argparse.SUPPRESS)  # what the processes of the two sides are started with
     return parser.parse_args(arguments)
 
@@ -94,7 +97,7 @@ def run_fla_jax(options: argparse.Namespace, remat: str) -> dict[str, Any]:
         head_dim=64,
         dtype="bfloat16",
         scan_layers=not options.no_scan and options.layers > 1,
-        remat=remat == "blocks",
+        remat={"none": False, "dense": "dense", "blocks": True}[remat],
         implementation=options.implementation,
         **low_ranks(options.width),
     )
@@ -188,25 +191,57 @@ def child(options: argparse.Namespace) -> None:
     """What a side's process does: one measurement, or the error, into a file."""
     side, remat, file = options.run
     try:
+        if options.compile:
+            peers_run.compile_only(*options.compile)
+            options.layers, options.batch, options.warmup, options.steps = 2, 2, 0, 1
         result = {"fla_jax": run_fla_jax, "fla": run_fla}[side](options, remat)
     except Exception as error:  # recorded, whatever it is
         result = {"error": f"{type(error).__name__}: {error}"[:2000]}
     Path(file).write_text(json.dumps({**result, "versions": records.versions(PACKAGES[side])}))
 
 
+def command(options: argparse.Namespace, arguments: list[str], side: str, remat: str, file: Path) -> dict[str, Any]:
+    """What `subprocess` needs to start a side."""
+    python = options.fla_python if side == "fla" else sys.executable
+    path = [str(records.ROOT)] if side == "fla_jax" else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return {"args": [python, str(Path(__file__).resolve()), *arguments, "--run", side, remat, str(file)], "env": environment}
+
+
+def compile_fla(options: argparse.Namespace, arguments: list[str]) -> None:
+    """Fills Triton's cache with the hundreds of configurations that FLA's kernels choose from; the choice itself is made afresh by the run that counts."""
+    shares, began = os.cpu_count() or 1, time.monotonic()
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with tempfile.TemporaryDirectory() as folder:
+        each = [[*arguments, "--compile", str(i), str(shares)] for i in range(shares)]
+        try:
+            processes = [subprocess.Popen(**command(options, x, "fla", options.fla_remat[0], Path(folder) / str(i)), **quiet) for i, x in enumerate(each)]
+        except OSError:  # there is no such interpreter, as the run that counts will say
+            return
+        while time.monotonic() - began < options.compile_seconds and any(p.poll() is None for p in processes):
+            time.sleep(0.2)
+        late = [p for p in processes if p.poll() is None]
+        for p in late:
+            p.kill()
+            p.wait()
+        wrong = {error for i in range(shares) for error in [read_error(Path(folder) / str(i))] if error}
+    print(f"fla: compiled for {time.monotonic() - began:.0f} s, {len(late)} of {shares} processes not done{', '.join(['', *wrong])}", flush=True)
+
+
+def read_error(file: Path) -> str | None:
+    """What went wrong in a process that wrote ``file``, if it says so."""
+    return json.loads(file.read_text()).get("error") if file.exists() else None
+
+
 def run_side(side: str, options: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
     """Records of one side: failures, and at the end the measurement if there is one."""
-    python = options.fla_python if side == "fla" else sys.executable
     made: list[dict[str, Any]] = []
     for remat in options.fla_remat if side == "fla" else options.remat:
         print(f"{side}, rematerialisation: {remat} ...", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "result.json"
-            command = [python, str(Path(__file__).resolve()), *arguments, "--run", side, remat, str(file)]
-            path = [str(records.ROOT)] if side == "fla_jax" else []
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
             try:
-                done = subprocess.run(command, timeout=options.timeout, capture_output=True, text=True, env=environment)
+                done = subprocess.run(**command(options, arguments, side, remat, file), timeout=options.timeout, capture_output=True, text=True)
                 missing = f"the process ended with status {done.returncode}: {done.stderr[-1500:]}"
             except subprocess.TimeoutExpired:
                 missing = f"no result within {options.timeout:g} s"
@@ -252,6 +287,8 @@ def main(arguments: list[str] | None = None) -> None:
     common = {"commit": records.commit(), "run": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     made: list[dict[str, Any]] = []
     for side in (side for side in ("fla_jax", "fla") if side in options.sides):
+        if side == "fla" and options.compile_seconds > 0:
+            compile_fla(options, arguments)
         made += run_side(side, options, arguments)
         best = {record["implementation"]: record for record in made if "error" not in record}
         device = next((record["device"] for record in best.values()), "unknown")

@@ -20,9 +20,9 @@ BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may ma
 LaunchTable = Mapping[tuple[str, int] | tuple[str, int, str], tuple[int, int, int]]
 
 
-# Programs that fill an H200 (132 multiprocessors, about four programs each), the most of them at which cutting rows still pays for walking them twice,
-# and the fewest tokens that are worth a stretch of their own.
-FULL, FEW, SHORTEST = 512, 100, 256
+# Programs that fill an H200 (132 multiprocessors, about four programs each), the most of them at which cutting rows still pays for walking them twice (by
+# padded K: with 128, one program fills a multiprocessor), and the fewest tokens that are worth a stretch of their own.
+FULL, FEW, SHORTEST = 512, {64: 132, 128: 100}, 256
 
 
 class Layout(NamedTuple):
@@ -80,7 +80,7 @@ def plan_splits(r: jax.Array, cu_seqlens: jax.Array | None) -> int:
     """
     B, T, H, K = r.shape
     programs = max(1, B * H // devices_in_mesh())
-    if cu_seqlens is not None or programs > FEW or K > 128:
+    if cu_seqlens is not None or programs > FEW.get(max(64, tile(K)), 0):
         return 1
     wanted = min(-(-FULL // programs), T // SHORTEST)
     return -(-T // _span(T, max(1, wanted)))

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from ..core.names import name_dense
 from .init import ByDepth, Initializer
 from .state import RWKVState, check_state, zero_state
 
@@ -50,7 +51,7 @@ class Layer(nn.Module):
     def dense(self, name: str, features: int, init: Initializer, axes: tuple[str | None, ...], x: jax.Array) -> jax.Array:
         """``x @ kernel``, kernel [in, out]."""
         init = with_axes(init, axes, self.logical_axes)
-        return nn.Dense(features, use_bias=False, dtype=x.dtype, param_dtype=self.param_dtype, kernel_init=init, name=name)(x)
+        return name_dense(nn.Dense(features, use_bias=False, dtype=x.dtype, param_dtype=self.param_dtype, kernel_init=init, name=name)(x))
 
     def check_input(self, x: jax.Array, segment_ids: jax.Array | None) -> None:
         """Raises unless the arguments fit each other."""

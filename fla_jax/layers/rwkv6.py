@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from ..core.names import name_dense
 from ..ops import chunk_rwkv6, fused_recurrent_rwkv6
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, orthogonal, symmetric_uniform
@@ -65,7 +66,7 @@ class RWKV6Attention(Attention):
         w1 = self.weight("time_maa_w1", _zeros, (C, 5 * R), ("embed", "rank")).astype(dtype)
         w2 = self.weight("time_maa_w2", symmetric_uniform(0.01), (5, R, C), (None, "rank", "embed")).astype(dtype)
         d = token_shift(x, state.att_shift, segment_ids) - x
-        z = jnp.tanh((x + d * mu["x"]) @ w1).reshape(B, T, 5, R)
+        z = jnp.tanh(name_dense((x + d * mu["x"]) @ w1)).reshape(B, T, 5, R)
         m = jnp.einsum("btnr,nrc->nbtc", z, w2)
         xw, xk, xv, xr, xg = (x + d * (mu[name] + m[n]) for n, name in enumerate("wkvrg"))
 
@@ -75,7 +76,7 @@ class RWKV6Attention(Attention):
         g = jax.nn.silu(self.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg))
         d1 = self.weight("time_decay_w1", _zeros, (C, D), ("embed", "rank")).astype(dtype)
         d2 = self.weight("time_decay_w2", symmetric_uniform(0.01), (D, C), ("rank", "heads")).astype(dtype)
-        w = vector("time_decay", depth.decay6, "heads").astype(wide) + jnp.matmul(jnp.tanh(xw @ d1), d2, preferred_element_type=wide)
+        w = vector("time_decay", depth.decay6, "heads").astype(wide) + jnp.matmul(jnp.tanh(name_dense(xw @ d1)), d2, preferred_element_type=wide)
         # exp(-exp(20)) is 0 already; without the bound exp overflows and its gradient is inf * 0
         w = -jnp.exp(jnp.minimum(w, 20))
 

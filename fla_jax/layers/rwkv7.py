@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from ..core.names import name_dense
 from ..ops import chunk_rwkv7, fused_recurrent_rwkv7
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, low_rank_dim, low_rank_out, orthogonal
@@ -64,7 +65,7 @@ class RWKV7Attention(Attention):
         second = low_rank_out if keep is None else lambda *args: low_rank_out(*args) * jnp.asarray(keep, args[-1])
         down = self.weight(f"{name}1", _zeros, (C, rank), ("embed", "rank")).astype(x.dtype)
         up = self.weight(f"{name}2", second, (rank, C), ("rank", "heads")).astype(x.dtype)
-        h = x @ down
+        h = name_dense(x @ down)
         h = h if activation is None else activation(h)
         return jnp.matmul(h, up, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
 

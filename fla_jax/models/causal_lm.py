@@ -110,7 +110,7 @@ class RWKVForCausalLM(nn.Module):
         if config.remat:
             # layer_index (argument 3) stays a Python int unless the scan counts it; the scan's loop rules out the elimination that prevent_cse is about
             static = () if config.scan_layers else (3,)
-            block = nn.remat(block, prevent_cse=not config.scan_layers, policy=remat_policy(), static_argnums=static)
+            block = nn.remat(block, prevent_cse=not config.scan_layers, policy=remat_policy(dense=config.remat == "dense"), static_argnums=static)
         if config.scan_layers:
             self.blocks = nn.scan(
                 block,

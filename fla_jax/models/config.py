@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -26,6 +26,7 @@ class RWKVConfig:
         scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters lie stacked under ``blocks`` instead of ``blocks_0``,
             ``blocks_1``, ... (`stack_layers` and `unstack_layers` convert). The state is the same in both forms.
         remat: recompute each block in the backward pass instead of keeping its activations; the op's forward still runs once (`fla_jax.remat_policy`).
+            ``"dense"`` keeps the outputs of the dense projections as well: nearly as fast as keeping everything, at a fraction of its memory.
         logical_axes: ``model.init`` returns parameters boxed with logical axis names (`flax.linen.LogicallyPartitioned`), to be sharded by
             `flax.linen.logical_to_mesh_sharding`; otherwise plain arrays. ``model.apply`` takes both. Names: vocab, embed, heads, kv, mlp, rank, layers, and,
             of activations, batch, length.
@@ -44,7 +45,7 @@ class RWKVConfig:
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     scan_layers: bool = False
-    remat: bool = False
+    remat: bool | Literal["dense"] = False
     logical_axes: bool = False
     chunk_size: int | None = None
     implementation: str | None = None
@@ -56,6 +57,9 @@ class RWKVConfig:
             if field.name in _SIZES or (optional and value is not None):
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise ValueError(f"{field.name} must be a positive integer, got {value!r}")
+            elif field.name == "remat":
+                if value not in (False, True, "dense"):
+                    raise ValueError(f"remat must be False, True or 'dense', got {value!r}")
             elif field.name in ("dtype", "param_dtype"):
                 try:
                     value = jnp.dtype(value)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
-from fla_jax.training import cross_entropy, rwkv_optimizer
+from fla_jax.training import cross_entropy, rwkv_optimizer, rwkv_schedule
 
 if jax.default_backend() != "gpu":
     pytest.skip("no NVIDIA GPU is visible to JAX", allow_module_level=True)
@@ -25,7 +25,7 @@ def losses(version: int, dtype) -> np.ndarray:
     text = np.frombuffer("\n".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
     starts = np.random.default_rng(0).integers(0, len(text) - T - 1, (STEPS, BATCH))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    optimizer = rwkv_optimizer(optax.linear_schedule(0.0, 1e-3, 20))
+    optimizer = rwkv_optimizer(rwkv_schedule(6e-4, 6e-5, STEPS))  # the official recipe
 
     @jax.jit
     def train_step(params, state, tokens):

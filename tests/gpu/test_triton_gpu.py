@@ -141,7 +141,7 @@ def unsplit(case: Case, monkeypatch) -> Outputs:
     from fla_jax.pallas import chunk_plan
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunk_plan, "FEW", 0)
+        patch.setattr(chunk_plan, "FEW", {})
         jax.clear_caches()
         cases.runner.cache_clear()
         out = cases.run(case, "triton")

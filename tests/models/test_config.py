@@ -24,6 +24,7 @@ def test_configurations_are_values():
     [
         ({"hidden_size": 60}, ValueError, "hidden_size must be a multiple of head_dim"),
         ({"num_layers": 0}, ValueError, "num_layers must be a positive integer"),
+        ({"remat": "all"}, ValueError, "remat must be False, True or 'dense'"),
         ({"vocab_size": 10.0}, ValueError, "vocab_size must be a positive integer"),
         ({"head_dim": -1}, ValueError, "head_dim must be a positive integer"),
         ({"intermediate_size": 0}, ValueError, "intermediate_size must be a positive integer"),

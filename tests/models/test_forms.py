@@ -91,7 +91,7 @@ def test_scan_and_remat(version):
     params = small.params(model)
     results, (dparams, dstate) = value_and_grad(model, params, tokens)
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(dparams)), "a parameter without gradient is not tested"
-    for scan, remat in ((False, True), (True, True)):
+    for scan, remat in ((False, True), (True, True), (True, "dense")):
         other = small.model(version, num_layers=2, implementation="reference", scan_layers=scan, remat=remat)
         got, (dp, ds) = value_and_grad(other, stack_layers(params) if scan else params, tokens)
         close(got, results)
@@ -129,8 +129,22 @@ def test_remat_runs_the_op_once(version, scan, monkeypatch):
 
     kept = loops(True)
     assert kept == loops(False)
-    monkeypatch.setattr(causal_lm, "remat_policy", lambda: jax.checkpoint_policies.nothing_saveable)
+    monkeypatch.setattr(causal_lm, "remat_policy", lambda **_: jax.checkpoint_policies.nothing_saveable)
     assert loops(True) > kept, "the count does not see a second forward"
+
+
+@pytest.mark.parametrize("version, ups", [(6, 2), (7, 3)])
+def test_dense_remat_runs_no_projection_twice(version, ups):
+    """Products in the compiled gradient of one layer: only the second halves of the low-rank pairs come again."""
+    tokens = small.tokens(1, 5)
+
+    def products(remat):
+        model = small.model(version, num_layers=1, remat=remat, implementation="reference")
+        gradient = jax.jit(jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens)[0])), compiler_options=small.FAST_COMPILE)
+        return gradient.lower(small.shapes(model, tokens)).compile().as_text().count(" dot(")
+
+    none, dense, blocks = map(products, (False, "dense", True))
+    assert dense - none <= ups and blocks - dense >= 5, (none, dense, blocks)
 
 
 @pytest.mark.parametrize("version", small.VERSIONS)
