@@ -270,7 +270,7 @@ def prepare(jobs: dict[str, list[Job]], folder: Path, seconds: float) -> None:
         seen = {}
         for key, task in group_jobs:
             if IMPLEMENTATIONS[key].prepare:
-                seen.setdefault((key, task.form != "chunk"), (key, task))
+                seen.setdefault((key, task.form != "chunk", task.shape[2:]), (key, task))  # kernels are compiled for one number and size of heads
         if seen:
             chosen[name] = list(seen.values())
     if not chosen:
