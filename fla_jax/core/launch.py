@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 OLDEST = 8.0  # compute capability of Ampere
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -98,7 +97,7 @@ def launch(
         num_warps: warps per program.
         num_stages: depth of the load pipeline.
         aliases: inputs, by position, whose memory an output (by position) takes over. The kernel writes it through the input's pointer and leaves the output's
-            alone, which jax-triton 0.4 does not have.
+            alone: with jax-triton 0.4 it is none.
         constexprs: compile-time arguments.
     """
     if INTERPRET:
@@ -106,14 +105,15 @@ def launch(
 
         return triton_call_interpreted(kernel, inputs, out, tuple(grid), aliases or {}, constexprs)
     jax_triton, old = _jax_triton()
-    versioned: dict[str, Any] = {"out_shape": out} if old else {"out_type": out}
-    if aliases and old:  # counts arrays only
-        versioned["input_output_aliases"] = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}
-    elif aliases:
-        outputs = jax.tree.leaves(out)
-        unused = {kernel.arg_names[len(inputs) + o]: jnp.zeros(1, outputs[o].dtype) for o in aliases.values()}
-        versioned |= {"input_output_aliases": dict(aliases)} | unused
-    return jax_triton.triton_call(
-        *inputs, kernel=kernel, grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, compute_capability=_target.value,
-        **versioned, **constexprs,
-    )  # fmt: skip
+    aliases, outputs = aliases or {}, jax.tree.leaves(out)
+    options = dict(grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, compute_capability=_target.value, **constexprs)
+    if old:
+        arrays_only = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}  # how it counts inputs
+        return jax_triton.triton_call(*inputs, kernel=kernel, out_shape=out, input_output_aliases=arrays_only, **options)
+    # 0.4 binds arrays to parameters in the order operands, results: a result without a parameter must be one of the last
+    order = sorted(range(len(outputs)), key=lambda o: (o in aliases.values(), o))
+    absent = {kernel.arg_names[len(inputs) + o]: 1 for o in aliases.values()}  # a Python 1 is a constant and no parameter
+    if aliases:
+        options |= absent | {"input_output_aliases": {i: order.index(o) for i, o in aliases.items()}}
+    results = jax_triton.triton_call(*inputs, kernel=kernel, out_type=[outputs[o] for o in order], **options)
+    return jax.tree.unflatten(jax.tree.structure(out), [results[order.index(o)] for o in range(len(outputs))])

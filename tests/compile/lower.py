@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from cases import OPS, TOKENS
 
-from fla_jax.core.launch import lowering_for, why_not
+from fla_jax.core.launch import _jax_triton, lowering_for, why_not
 from fla_jax.core.names import remat_policy
 
 H, D, T = 64, 16, 2048  # small heads: they compile fast
 CAPABILITY = 90
 
 
-def arguments(op: str, B: int = 2, H: int = H, D: int = D, T: int = T, layers: int | None = None):
+def arguments(op: str, B: int = 4, H: int = H, D: int = D, T: int = T, layers: int | None = None):
     """Abstract token arrays, u and initial state, by name; with ``layers`` each of them once per layer."""
     lead = () if layers is None else (layers,)
     arrays = {name: jax.ShapeDtypeStruct((*lead, B, T, H, D), "bfloat16") for name in TOKENS[op]}
@@ -84,12 +84,13 @@ def kernels(f, *args) -> dict[str, int]:
     return dict(sorted(collections.Counter(map(name_of, triton_calls(f, *args))).items()))
 
 
-def taken_over(op: str, D: int, T: int) -> list[list[int]]:
-    """Pairs of operand and result of the backward kernel that share memory; D values and T tokens."""
+def taken_over(op: str, D: int, T: int) -> dict[str, list[int]]:
+    """Operands and results of the backward kernel that share memory, and the number of all results; D values and T tokens."""
     arrays, state = arguments(op, D=D, T=T)
     (call,) = (c for c in triton_calls(gradient(op, lower_bound=-0.61), arrays["v"], arrays, state) if name_of(c) == f"{op}_bwd_kernel")
     pairs = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", str(call.attributes["output_operand_aliases"]))
-    return [[int(operand), int(result)] for result, operand in pairs]
+    pairs.sort(key=lambda pair: int(pair[1]))
+    return {"operands": [int(x) for _, x in pairs], "results": [int(x) for x, _ in pairs], "all": [len(call.operation.results)]}
 
 
 def name_of(op) -> str:
@@ -135,5 +136,6 @@ if __name__ == "__main__":
         reason = "neither jax-cuda12-plugin nor jax-cuda13-plugin is installed"
     report = {"skip": reason} if reason else {op: {name: kernels(f, *args) for name, f, args in programs(op)} for op in OPS}
     if not reason:
+        report["old"] = _jax_triton()[1]
         report["taken over"] = {op: [taken_over(op, 64, 32), taken_over(op, 32, 32), taken_over(op, 32, 33)] for op in OPS}
     print("REPORT", json.dumps(report))

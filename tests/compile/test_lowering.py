@@ -66,7 +66,9 @@ def test_large_heads_take_two_backward_kernels():
 def test_gradients_take_over_the_memory_of_states(op, results):
     """A state of 64 values in four gradients, one of 32 in two; none where the last chunk is not whole, so that its state does not fit there."""
     four, two, none = report()["taken over"][op]
-    assert [result for _, result in four] == results and [result for _, result in two] == results[:2] and none == []
-    for pairs in (four, two):
-        first = pairs[0][0]
-        assert [operand for operand, _ in pairs] == list(range(first, first + len(pairs)))
+    assert none["operands"] == none["results"] == []
+    for found, n in ((four, 4), (two, 2)):
+        first, last = found["operands"][0], found["all"][0]
+        assert found["operands"] == list(range(first, first + n))
+        # jax-triton 0.4 ignores the last arrays of a call where the kernel has fewer parameters, so those that have none must be last
+        assert found["results"] == (results[:n] if report()["old"] else list(range(last - n, last)))
