@@ -16,7 +16,9 @@ pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 if not launch.INTERPRET:
     pytest.skip("TRITON_INTERPRET is not set: tests/gpu runs the kernels themselves", allow_module_level=True)
 
-from fla_jax.pallas import chunk_plan
+from fla_jax.pallas import chunk_plan, rwkv6_chunk, rwkv7_chunk
+
+module = {"rwkv6": rwkv6_chunk, "rwkv7": rwkv7_chunk}
 
 each_op = pytest.mark.parametrize("op", OPS)
 
@@ -54,6 +56,17 @@ def test_lengths(op, T):
 @pytest.mark.parametrize("K, V", [(1, 9), (24, 16), (16, 72), (64, 64), (72, 20), (128, 136), (256, 16)])
 def test_head_sizes(op, K, V):
     check(Case(op, B=1, T=20, H=2, K=K, V=V, decay="smooth"), "triton")
+
+
+@each_op
+@pytest.mark.parametrize("K, V, arrays", [(16, 10, 1), (16, 24, 2), (24, 40, 4), (64, 64, 4), (16, 72, 0), (128, 16, None)])
+def test_states_kept_where_gradients_go(op, K, V, arrays):
+    """Whole chunks: the gradients are written over the states (kept_states.py), as many as have the shape of one."""
+    case = Case(op, B=2, T=48, H=2, K=K, V=V, decay="smooth", layout="segments", lengths=(5, 27, 16))
+    x = {name: jnp.asarray(a) for name, a in cases.build(case).arrays.items()}
+    kept = module[op].keep_states(module[op].LAUNCH, x["r"], x["v"], [x["r"]] * 4, half=False, cu_seqlens=None)
+    assert arrays is None or kept.arrays == arrays
+    check(case, "triton")
 
 
 @each_op
