@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import records
+import tuning
 from peers import IMPLEMENTATIONS, Task
 
 BANDWIDTH = {"NVIDIA H200": 4.3e12}  # bytes a second, read and written, of a device copy
@@ -281,11 +282,7 @@ def prepare(jobs: dict[str, list[Job]], folder: Path, seconds: float) -> None:
     shares = max(1, (os.cpu_count() or 1) // max(1, len(tuned)))  # hundreds of configurations a variant, a core each
     processes = [Process(name, chosen[name], folder, True, (i, shares)) for name in tuned for i in range(shares)]
     processes += [Process(name, group_jobs, folder, True) for name, group_jobs in chosen.items() if name not in tuned]
-    while time.monotonic() - began < seconds and any(p.process.poll() is None for p in processes):
-        time.sleep(0.2)
-    late = [p for p in processes if p.process.poll() is None]
-    for p in late:
-        p.end()
+    late = [p for p, is_late in zip(processes, tuning.wait([p.process for p in processes], began + seconds - time.monotonic())) if is_late]
     print(f"  {time.monotonic() - began:.0f} s, not done: {len(late)} of {len(processes)} processes {sorted({p.name for p in late})}", flush=True)
 
 

@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 from peers import IMPLEMENTATIONS, Implementation, Task, our_name
 from records import versions
+from tuning import compile_only
 
 CHECKED = (1, 128, 2)
 DECODE_STEPS = 32
@@ -260,19 +261,6 @@ def plain(x: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     if bad:
         notes.append(f"not finite: {', '.join(bad)}")
     return {name: None if name in bad else float(f"{a:.4g}") if isinstance(a, float) else a for name, a in x.items()}
-
-
-def compile_only(share: int, shares: int) -> None:
-    """Lets Triton's tuners compile their share of the configurations, into Triton's cache on disk, and time none: the tuning that counts starts afresh."""
-    from triton.runtime.autotuner import Autotuner
-
-    def once(call: Callable[[], Any], quantiles: Any = None, **rest: Any) -> list[float]:
-        call()
-        return [1.0, 1.0, 1.0]
-
-    every = Autotuner.prune_configs
-    Autotuner.prune_configs = lambda self, kwargs: list(every(self, kwargs))[share::shares] or list(every(self, kwargs))[:1]
-    Autotuner.do_bench = property(lambda self: once)
 
 
 class Runner:

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peers_run
 import records
+import tuning
 
 SIZES = ("layers", "width", "tokens", "batch", "vocab")
 PACKAGES = {
@@ -192,7 +192,7 @@ def child(options: argparse.Namespace) -> None:
     side, remat, file = options.run
     try:
         if options.compile:
-            peers_run.compile_only(*options.compile)
+            tuning.compile_only(*options.compile)
             options.layers, options.batch, options.warmup, options.steps = 2, 2, 0, 1
         result = {"fla_jax": run_fla_jax, "fla": run_fla}[side](options, remat)
     except Exception as error:  # recorded, whatever it is
@@ -218,19 +218,9 @@ def compile_fla(options: argparse.Namespace, arguments: list[str]) -> None:
             processes = [subprocess.Popen(**command(options, x, "fla", options.fla_remat[0], Path(folder) / str(i)), **quiet) for i, x in enumerate(each)]
         except OSError:  # there is no such interpreter, as the run that counts will say
             return
-        while time.monotonic() - began < options.compile_seconds and any(p.poll() is None for p in processes):
-            time.sleep(0.2)
-        late = [p for p in processes if p.poll() is None]
-        for p in late:
-            p.kill()
-            p.wait()
-        wrong = {error for i in range(shares) for error in [read_error(Path(folder) / str(i))] if error}
-    print(f"fla: compiled for {time.monotonic() - began:.0f} s, {len(late)} of {shares} processes not done{', '.join(['', *wrong])}", flush=True)
-
-
-def read_error(file: Path) -> str | None:
-    """What went wrong in a process that wrote ``file``, if it says so."""
-    return json.loads(file.read_text()).get("error") if file.exists() else None
+        late = sum(tuning.wait(processes, options.compile_seconds))
+        wrong = {json.loads(file.read_text()).get("error", "") for file in Path(folder).iterdir()} - {""}
+    print(f"fla: compiled for {time.monotonic() - began:.0f} s, {late} of {shares} processes not done{', '.join(['', *wrong])}", flush=True)
 
 
 def run_side(side: str, options: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:

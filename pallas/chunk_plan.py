@@ -119,6 +119,11 @@ def has_half(*arrays: jax.Array) -> bool:
     return all(x.dtype in (jnp.bfloat16, jnp.float16) for x in arrays)
 
 
+def store_dtype(half: bool) -> Any:
+    """Dtype of kept states, of operands."""
+    return jnp.bfloat16 if half else jnp.float32
+
+
 def make_plan(which: str, table: LaunchTable, cfg: OpConfig, r, w, v, others, segment_ids, cu_seqlens, splits: int = 1) -> Plan:
     """Plans the pass ``which`` of a launch table; ``others`` are the token arrays besides r, w, v."""
     B, T, H, K = r.shape
@@ -145,7 +150,7 @@ def make_plan(which: str, table: LaunchTable, cfg: OpConfig, r, w, v, others, se
         EVEN=T % CHUNK == 0 and cu_seqlens is None and K == BK and V % BV == 0, SPLITS=splits,
     )  # fmt: skip
     seg = none if segment_ids is None else restarts(segment_ids)
-    return Plan((seg, cu, chunk0, strong), (T, _span(T, splits)), options, parts, chunks, jnp.bfloat16 if half else jnp.float32)
+    return Plan((seg, cu, chunk0, strong), (T, _span(T, splits)), options, parts, chunks, store_dtype(half))
 
 
 def partial_shapes(parts: int, *arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from .chunk_plan import CHUNK, LaunchTable, launch_options
+from .chunk_plan import CHUNK, LaunchTable, launch_options, store_dtype, tile
 
 
 @triton.jit
@@ -30,6 +30,26 @@ def state_rows(states, ov, H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, A
         array = row % ARRAYS
         first = tl.where(array < 2, tl.where(array < 1, states[0], states[1]), tl.where(array < 3, states[2], states[3]))
         return first + (row // ARRAYS) * (H * K)
+
+
+@triton.jit
+def gradients_over_states(states, gradients, TAKEN: tl.constexpr):
+    """Where to write four gradients: the first ``TAKEN`` in the memory of states, through the inputs' pointers (core/launch.py)."""
+    first, second, third, fourth = gradients
+    if TAKEN > 0:
+        first = states[0]
+    if TAKEN > 1:
+        second = states[1]
+    if TAKEN > 2:
+        third = states[2]
+    if TAKEN > 3:
+        fourth = states[3]
+    return first, second, third, fourth
+
+
+def result(wanted: bool, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Shape of a kernel's result: one element where it will hold nothing."""
+    return jax.ShapeDtypeStruct(shape if wanted else (1,), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +71,10 @@ class KeptStates:
         return max(1, self.arrays)
 
     def shapes(self, r: jax.Array, V: int, chunks: tuple[int, int], keep: bool) -> list[jax.ShapeDtypeStruct]:
-        """The forward kernel's four results: those that hold nothing have one element."""
+        """The forward kernel's four results."""
         _, _, H, K = r.shape
         shape = r.shape if self.arrays else (*chunks, H, V, K)
-        return [jax.ShapeDtypeStruct(shape if keep and i < self.count else (1,), self.dtype) for i in range(4)]
+        return [result(keep and i < self.count, shape, self.dtype) for i in range(4)]
 
     def operands(self, states: Sequence[jax.Array]) -> list[jax.Array]:
         """The backward kernel's four arguments, with the leading axis of its results."""
@@ -71,8 +91,8 @@ def keep_states(table: LaunchTable, r: jax.Array, v: jax.Array, results: Sequenc
     They do where rows have whole chunks, one program holds all values, at most 64, and those gradients have the shape and dtype of kept states.
     """
     (_, T, _, K), V = r.shape, v.shape[-1]
-    dtype = jnp.dtype(jnp.bfloat16 if half else jnp.float32)
-    arrays = 1 << (-(-V // CHUNK) - 1).bit_length()  # a power of two
+    dtype = jnp.dtype(store_dtype(half))
+    arrays = tile(V) // CHUNK
     fit = [x.shape == r.shape and x.dtype == dtype for x in results[:arrays]]
     taken = (fit + [False]).index(False)
     most = min(4 * CHUNK, launch_options(table, "backward", K, half)[0])

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ..ops import layout
 from ..ops.config import OpConfig
+from .chunk_plan import tile
 
 STRETCH = 16  # tokens per stretch
 
@@ -124,6 +125,6 @@ def make_plan(r: jax.Array, v: jax.Array, segment_ids: jax.Array | None, cu_seql
         restart = jnp.pad(change, ((0, 0), (1, chunks.number * STRETCH - T))).reshape(-1)
     if cu_seqlens is not None:
         bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // STRETCH)), (1, 0)).astype(jnp.int32)
-    Kp, Vp = (max(16, 1 << (n - 1).bit_length()) for n in (K, V))
+    Kp, Vp = tile(K), tile(V)
     sizes = Sizes(H, chunks.number, Kp, Vp, walk_tile(Kp, Vp), segment_ids is not None, cu_seqlens is not None)
     return Plan(sizes, K, V, B, B if cu_seqlens is None else cu_seqlens.shape[0] - 1, restart, bounds, chunks)

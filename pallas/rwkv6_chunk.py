@@ -9,7 +9,7 @@ from ..core.launch import launch
 from ..core.partition import partitioned
 from ..ops.config import OpConfig
 from .chunk_plan import LaunchTable, Layout, has_half, make_plan, partial_shapes, plan_splits, total
-from .kept_states import keep_states
+from .kept_states import KeptStates, keep_states
 from .rwkv6_chunk_bwd import rwkv6_bwd_kernel
 from .rwkv6_chunk_fwd import rwkv6_fwd_kernel, rwkv6_transfer_kernel
 from .sequence_split import enter, enter_backward
@@ -45,10 +45,15 @@ def _per_row(u: jax.Array, r: jax.Array) -> jax.Array:
     return jnp.broadcast_to(u, (r.shape[0], *u.shape))
 
 
+def _keeps(r: jax.Array, k: jax.Array, v: jax.Array, w: jax.Array, cu_seqlens: jax.Array | None) -> KeptStates:
+    """How the forward keeps states, and where the backward finds them."""
+    return keep_states(LAUNCH, r, v, (r, k, v, w), has_half(r, k, v), cu_seqlens)
+
+
 def forward(cfg: OpConfig, r, k, v, w, u, s0, segment_ids, cu_seqlens):
     """Forward rule: ``(o, final_state), kept``."""
     splits, layout = plan_splits(r, cu_seqlens), Layout(segment_ids, cu_seqlens)
-    keeps = keep_states(LAUNCH, r, v, (r, k, v, w), has_half(r, k, v), cu_seqlens)
+    keeps = _keeps(r, k, v, w, cu_seqlens)
 
     def run(r, k, v, w, u, s0, *rest):
         (B, _, H, K), V = r.shape, v.shape[-1]
@@ -78,7 +83,7 @@ def backward(cfg: OpConfig, inputs, kept, dy, ds):
     """Backward rule: gradients of r, k, v, w, u and the initial state."""
     r, k, v, w, u, _, segment_ids, cu_seqlens = inputs
     splits, layout = plan_splits(r, cu_seqlens), Layout(segment_ids, cu_seqlens)
-    keeps = keep_states(LAUNCH, r, v, (r, k, v, w), has_half(r, k, v), cu_seqlens)
+    keeps = _keeps(r, k, v, w, cu_seqlens)
 
     def run(r, k, v, w, u, dy, ds, *rest):
         states, rest = rest[: keeps.count], rest[keeps.count :]

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .common import LOG2E, LOG_MIN, C, load_tokens, only, segment_masks, sequence, store_tokens, token_sums_f32
 from .decay import factors, score
-from .kept_states import state_rows
+from .kept_states import gradients_over_states, state_rows
 
 
 @triton.jit
@@ -147,14 +147,7 @@ def rwkv6_bwd_kernel(
 ):  # fmt: skip
     """Grid (value blocks, heads, stretches). dr, dk, dw have a leading axis of value blocks and du those of value blocks and stretches, to be summed."""
     states = (states0_, states1_, states2_, states3_)
-    if TAKEN > 0:  # memory of states that these outputs take over, written through the input (core/launch.py)
-        dr_ = states0_
-    if TAKEN > 1:
-        dk_ = states1_
-    if TAKEN > 2:
-        dv_ = states2_
-    if TAKEN > 3:
-        dw_ = states3_
+    dr_, dk_, dv_, dw_ = gradients_over_states(states, (dr_, dk_, dv_, dw_), TAKEN)
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_backward(
             r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states, T, span, dr_, dk_, dv_, dw_, du_, ds0_,

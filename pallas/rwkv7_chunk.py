@@ -12,7 +12,7 @@ from ..core.launch import launch
 from ..core.partition import partitioned
 from ..ops.config import OpConfig
 from .chunk_plan import CHUNK, LaunchTable, Layout, Plan, has_half, launch_options, make_plan, partial_shapes, plan_splits, tile, total
-from .kept_states import keep_states
+from .kept_states import keep_states, result
 from .rwkv7_chunk_bwd import rwkv7_bwd_kernel, rwkv7_carry_kernel
 from .rwkv7_chunk_fwd import rwkv7_fwd_kernel, rwkv7_transfer_kernel
 from .rwkv7_chunk_grads import rwkv7_gradients_kernel
@@ -106,9 +106,9 @@ def forward(cfg: OpConfig, r, w, k, v, a, b, s0, segment_ids, cu_seqlens):
             M, N, reads = _transfer(make_plan("transfer", LAUNCH, cfg, r, w, v, (k, a, b), *place, splits), tokens)
             s0, transfer = enter(M, N, s0, splits), (M.reshape(B, splits, H, K, K), reads)
         keep_u = cfg.keep and keeps.two_kernels
-        kept = lambda flag, *shape: jax.ShapeDtypeStruct(shape if flag else (1,), plan.store)
         states = keeps.states.shapes(r, V, plan.chunks, cfg.keep)
-        out = (_like(v), _like(s0), *states, kept(cfg.keep, *plan.chunks, H, CHUNK, CHUNK), kept(keep_u, *v.shape))
+        inverses, u = result(cfg.keep, (*plan.chunks, H, CHUNK, CHUNK), plan.store), result(keep_u, v.shape, plan.store)
+        out = (_like(v), _like(s0), *states, inverses, u)
         y, final, *states, inverses, u = launch(
             rwkv7_fwd_kernel, *tokens, s0, *plan.ranges, *plan.lengths,
             out=out, KEEP=cfg.keep, ARRAYS=keeps.states.arrays, KEEP_U=keep_u, **plan.options,

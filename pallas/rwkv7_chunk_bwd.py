@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .common import LOG_MIN, C, load_tokens, segment_masks, sequence, store_tokens
 from .decay import factors, score
-from .kept_states import state_rows
+from .kept_states import gradients_over_states, state_rows
 from .rwkv7_chunk_grads import scaled_tokens, token_gradients
 
 
@@ -123,14 +123,7 @@ def rwkv7_bwd_kernel(
 ):  # fmt: skip
     """Grid (value blocks, heads, stretches). dr, dw, dk, da, db have a leading axis of value blocks, to be summed; ``strong_`` as in the forward."""
     states = (states0_, states1_, states2_, states3_)
-    if TAKEN > 0:  # memory of states that these outputs take over, written through the input (core/launch.py)
-        dr_ = states0_
-    if TAKEN > 1:
-        dk_ = states1_
-    if TAKEN > 2:
-        da_ = states2_
-    if TAKEN > 3:
-        db_ = states3_
+    dr_, dk_, da_, db_ = gradients_over_states(states, (dr_, dk_, da_, db_), TAKEN)
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
         walk_backward(
             r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states, inv_, T, span, dr_, dw_, dk_, dv_, da_, db_, ds0_, ds0_, ds0_,

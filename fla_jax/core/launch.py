@@ -113,7 +113,6 @@ def launch(
     # 0.4 binds arrays to parameters in the order operands, results: a result without a parameter must be one of the last
     order = sorted(range(len(outputs)), key=lambda o: (o in aliases.values(), o))
     absent = {kernel.arg_names[len(inputs) + o]: 1 for o in aliases.values()}  # a Python 1 is a constant and no parameter
-    if aliases:
-        options |= absent | {"input_output_aliases": {i: order.index(o) for i, o in aliases.items()}}
+    options |= absent | {"input_output_aliases": {i: order.index(o) for i, o in aliases.items()}}
     results = jax_triton.triton_call(*inputs, kernel=kernel, out_type=[outputs[o] for o in order], **options)
     return jax.tree.unflatten(jax.tree.structure(out), [results[order.index(o)] for o in range(len(outputs))])

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from .launch import gpu_missing
+from .partition import vary, varying_axes
 
 
 def interpreting() -> bool:
@@ -62,10 +63,9 @@ def pallas_call(
     reason = why_not(jax.default_backend())
     if reason is not None:
         raise ValueError(f"implementation='pallas' cannot run here: {reason}")
-    kinds = [jax.typeof(x).manual_axis_type for x in inputs]
-    axes = frozenset[str]().union(*(kind.varying for kind in kinds))
+    axes = varying_axes(*inputs)
     if axes:  # inside a checked `jax.shard_map`: everything is said to vary over what any input varies over
-        inputs = tuple(jax.lax.pcast(x, tuple(axes - kind.varying), to="varying") if axes - kind.varying else x for x, kind in zip(inputs, kinds))
+        inputs = tuple(vary(x, axes) for x in inputs)
         out = [jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=jax.typeof(inputs[0]).manual_axis_type) for s in out]
     interpret = interpreting()
     params = None if interpret else pltriton.CompilerParams(num_warps=num_warps, num_stages=1)

@@ -47,13 +47,20 @@ def _varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
+def varying_axes(*args: jax.Array) -> frozenset[str]:
+    """Axes of a checked `jax.shard_map` that any of the arrays varies over."""
+    return frozenset[str]().union(*map(_varying, args))
+
+
+def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """``x``, said to vary over ``axes`` as well."""
+    return jax.lax.pcast(x, tuple(axes - _varying(x)), to="varying") if axes - _varying(x) else x
+
+
 def _direct(fn: Callable[..., Any], *args: jax.Array) -> Any:
     """Inside `jax.shard_map` (or without a mesh): the kernel as it is. Its results vary over what any operand varies over, which a kernel does not say."""
-    axes = frozenset().union(*map(_varying, args))
-    out = fn(*args)
-    if not axes:
-        return out
-    return jax.tree.map(lambda y: jax.lax.pcast(y, tuple(axes - _varying(y)), to="varying") if axes - _varying(y) else y, out)
+    axes = varying_axes(*args)
+    return jax.tree.map(lambda y: vary(y, axes), fn(*args))
 
 
 def partitioned(fn: Callable[..., tuple[jax.Array, ...]], rule: str, fold: bool = True) -> Callable[..., tuple[jax.Array, ...]]:
