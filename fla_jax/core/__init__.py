@@ -1,1 +1,1 @@
-"""What the ops share: choice of implementation, checked mode, names for rematerialisation."""
+"""What ops and kernels both stand on: descriptions of calls, sharding, the checked mode, names, chunks."""

@@ -1,6 +1,8 @@
-"""Names that the ops give to their outputs and kept states, for `jax.checkpoint` policies."""
+"""Names that the ops give to their outputs and kept arrays, for `jax.checkpoint` policies."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -11,13 +13,14 @@ CHECKPOINT_NAMES = (OUT, FINAL, STATES)
 
 
 def remat_policy(dense: bool = False):
-    """Policy for `jax.checkpoint` / `flax.linen.remat` that keeps what the ops' forward made.
+    """Policy for `jax.checkpoint` / `flax.linen.remat` that keeps what the recurrences' forward made.
 
-    With it the backward of a rematerialised block runs no op's forward a second time. Combine it with others through
-    `jax.checkpoint_policies.save_from_both_policies`.
+    With it the backward of a rematerialised block runs no recurrence's forward a second time. Combine it with
+    others through `jax.checkpoint_policies.save_from_both_policies`.
 
     Args:
-        dense: keep what the layers' dense projections made as well (8 to 9 C numbers a token and layer), so that only elementwise work runs twice.
+        dense: keep what the layers' dense projections made as well (8 to 9 C numbers a token and layer), so that
+            only elementwise work runs twice.
     """
     return jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES, *([DENSE] if dense else []))
 
@@ -27,6 +30,6 @@ def name_dense(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, DENSE)
 
 
-def name_results(o, final, states):
-    """Tags the results of an op's forward rule; ``states`` may be any tree of arrays."""
-    return checkpoint_name(o, OUT), checkpoint_name(final, FINAL), jax.tree.map(lambda x: checkpoint_name(x, STATES), states)
+def name_arrays(tree: Any, name: str | None) -> Any:
+    """``tree`` with all its arrays tagged ``name``; as it is where there is no name."""
+    return tree if name is None else jax.tree.map(lambda x: checkpoint_name(x, name), tree)

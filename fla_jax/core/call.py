@@ -1,0 +1,94 @@
+"""What is known of a call of an op when it is traced: the one value that choice, sharding and launches go by."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+Settings = TypeVar("Settings")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call(Generic[Settings]):
+    """A static, hashable description of one call of an op.
+
+    Attributes:
+        op: the public function's name, for messages.
+        inputs: the op's inputs (a named tuple) as `jax.ShapeDtypeStruct`, None for those that were not given.
+            Shapes are those of whole arrays, also where an implementation sees a device's part of them.
+        settings: the op's own settings.
+        platform: where the call runs: ``"cpu"``, ``"gpu"``, ``"tpu"``, ...
+        devices: how many devices share rows and heads, as far as the mesh in context tells.
+        keep: whether a backward will follow, for which the forward keeps arrays.
+    """
+
+    op: str
+    inputs: Any
+    settings: Settings
+    platform: str
+    devices: int = 1
+    keep: bool = True
+
+
+class RWKV6Inputs(NamedTuple):
+    """The arrays of one call of RWKV-6; B rows, T tokens, H heads, N = B or the number of packed sequences."""
+
+    r: Any  # [B, T, H, K]
+    k: Any  # [B, T, H, K]
+    v: Any  # [B, T, H, V]
+    w: Any  # [B, T, H, K], log decays
+    u: Any  # [H, K]
+    initial_state: Any  # [N, H, K, V]
+    segment_ids: Any = None  # [B, T] integers
+    cu_seqlens: Any = None  # [N + 1] integers
+
+
+class RWKV7Inputs(NamedTuple):
+    """The arrays of one call of RWKV-7; axes as in `RWKV6Inputs`."""
+
+    r: Any
+    w: Any
+    k: Any
+    v: Any
+    a: Any  # [B, T, H, K]
+    b: Any  # [B, T, H, K]
+    initial_state: Any
+    segment_ids: Any = None
+    cu_seqlens: Any = None
+
+
+class Outputs(NamedTuple):
+    """The results of both recurrences."""
+
+    o: Any  # [B, T, H, V]
+    final_state: Any  # [N, H, K, V]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """The settings of both recurrences, resolved from the public arguments.
+
+    Attributes:
+        scale: factor on the output.
+        chunk_size: tokens per chunk, or None for the implementation's own choice.
+        lower_bound: promise that every log decay is at least this, or None.
+        compute_name: name of the dtype of states and arithmetic, ``"float32"`` or ``"float64"``.
+    """
+
+    scale: float = 1.0
+    chunk_size: int | None = None
+    lower_bound: float | None = None
+    compute_name: str = "float32"
+
+    @property
+    def compute(self) -> jnp.dtype:
+        """The dtype of states and arithmetic."""
+        return jnp.dtype(self.compute_name)
+
+
+def abstract(inputs: Any) -> Any:
+    """``inputs`` with every array replaced by its shape and dtype."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)

@@ -1,0 +1,83 @@
+"""Which machine a call runs on, and what GPU kernels need of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import jax
+
+OLDEST = 8.0  # compute capability of Ampere
+
+
+class Mendable(str):
+    """A reason not to run that the user can do something about: an op that goes without says so in a warning."""
+
+
+_target = jax.make_user_context(default_value=None)
+
+
+def lowering_for(compute_capability: int):
+    """Context in which kernels are lowered for a GPU that need not be here, such as 90 for compute capability 9.0.
+
+    For `jax.export` and tests. Pallas kernels also want an abstract mesh whose ``abstract_device`` is that GPU.
+    """
+    return _target(compute_capability)
+
+
+def lowering_target() -> int | None:
+    """The compute capability that `lowering_for` names, None outside it."""
+    return _target.value
+
+
+def compute_capability() -> int:
+    """That of the GPU that kernels are made for, 90 for 9.0.
+
+    Named by `lowering_for`, else that of this process's first GPU, else (in an interpreter) an H200's.
+    """
+    if _target.value is not None:
+        return _target.value
+    found = (getattr(device, "compute_capability", None) for device in jax.local_devices())
+    return next((round(10 * float(x)) for x in found if x is not None), 90)
+
+
+def platform_of(arrays: Iterable[jax.Array]) -> str:
+    """The platform that a call on ``arrays`` runs on, ``"gpu"`` for every name that JAX has for GPUs.
+
+    Concrete arrays say it themselves. While a function is traced it is the platform of the mesh in context, where
+    `jax.set_mesh` has put devices into it, else that of JAX's default device.
+    """
+    if _target.value is not None:
+        return "gpu"
+    concrete = next((x for x in arrays if not isinstance(x, jax.core.Tracer)), None)
+    if concrete is not None:
+        return _canonical(next(iter(concrete.devices())).platform)
+    in_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if getattr(in_mesh, "platform", None):
+        return _canonical(in_mesh.platform)
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None:
+        return _canonical(jax.default_backend())
+    return _canonical(device if isinstance(device, str) else device.platform)
+
+
+def _canonical(platform: str) -> str:
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def gpu_missing(platform: str) -> str | None:
+    """None where ``platform`` is an NVIDIA GPU that this library's kernels run on, else what it lacks."""
+    if _target.value is not None:
+        return None
+    if platform != "gpu":
+        return f"it needs an NVIDIA GPU, and the call runs on {platform!r}"
+    try:
+        capability = getattr(jax.local_devices(backend=platform)[0], "compute_capability", None)
+    except RuntimeError:  # a mesh in context names a GPU that this process does not have
+        return "it needs an NVIDIA GPU, and this process has none"
+    try:
+        new_enough = float(str(capability)) >= OLDEST
+    except ValueError:  # AMD's are called gfx90a and the like
+        new_enough = False
+    if new_enough:
+        return None
+    return f"it needs an NVIDIA GPU of compute capability {OLDEST} or newer, and this one has {capability}"

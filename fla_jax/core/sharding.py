@@ -1,0 +1,152 @@
+"""Makes an opaque kernel shardable, in every sharding mode of JAX, and mappable by `jax.vmap`.
+
+Without this, a kernel under `jax.jit` on several devices is run by each of them on everything, after gathering it.
+
+Axes are named, einsum-like: ``"b t h k"`` are rows, tokens, heads and keys. Devices may own slices of the axes that an
+op calls shardable (rows and heads, which never see each other in a recurrence); every other axis stays whole.
+Differentiation happens outside (ops/op.py), so the kernel sees no tangents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+ROWS = "b"
+Axes = Sequence[str]  # of several arrays, such as ["b t h k", "b h k v"]
+Names = tuple[tuple[str, ...], ...]  # the same, split
+Kernel = Callable[..., tuple[jax.Array, ...]]
+
+
+def _split(axes: Axes) -> Names:
+    return tuple(tuple(names.split()) for names in axes)
+
+
+def _owners(names: Names, specs: Sequence[Any], shardable: Sequence[str]) -> dict[str, Any]:
+    """Mesh axes for each axis: the first array that shards it decides, and a mesh axis is used once."""
+    owners: dict[str, Any] = {}
+    used: set[str] = set()
+    for axes, spec in zip(names, specs):
+        for axis, entry in zip(axes, spec):
+            on = mesh_axes(entry)
+            if axis in shardable and on and axis not in owners and not used & set(on):
+                owners[axis] = entry
+                used |= set(on)
+    return owners
+
+
+def mesh_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that one entry of a `PartitionSpec` names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _specs(names: Names, owners: dict[str, Any]) -> tuple[P, ...]:
+    return tuple(P(*(owners.get(axis) for axis in axes)) for axes in names)
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def varying_axes(*arrays: jax.Array) -> frozenset[str]:
+    """Axes of a checked `jax.shard_map` that any of the arrays varies over."""
+    return frozenset[str]().union(*map(_varying, arrays))
+
+
+def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """``x``, said to vary over ``axes`` as well."""
+    more = tuple(axes - _varying(x))
+    return jax.lax.pcast(x, more, to="varying") if more else x
+
+
+def reduce_like(gradient: jax.Array, primal: jax.Array) -> jax.Array:
+    """Inside a checked `jax.shard_map`: ``gradient`` summed over the mesh axes that ``primal`` does not vary over."""
+    axes = tuple(_varying(gradient) - _varying(primal))
+    return jax.lax.psum(gradient, axes) if axes else gradient
+
+
+def devices_in_mesh() -> int:
+    """How many devices share the arrays being traced, as far as the mesh in context tells.
+
+    1 without a mesh, and inside `jax.shard_map`, where every device has arrays of its own.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or AxisType.Manual in mesh.axis_types else mesh.size
+
+
+def sharded(fn: Kernel, operands: Axes, results: Axes, shardable: Sequence[str]) -> Kernel:
+    """``fn`` (arrays -> tuple of arrays) on every device's own part of the ``shardable`` axes.
+
+    `jax.vmap` merges the mapped axis into the rows, where every result and every mapped operand has rows; operands
+    without rows are shared by all. Else it maps one by one, by `jax.lax.map`.
+    """
+    left, right = _split(operands), _split(results)
+    run = jax.custom_batching.custom_vmap(_partitioned(fn, left, right, shardable))
+
+    @run.def_vmap
+    def _(n: int, mapped: Sequence[bool], *args: jax.Array):
+        one_by_one = not all(ROWS in axes for axes, m in zip(left, mapped) if m) or not all(ROWS in a for a in right)
+        if one_by_one:
+            args = tuple(x if m else jnp.broadcast_to(x, (n, *x.shape)) for x, m in zip(args, mapped))
+            return jax.lax.map(lambda xs: run(*xs), args), (True,) * len(right)
+        folded = []
+        for x, m, axes in zip(args, mapped, left):
+            if ROWS in axes:
+                x = _fold(x if m else jnp.broadcast_to(x, (n, *x.shape)), axes)
+            folded.append(x)
+        return tuple(_unfold(y, n, axes) for y, axes in zip(run(*folded), right)), (True,) * len(right)
+
+    return run
+
+
+def _partitioned(fn: Kernel, left: Names, right: Names, shardable: Sequence[str]) -> Kernel:
+    whole = tuple(dict.fromkeys(axis for axes in left + right for axis in axes if axis not in shardable))
+    automatic = custom_partitioning(lambda *args: fn(*args))
+
+    def partition(mesh, arg_shapes, result_shape):
+        # the partitioner only suggests shardings: returned as they come, an axis that must stay whole would be
+        # silently wrong
+        args, outs = jax.tree.leaves(arg_shapes), jax.tree.leaves(result_shape)
+        owners, given = {}, [x.sharding for x in (*args, *outs)]
+        if all(isinstance(s, NamedSharding) for s in given):
+            owners, mesh = _owners(left + right, [s.spec for s in given], shardable), given[0].mesh
+        ins, results = ([NamedSharding(mesh, s) for s in _specs(side, owners)] for side in (left, right))
+        return mesh, fn, jax.tree.unflatten(jax.tree.structure(result_shape), results), tuple(ins)
+
+    rule = " -> ".join(", ".join(" ".join(axes) for axes in side) for side in (left, right))
+    automatic.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole)
+
+    def run(*args: jax.Array) -> tuple[jax.Array, ...]:
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.empty and AxisType.Manual in mesh.axis_types:
+            # results vary over what any operand varies over, which a kernel does not say
+            axes = varying_axes(*args)
+            return jax.tree.map(lambda y: vary(y, axes), fn(*args))
+        if not mesh.empty and AxisType.Explicit in mesh.axis_types:
+            owners = _owners(left, [jax.typeof(x).sharding.spec for x in args], shardable)
+            ins, outs = _specs(left, owners), _specs(right, owners)
+            args = tuple(jax.sharding.reshard(x, spec) for x, spec in zip(args, ins))
+            return jax.shard_map(fn, in_specs=ins, out_specs=outs, check_vma=False)(*args)
+        if jax.device_count() == 1:
+            # nothing to partition; the program stays free of Python callbacks, so it can be exported and cached
+            return fn(*args)
+        return automatic(*args)
+
+    return run
+
+
+def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    i = axes.index(ROWS)
+    x = jnp.moveaxis(x, 0, i)
+    return x.reshape(*x.shape[:i], -1, *x.shape[i + 2 :])
+
+
+def _unfold(x: jax.Array, n: int, axes: tuple[str, ...]) -> jax.Array:
+    i = axes.index(ROWS)
+    return jnp.moveaxis(x.reshape(*x.shape[:i], n, -1, *x.shape[i + 1 :]), i, 0)

@@ -1,0 +1,1 @@
+"""What several ops share: arguments, checks, decay trees, walks."""

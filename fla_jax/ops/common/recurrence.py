@@ -1,0 +1,54 @@
+"""What the public functions of both recurrences share: the way from arguments to an `Op` and back."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+
+from ...core.names import FINAL, OUT, STATES
+from ..op import Op
+from .validate import check
+
+# Axes of every array that an op of this kind may have: rows, tokens, heads, keys, values, packed sequences.
+AXES = {name: "b t h k" for name in "rwkab"} | {
+    "v": "b t h v",
+    "u": "h k",
+    "initial_state": "n h k v",
+    "segment_ids": "b t",
+    "cu_seqlens": "m",
+    "o": "b t h v",
+    "final_state": "n h k v",
+}
+NAMES: dict[str, Any] = dict(output_names=(OUT, FINAL), kept_name=STATES)
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of all four functions, for type checkers; `fla_jax.ops.chunk_rwkv7` explains them."""
+
+    scale: float
+    initial_state: jax.Array | None
+    segment_ids: jax.Array | None
+    cu_seqlens: jax.Array | None
+    implementation: str | None
+
+
+class ChunkOptions(Options, total=False):
+    """Those of the chunked forms."""
+
+    chunk_size: int | None
+    lower_bound: float | None
+
+
+def run(
+    op: Op, tokens: dict[str, Any], *, output_final_state: bool, implementation: str | None, **options: Any
+) -> Any:
+    """Checks the arguments of a public function and runs its op: ``(o, final_state or None)``."""
+    arrays, settings = check(tokens, warn_layout=op.name.startswith("chunk"), **options)
+    x = op.inputs(**arrays)
+    if 0 in x.v.shape:
+        o, final = jnp.zeros_like(x.v), x.initial_state
+    else:
+        o, final = op(x, settings, implementation)
+    return o, (final if output_final_state else None)

@@ -1,0 +1,94 @@
+"""RWKV-6 by chunks in plain JAX. With C tokens a chunk, S0 the state that enters it, S1 the state that leaves it, and scores A of `tree.Tree`::
+
+    Y = Q S0 + A V,   Q = r decayed from the chunk's start, A with r . (u k) on its diagonal
+    S1 = gam S0 + K'^T V,   K' = k decayed to the chunk's end
+
+All but the state's own recurrence is computed for a group of chunks at once. The backward gets the states and A from the forward.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.call import Call, Outputs, Recurrence, RWKV6Inputs
+from ...core.chunks import Segments, chunk_plan, segments, zeros
+from ..common import tree
+from ..common.bounded import Scores, build, by_strength
+from ..common.tree import dot
+
+INCLUSIVE = (False,)  # r reads the state before its own decay
+
+
+def _reach(x: Scores, seg: Segments | None):
+    """Rows from the entering state, columns to the leaving one [..., C, K], and what passes through [..., K, 1], cut at restarts."""
+    rows, cols, through = tree.pick(x.rows_in, 0), tree.pick(x.cols_out, 0), jnp.swapaxes(x.total, -1, -2)
+    return (rows, cols, through) if seg is None else (jnp.where(seg.start, rows, 0), jnp.where(seg.end, cols, 0), jnp.where(seg.through, through, 0))
+
+
+def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+    """See `fla_jax.ops.op`: outputs and what the backward reads."""
+    cfg, chunks = call.settings, chunk_plan(call.settings, x.r, x.cu_seqlens)
+    u = x.u.astype(cfg.compute)[:, None, :]
+
+    def group(mild, carry, tokens, xs):
+        (r, k, v, w), (sequences, seg) = tokens, xs
+        r = r * cfg.scale
+        decayed = build(mild, w, (r,), (k,), INCLUSIVE)
+        A = decayed.scores() if seg is None else jnp.where(seg.pairs, decayed.scores(), 0)
+        A = jnp.where(np.eye(chunks.size, dtype=bool), jnp.sum(r * u * k, -1, keepdims=True), A)
+        rows, cols, through = _reach(decayed, seg)
+
+        def step(carry, chunk):
+            sequence, rows, cols, v, through = chunk
+            S = chunks.read(carry, sequence)
+            return chunks.write(carry, through * S + dot("bhck,bhcv->bhkv", cols, v), sequence), (S, dot("bhck,bhkv->bhcv", rows, S))
+
+        carry, (states, y) = chunks.each(step, carry, (sequences, rows, cols, v, through))
+        return carry, (y + dot("...ij,...jv->...iv", A, v),), (states, A)
+
+    xs = (chunks.sequence, segments(chunks, x.segment_ids))
+    step = by_strength(cfg, chunks, group, 3)
+    tokens = (x.r, x.k, x.v, x.w)
+    final, (o,), (states, A) = chunks.walk(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
+    return Outputs(o, final), {"states": states, "A": A}
+
+
+def backward(
+    call: Call[Recurrence], x: RWKV6Inputs, kept: dict[str, jax.Array], cotangents: Outputs
+) -> RWKV6Inputs:
+    """See `fla_jax.ops.op`: gradients of all inputs."""
+    cfg, chunks = call.settings, chunk_plan(call.settings, x.r, x.cu_seqlens)
+    bonus = x.u.astype(cfg.compute)[:, None, :]
+
+    def group(mild, carry, tokens, xs):
+        (carry, du), (r, k, v, w, dy), (sequences, seg, (states, A)) = carry, tokens, xs
+        r = r * cfg.scale
+        decayed = build(mild, w, (r,), (k,), INCLUSIVE)
+        rows, cols, through = _reach(decayed, seg)
+
+        def step(carry, chunk):
+            sequence, S, rows, cols, v, through, dy = chunk
+            dS = chunks.read(carry, sequence)
+            new = through * dS + dot("bhck,bhcv->bhkv", rows, dy)
+            return chunks.write(carry, new, sequence), (dot("bhck,bhkv->bhcv", cols, dS), dot("bhjv,bhkv->bhjk", v, dS), jnp.sum(S * dS, -1))
+
+        carry, (dv, dk, passed) = chunks.each(step, carry, (sequences, states, rows, cols, v, through, dy), reverse=True)
+        dv = dv + dot("...ij,...iv->...jv", A, dy)
+        dA, dr = dot("...iv,...jv->...ij", dy, v), dot("...iv,...kv->...ik", dy, states)
+        own = jnp.sum(dy * v, -1, keepdims=True)
+        if seg is not None:
+            dA, dr, dk = jnp.where(seg.pairs, dA, 0), jnp.where(seg.start, dr, 0), jnp.where(seg.end, dk, 0)
+        dg = jnp.broadcast_to(jnp.swapaxes(through, -1, -2) * passed[..., None, :], w.shape)
+        (dr,), (dk,), dw = decayed.gradients(dA, dr[..., None, :, :], dk[..., None, :, :], dg)
+        dr, dk = (dr + own * bonus * k) * cfg.scale, dk + own * bonus * r
+        return (carry, du + jnp.sum(own * r * k, (0, 1, 3))), (dr, dk, dv, dw), None
+
+    do, ds = cotangents
+    carry = (ds, zeros(x.u, do, cfg.compute))
+    xs = (chunks.sequence, segments(chunks, x.segment_ids), (kept["states"], kept["A"]))
+    step = by_strength(cfg, chunks, group, 3)
+    tokens = (x.r, x.k, x.v, x.w)
+    (ds0, du), grads, _ = chunks.walk(step, carry, (*tokens, do), xs, tokens, cfg.compute, reverse=True)
+    return RWKV6Inputs(*grads, du.astype(x.u.dtype), ds0)

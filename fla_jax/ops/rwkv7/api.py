@@ -1,0 +1,221 @@
+"""RWKV-7: the public functions, and the ops with their implementations."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Unpack, overload
+
+import jax
+
+from ...core.call import Outputs, RWKV7Inputs
+from ...pallas.run import pallas, triton
+from ..common import check
+from ..common.recurrence import AXES, NAMES, ChunkOptions, Options, run
+from ..op import Implementation, Op
+
+
+def _reference() -> Any:
+    from . import reference
+
+    return reference
+
+
+def _chunked() -> Any:
+    from . import chunked
+
+    return chunked
+
+
+def _triton() -> Any:
+    from ...pallas.rwkv7.chunked import launcher
+
+    return launcher
+
+
+def _pallas() -> Any:
+    from ...pallas.rwkv7.recurrent import launcher
+
+    return launcher
+
+
+REFERENCE = Implementation("reference", _reference)
+XLA = Implementation("xla", _chunked)
+TRITON = Implementation("triton", _triton, triton.supports, triton.automatic, opaque=True)
+PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.automatic, opaque=True)
+
+# The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones go
+# token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
+CHUNK = Op(
+    "chunk_rwkv7", RWKV7Inputs, Outputs, AXES, [TRITON, XLA, REFERENCE, PALLAS], check=check.rwkv7, **NAMES
+)
+RECURRENT = Op(
+    "fused_recurrent_rwkv7",
+    RWKV7Inputs,
+    Outputs,
+    AXES,
+    [PALLAS, REFERENCE, XLA, TRITON],
+    check=check.rwkv7,
+    **NAMES,
+)
+
+
+@overload
+def chunk_rwkv7(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    output_final_state: Literal[True],
+    **options: Unpack[ChunkOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def chunk_rwkv7(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    output_final_state: bool = False,
+    **options: Unpack[ChunkOptions],
+) -> tuple[jax.Array, jax.Array | None]: ...
+def chunk_rwkv7(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    scale: float = 1.0,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    segment_ids: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int | None = None,
+    lower_bound: float | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    r"""RWKV-7 (generalised delta rule), parallel within chunks of tokens.
+
+    Per batch row and head, with the state S [K, V] in float32::
+
+        S_t = diag(exp(w_t)) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T
+        o_t = scale * S_t^T r_t
+
+    The RWKV-7 layer passes ``a = -kk`` and ``b = kk * gate`` with ``|kk| = 1``; a and b drawn at random make the exact recurrence explode.
+
+    Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o`` and of the final state; the rule is written by
+    hand, keeps one state per chunk, and loses no accuracy at strong decay. Forward mode (``jax.jvp``) raises a TypeError.
+
+    Args:
+        r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which may differ in dtype.
+        w: natural log of the decay [B, T, H, K], <= 0; ``-inf`` forgets. Values above 0 or NaN give undefined results: see `fla_jax.checked`.
+        k: key [B, T, H, K].
+        v: value [B, T, H, V].
+        a: direction that is read from the old state [B, T, H, K].
+        b: direction that it is written to [B, T, H, K].
+        scale: Python number, factor on the output; 1 in every form.
+        initial_state: [B, H, K, V] ([N, H, K, V] with cu_seqlens), zeros if None. Cast to float32 (float64 if any input is).
+        output_final_state: whether to return the last state.
+        segment_ids: [B, T] integers. The state restarts from zero wherever the id changes; ``initial_state`` belongs to each row's first segment and the
+            final state is the last segment's.
+        cu_seqlens: [N + 1] integers from 0 to T, FLA's packed form: B = 1 and sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``, possibly none.
+        chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's own choice. The Triton kernels take 16 whatever is asked.
+        lower_bound: a promise that ``w >= lower_bound`` everywhere (RWKV-7's layer: -0.61). An implementation may be faster for it and gives the same
+            result; a broken promise gives undefined results outside `fla_jax.checked`.
+        implementation: None for the best that qualifies, or by name. On any platform: ``"reference"`` (token by token, `jax.lax.scan`) and ``"xla"`` (chunked,
+            plain JAX). On NVIDIA GPUs of compute capability 8.0 and up, not for float64, and the defaults there: ``"triton"`` (chunked), its products with
+            bfloat16 operands where r, v, k, a, b all have 16 bits, else float32 ones (three TF32 passes, about three times slower), and ``"pallas"`` (token by
+            token in float32). Inside `jax.jit`, None goes by JAX's default device, not by where the arrays will be.
+
+    Returns:
+        ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32 (float64), or None unless asked for. With
+        T = 0 or B = 0, o is empty and the final state is the initial one.
+
+    Raises:
+        ValueError: a shape or a value does not fit, or ``implementation`` is unknown or cannot run here.
+        TypeError: a dtype does not fit.
+
+    Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025, eq. of the state update; official code
+    RWKV-LM ``RWKV-v7/rwkv_v7_demo.py`` (there the state is [V, K]); FLA's ``chunk_rwkv7`` for the argument order.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops import chunk_rwkv7
+        >>> r, k, v, kk = jax.random.normal(jax.random.key(0), (4, 1, 32, 2, 16))
+        >>> kk = kk / jnp.linalg.norm(kk, axis=-1, keepdims=True)
+        >>> o, state = chunk_rwkv7(r, -jnp.exp(k), k, v, -kk, 0.5 * kk, output_final_state=True)
+        >>> o.shape, state.shape
+        ((1, 32, 2, 16), (1, 2, 16, 16))
+    """
+    return run(
+        CHUNK,
+        dict(r=r, w=w, k=k, v=v, a=a, b=b),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        segment_ids=segment_ids,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        lower_bound=lower_bound,
+        implementation=implementation,
+    )
+
+
+@overload
+def fused_recurrent_rwkv7(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    output_final_state: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def fused_recurrent_rwkv7(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    output_final_state: bool = False,
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array | None]: ...
+def fused_recurrent_rwkv7(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    scale: float = 1.0,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    segment_ids: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """RWKV-7 token by token: for decoding, short sequences, and exact checks.
+
+    The same op as `chunk_rwkv7`, which documents every argument, result and error; only the choice that ``implementation=None`` makes differs.
+    """
+    return run(
+        RECURRENT,
+        dict(r=r, w=w, k=k, v=v, a=a, b=b),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        segment_ids=segment_ids,
+        cu_seqlens=cu_seqlens,
+        implementation=implementation,
+    )

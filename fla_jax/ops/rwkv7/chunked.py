@@ -1,0 +1,117 @@
+"""RWKV-7 by chunks in plain JAX. With C tokens a chunk, S0 the state that enters it, S1 the state that leaves it, and scores A of `tree.Tree`::
+
+    U = T (A' S0 + A_ak V),   T = (I - A_ab)^-1          what the tokens write through b
+    Y = Q S0 + A_qk V + A_qb U                           Q, A' = r, a decayed from the chunk's start
+    S1 = gam S0 + K'^T V + B'^T U                        K', B' = k, b decayed to the chunk's end
+
+All but the state's own recurrence is computed for a group of chunks at once. The backward transposes these lines (dU = A_qb^T dY + B' dS1, dZ = T^T dU, ...);
+it gets the states and U from the forward.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...core.call import Call, Outputs, Recurrence, RWKV7Inputs
+from ...core.chunks import Segments, chunk_plan, segments
+from ..common import tree
+from ..common.bounded import Scores, build, by_strength
+from ..common.tree import dot
+
+INCLUSIVE = (True, False)  # rows: r counts its own decay, a does not
+
+
+class _Intra(NamedTuple):
+    """What a group of chunks needs besides its states; all [group, B, H, ...]."""
+
+    decayed: Scores
+    rows: jax.Array  # Q, A' [..., 2, C, K]
+    cols: jax.Array  # K', B'
+    through: jax.Array  # gam [..., K, 1]
+    A: jax.Array  # [..., 2C, 2C]: ((qk, qb), (ak, ab))
+    T: jax.Array  # [..., C, C]
+    readers: jax.Array  # Q, T A' [..., 2C, K]
+
+
+def _intra(cfg: Recurrence, mild: bool, r, w, k, a, b, seg: Segments | None) -> _Intra:
+    x = build(mild, w, (r * cfg.scale, a), (k, b), INCLUSIVE)
+    A, rows, cols, through = x.scores(), x.rows_in, x.cols_out, jnp.swapaxes(x.total, -1, -2)
+    if seg is not None:
+        A, through = jnp.where(jnp.tile(seg.pairs, (2, 2)), A, 0), jnp.where(seg.through, through, 0)
+        rows, cols = jnp.where(seg.start[..., None, :, :], rows, 0), jnp.where(seg.end[..., None, :, :], cols, 0)
+    C = w.shape[-2]
+    T = tree.inverse(A[..., C:, C:])
+    readers = tree.stack([tree.pick(rows, 0), dot("...ij,...jk->...ik", T, tree.pick(rows, 1))])
+    return _Intra(x, rows, cols, through, A, T, tree.flat(readers))
+
+
+def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+    """See `fla_jax.ops.op`: outputs and what the backward reads."""
+    cfg, chunks = call.settings, chunk_plan(call.settings, x.r, x.cu_seqlens)
+    C = chunks.size
+
+    def group(mild, carry, tokens, xs):
+        (r, w, k, v, a, b), (sequences, seg) = tokens, xs
+        _, _, cols, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
+        own = dot("...ij,...jv->...iv", T, dot("...ij,...jv->...iv", A[..., C:, :C], v))  # T A_ak V
+
+        def step(carry, chunk):
+            sequence, readers, own, v, cols, through = chunk
+            S = chunks.read(carry, sequence)
+            y, U = jnp.split(dot("bhck,bhkv->bhcv", readers, S), 2, -2)
+            vu = jnp.concatenate([v, own + U], -2)
+            return chunks.write(carry, through * S + dot("bhck,bhcv->bhkv", cols, vu), sequence), (S, y, vu)
+
+        carry, (states, y, vu) = chunks.each(step, carry, (sequences, readers, own, v, tree.flat(cols), through))
+        return carry, (y + dot("...ij,...jv->...iv", A[..., :C, :], vu),), (states, vu[..., C:, :])
+
+    xs = (chunks.sequence, segments(chunks, x.segment_ids))
+    step = by_strength(cfg, chunks, group, 1)
+    tokens = (x.r, x.w, x.k, x.v, x.a, x.b)
+    final, (o,), (states, U) = chunks.walk(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
+    return Outputs(o, final), {"states": states, "U": U}
+
+
+def backward(
+    call: Call[Recurrence], x: RWKV7Inputs, kept: dict[str, jax.Array], cotangents: Outputs
+) -> RWKV7Inputs:
+    """See `fla_jax.ops.op`: gradients of all inputs."""
+    cfg, chunks = call.settings, chunk_plan(call.settings, x.r, x.cu_seqlens)
+    C = chunks.size
+
+    def group(mild, carry, tokens, xs):
+        (r, w, k, v, a, b, dy), (sequences, seg, (states, U)) = tokens, xs
+        scores, rows, cols, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
+        from_y = dot("...ij,...iv->...jv", A[..., :C, :], dy)  # to v and U, within the chunk
+        vu = tree.flat(tree.stack([v, U]))
+
+        def step(carry, chunk):
+            sequence, S, readers, cols, vu, through, dy, from_y = chunk
+            dS = chunks.read(carry, sequence)
+            dvu = from_y + dot("bhck,bhkv->bhcv", cols, dS)
+            new = through * dS + dot("bhck,bhcv->bhkv", readers, jnp.concatenate([dy, dvu[..., C:, :]], -2))
+            return chunks.write(carry, new, sequence), (dvu, dot("bhjv,bhkv->bhjk", vu, dS), jnp.sum(S * dS, -1))
+
+        each = (sequences, states, readers, tree.flat(cols), vu, through, dy, from_y)
+        carry, (dvu, dcols, passed) = chunks.each(step, carry, each, reverse=True)
+        dZ = dot("...ij,...iv->...jv", T, dvu[..., C:, :])
+        dv = dvu[..., :C, :] + dot("...ij,...iv->...jv", A[..., C:, :C], dZ)
+        dout = tree.flat(tree.stack([dy, dZ]))
+        dA = dot("...iv,...jv->...ij", dout, vu)
+        drows, dcols = dot("...iv,...kv->...ik", dout, states).reshape(rows.shape), dcols.reshape(cols.shape)
+        if seg is not None:
+            dA = jnp.where(jnp.tile(seg.pairs, (2, 2)), dA, 0)
+            drows, dcols = jnp.where(seg.start[..., None, :, :], drows, 0), jnp.where(seg.end[..., None, :, :], dcols, 0)
+        dg = jnp.broadcast_to(jnp.swapaxes(through, -1, -2) * passed[..., None, :], w.shape)
+        (dr, da), (dk, db), dw = scores.gradients(dA, drows, dcols, dg)
+        return carry, (dr * cfg.scale, dw, dk, dv, da, db), None
+
+    xs = (chunks.sequence, segments(chunks, x.segment_ids), (kept["states"], kept["U"]))
+    step = by_strength(cfg, chunks, group, 1)
+    tokens = (x.r, x.w, x.k, x.v, x.a, x.b)
+    do, ds = cotangents
+    ds0, grads, _ = chunks.walk(step, ds, (*tokens, do), xs, tokens, cfg.compute, reverse=True)
+    return RWKV7Inputs(*grads, ds0)

@@ -1,0 +1,1 @@
+"""What launchers share: launch tables by GPU, stretches, kept states."""

@@ -1,0 +1,132 @@
+"""What the launchers of the chunked Triton kernels share: runtime arguments, constants, launch options, shapes of what the forward keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...core.call import Call, Recurrence
+from ...core.gpu import compute_capability
+
+CHUNK = 16
+BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may make
+
+# (value block, warps, pipeline stages) by pass and padded K, for 16-bit inputs on GPUs with wgmma; an entry with a third part is for another kind of call:
+# "float32" inputs, "small" GPUs, "small float32". See `launch_options`.
+LaunchTable = Mapping[tuple[str, int] | tuple[str, int, str], tuple[int, int, int]]
+
+
+# Programs that fill an H200 (132 multiprocessors, about four programs each), the most of them at which cutting rows still pays for walking them twice (by
+# padded K: with 128, one program fills a multiprocessor), and the fewest tokens that are worth a stretch of their own.
+FULL, FEW, SHORTEST = 512, {64: 132, 128: 100}, 256
+
+
+class Plan(NamedTuple):
+    """One launch. ``ranges`` are the kernels' arguments seg, cu, chunk0, strong and ``lengths`` T, span; ``options`` go to `launch`; ``parts`` value blocks."""
+
+    ranges: tuple[jax.Array, ...]
+    lengths: tuple[int, int]
+    options: dict[str, Any]
+    parts: int
+    chunks: tuple[int, int]  # leading axes of what is kept by chunk: rows, chunks
+    store: Any  # dtype of kept states
+
+    @property
+    def splits(self) -> int:
+        """Stretches that each row is cut into."""
+        return self.options["SPLITS"]
+
+
+def stretches_of(call: Call[Recurrence]) -> int:
+    """Into how many stretches to cut each row: 1 where rows and heads alone keep the GPU busy.
+
+    Packed sequences are not cut: there are usually many.
+    """
+    B, T, H, K = call.inputs.r.shape
+    programs = max(1, B * H // call.devices)
+    if call.inputs.cu_seqlens is not None or programs > FEW.get(max(64, tile(K)), 0):
+        return 1
+    wanted = min(-(-FULL // programs), T // SHORTEST)
+    return -(-T // _span(T, max(1, wanted)))
+
+
+def _span(T: int, splits: int) -> int:
+    """Tokens of a stretch: whole chunks."""
+    return -(-T // (splits * CHUNK)) * CHUNK
+
+
+def restarts(segment_ids: jax.Array) -> jax.Array:
+    """[B, T] int32: how many segments of its row began up to and including a token."""
+    change = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.cumsum(jnp.pad(change, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
+
+
+def tile(n: int) -> int:
+    """Head size padded to what `tl.dot` takes."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def launch_options(table: LaunchTable, which: str, K: int, half: bool) -> tuple[int, int, int]:
+    """(value block, warps, pipeline stages) of a pass for this GPU, known from its compute capability and never by trial.
+
+    "Small" are all GPUs but 9.0 and 10.x: a block of 8.6, 8.9 and 12.0 has 99 KiB of shared memory, and for 8.0 as for them ptxas gives up on the tiles that
+    those two hold (32 or 40 registers and up to 15 KB spilled by each thread); smaller blocks of values compile well. tests/compile has the numbers.
+    """
+    small = "" if compute_capability() // 10 in (9, 10) else "small"
+    kind = " ".join(filter(None, [small, "" if half else "float32"]))
+    key = which, max(64, tile(K))
+    return table.get((*key, kind), table[key])
+
+
+def has_half(x: Any) -> bool:
+    """Whether products have bfloat16 operands: all token arrays of a recurrence's inputs, the decay apart, have 16 bits."""
+    tokens = [array for name, array in x._asdict().items() if name in "rkvab"]
+    return all(array.dtype in (jnp.bfloat16, jnp.float16) for array in tokens)
+
+
+def store_dtype(half: bool) -> Any:
+    """Dtype of kept states, of operands."""
+    return jnp.bfloat16 if half else jnp.float32
+
+
+def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, splits: int = 1) -> Plan:
+    """Plans the pass ``which`` of a launch table for a recurrence's inputs ``x``, rows cut into ``splits`` stretches."""
+    B, T, H, K = x.r.shape
+    V = x.v.shape[-1]
+    BK = tile(K)
+    half = has_half(x)
+    BV, num_warps, num_stages = launch_options(table, which, K, half)
+    BV = min(tile(V), BV)
+    none = jnp.zeros(1, jnp.int32)
+    if x.cu_seqlens is None:
+        rows, chunks, cu, chunk0 = B * splits, (B, -(-T // CHUNK)), none, none
+    else:
+        rows = x.cu_seqlens.shape[0] - 1
+        chunks = (1, (T + rows * (CHUNK - 1)) // CHUNK)
+        cu = x.cu_seqlens.astype(jnp.int32)
+        chunk0 = jnp.concatenate([none, jnp.cumsum(-(-jnp.diff(cu) // CHUNK))])
+    lower_bound = call.settings.lower_bound
+    bounded = lower_bound is not None and lower_bound >= BOUNDED
+    strong = none if bounded else (jnp.min(x.w, (1, 3)) < BOUNDED).astype(jnp.int32)
+    parts = -(-V // BV)
+    options = dict(
+        grid=(parts, H, rows), num_warps=num_warps, num_stages=num_stages,
+        H=H, K=K, V=V, BK=BK, BV=BV, SCALE=call.settings.scale, HALF=half, PREC="tf32" if half else "tf32x3",
+        ANY=not bounded, SEG=x.segment_ids is not None, VAR=x.cu_seqlens is not None,
+        EVEN=T % CHUNK == 0 and x.cu_seqlens is None and K == BK and V % BV == 0, SPLITS=splits,
+    )  # fmt: skip
+    seg = none if x.segment_ids is None else restarts(x.segment_ids)
+    return Plan((seg, cu, chunk0, strong), (T, _span(T, splits)), options, parts, chunks, store_dtype(half))
+
+
+def partial_shapes(parts: int, *arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of gradients that every value block contributes to: float32 where they must be summed."""
+    return [jax.ShapeDtypeStruct((parts, *x.shape), x.dtype if parts == 1 else jnp.float32) for x in arrays]
+
+
+def total(gradient: jax.Array, like: jax.Array) -> jax.Array:
+    """Sum over value blocks in the dtype of ``like``."""
+    return gradient[0] if gradient.shape[0] == 1 else jnp.sum(gradient, 0).astype(like.dtype)

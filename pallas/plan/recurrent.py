@@ -1,0 +1,122 @@
+"""What the launchers of the recurrent Pallas kernels share: tile sizes, padding to whole tiles, tokens in whole stretches.
+
+Tokens are walked in stretches of 16; the state that enters each is kept, and the backward works on one stretch at a time. Arrays are padded before a kernel
+sees them with zeros, which leave the state as it is (log decay 0, k = v = a = b = 0); packed sequences are spread so that each starts a stretch. So no kernel
+needs a mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...core import chunks as packing
+from .chunked import tile
+
+STRETCH = 16  # tokens per stretch
+
+
+class Tile(NamedTuple):
+    """The part of the state that a walk's program owns: ``own`` columns of it, whose elements lie in memory as ``parts`` times ``width``."""
+
+    own: int
+    parts: int
+    width: int
+
+
+class Sizes(NamedTuple):
+    """What kernels know when they are compiled. Token arrays are [B * tokens * H, K] and [..., V]."""
+
+    heads: int
+    number: int  # stretches in a row
+    K: int  # padded to powers of two from 16 on, like V
+    V: int
+    walk: Tile
+    segmented: bool
+    packed: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a row, padding included."""
+        return STRETCH * self.number
+
+
+class Plan(NamedTuple):
+    """One call: its sizes, and how arrays become padded ones and back."""
+
+    sizes: Sizes
+    K: int
+    V: int
+    array_rows: int  # B
+    rows: int  # states: B, or packed sequences
+    restart: jax.Array  # [B * T'] int32: the state is emptied before a token; [1] without segments
+    bounds: jax.Array  # [N + 1] int32: first stretch of each packed sequence; [1] without
+    chunks: packing.Chunks
+
+    @property
+    def entries(self) -> tuple[int]:
+        """(B * number * H,): leading axis of what there is one of for each stretch and head."""
+        return (self.array_rows * self.sizes.number * self.sizes.heads,)
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """[B * n * H, ...] -> [B, n, H, ...]."""
+        return x.reshape(self.array_rows, -1, self.sizes.heads, *x.shape[1:])
+
+    def flat(self, x: jax.Array) -> jax.Array:
+        """[B, n, H, ...] -> [B * n * H, ...]."""
+        return x.reshape(-1, *x.shape[3:])
+
+    def tokens(self, x: jax.Array, wide: int) -> jax.Array:
+        """[B, T, H, D] -> [B * T' * H, wide]."""
+        if self.chunks.gather is not None:
+            x = jnp.take(x, self.chunks.gather, axis=1, mode="fill", fill_value=0)
+        return _pad(x, (0, self.sizes.tokens - x.shape[1], 0, wide - x.shape[3])).reshape(-1, wide)
+
+    def untokens(self, x: jax.Array, like: jax.Array) -> jax.Array:
+        """[B * T' * H, wide] -> [B, T, H, D] in the shape and dtype of ``like``."""
+        B, _, H, D = like.shape
+        x = x.reshape(B, self.sizes.tokens, H, -1)[..., :D]
+        x = x[:, : like.shape[1]] if self.chunks.scatter is None else jnp.take(x, self.chunks.scatter, axis=1, mode="clip")
+        return x.astype(like.dtype)
+
+    def state(self, x: jax.Array) -> jax.Array:
+        """[N, H, K, V] -> [N * H, parts, V', width], as the walks hold it."""
+        s = self.sizes
+        x = _pad(x, (0, 0, s.K - self.K, s.V - self.V)).reshape(-1, s.walk.parts, s.walk.width, s.V)
+        return jnp.swapaxes(x, 2, 3)
+
+    def unstate(self, x: jax.Array, like: jax.Array) -> jax.Array:
+        """[N * H, parts, V', width] -> [N, H, K, V] in the shape of ``like``."""
+        x = jnp.swapaxes(x, 2, 3).reshape(*like.shape[:2], self.sizes.K, self.sizes.V)
+        return x[:, :, : self.K, : self.V]
+
+
+def _pad(x: jax.Array, after: tuple[int, ...]) -> jax.Array:
+    return jnp.pad(x, [(0, n) for n in after]) if any(after) else x
+
+
+def split(x: jax.Array, tile: Tile) -> jax.Array:
+    """[..., K] -> [..., parts, width]."""
+    return x.reshape(*x.shape[:-1], tile.parts, tile.width)
+
+
+def walk_tile(K: int, V: int) -> Tile:
+    """For padded K and V: 64 elements of the state per thread of one warp, as measured on an H200."""
+    return Tile(min(V, 32, 2048 // K), K // 16, 16)
+
+
+def make_plan(x: Any) -> Plan:
+    """Plans a call with a recurrence's inputs ``x``."""
+    (B, T, H, K), V, segment_ids, cu_seqlens = x.r.shape, x.v.shape[-1], x.segment_ids, x.cu_seqlens
+    chunks = packing.plan(T, STRETCH, cu_seqlens)
+    restart = bounds = jnp.zeros(1, jnp.int32)
+    if segment_ids is not None:
+        change = (segment_ids[:, 1:] != segment_ids[:, :-1]).astype(jnp.int32)
+        restart = jnp.pad(change, ((0, 0), (1, chunks.number * STRETCH - T))).reshape(-1)
+    if cu_seqlens is not None:
+        bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // STRETCH)), (1, 0)).astype(jnp.int32)
+    Kp, Vp = tile(K), tile(V)
+    sizes = Sizes(H, chunks.number, Kp, Vp, walk_tile(Kp, Vp), segment_ids is not None, cu_seqlens is not None)
+    return Plan(sizes, K, V, B, B if cu_seqlens is None else cu_seqlens.shape[0] - 1, restart, bounds, chunks)

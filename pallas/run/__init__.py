@@ -1,0 +1,1 @@
+"""How kernels are called: through jax-triton, through Pallas, or in an interpreter."""

@@ -1,0 +1,104 @@
+"""The one place that calls Triton kernels: through jax-triton on a GPU, through Triton's interpreter where ``TRITON_INTERPRET=1`` is set.
+
+jax-triton 0.3 and 0.4 differ in argument names; kernels stay in what both accept: arrays and Python ints in order, outputs after inputs, everything else
+`tl.constexpr`, no None, no autotuning (its choice changes from run to run).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ...core.call import Call
+from ...core.gpu import Mendable, gpu_missing, lowering_target
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _jax_triton():
+    """jax-triton and whether it is 0.3; imported late, because 0.3 refuses to import without a CUDA plugin."""
+    import triton.backends.nvidia.driver as driver
+
+    if not hasattr(driver, "TMA_TF32"):  # all that jax-triton 0.4 misses in triton 3.6
+        driver.TMA_TF32 = 11
+    cache_dir = os.environ.get("TRITON_CACHE_DIR")
+    import jax_triton
+
+    if cache_dir is None:  # 0.3 sets it to '', which breaks other users of Triton in the process
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    else:
+        os.environ["TRITON_CACHE_DIR"] = cache_dir
+    return jax_triton, "out_shape" in inspect.signature(jax_triton.triton_call).parameters
+
+
+def supports(call: Call) -> str | None:
+    """None where Triton kernels can serve ``call``, else the reason."""
+    if call.settings.compute_name == "float64":
+        return "its kernels have no float64"
+    return why_not(call.platform)
+
+
+def automatic(call: Call) -> bool:
+    """Whether the op may take them unasked: an interpreter is for tests, which ask for it by name."""
+    return not INTERPRET
+
+
+def why_not(platform: str) -> str | None:
+    """None where Triton kernels can be called on ``platform`` (``"gpu"``, ``"cpu"``, ...), else the reason."""
+    if INTERPRET:
+        return None
+    reason = gpu_missing(platform)
+    if reason is not None:
+        return reason
+    try:
+        _jax_triton()
+    except Exception as error:  # whatever it raises at import where CUDA is missing or versions do not fit
+        return Mendable(f"jax-triton cannot be imported ({type(error).__name__}: {error})")
+    return None
+
+
+def launch(
+    kernel: Any,
+    *inputs: jax.Array | int,
+    out: Any,
+    grid: Sequence[int],
+    num_warps: int,
+    num_stages: int,
+    aliases: Mapping[int, int] | None = None,
+    **constexprs: Any,
+) -> Any:
+    """Calls ``kernel(*inputs, *outputs, **constexprs)`` and returns the outputs, a tree of arrays shaped like ``out`` (`jax.ShapeDtypeStruct`).
+
+    Args:
+        kernel: a `triton.jit` function.
+        inputs: arrays and Python ints, in the kernel's order.
+        out: tree of output shapes.
+        grid: number of programs along up to three axes.
+        num_warps: warps per program.
+        num_stages: depth of the load pipeline.
+        aliases: inputs, by position, whose memory an output (by position) takes over. The kernel writes it through the input's pointer and leaves the output's
+            alone: with jax-triton 0.4 it is none.
+        constexprs: compile-time arguments.
+    """
+    if INTERPRET:
+        from .interpreter import triton_call_interpreted
+
+        return triton_call_interpreted(kernel, inputs, out, tuple(grid), aliases or {}, constexprs)
+    jax_triton, old = _jax_triton()
+    aliases, outputs = aliases or {}, jax.tree.leaves(out)
+    options = dict(grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, compute_capability=lowering_target(), **constexprs)
+    if old:
+        arrays_only = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}  # how it counts inputs
+        return jax_triton.triton_call(*inputs, kernel=kernel, out_shape=out, input_output_aliases=arrays_only, **options)
+    # 0.4 binds arrays to parameters in the order operands, results: a result without a parameter must be one of the last
+    order = sorted(range(len(outputs)), key=lambda o: (o in aliases.values(), o))
+    absent = {kernel.arg_names[len(inputs) + o]: 1 for o in aliases.values()}  # a Python 1 is a constant and no parameter
+    options |= absent | {"input_output_aliases": {i: order.index(o) for i, o in aliases.items()}}
+    results = jax_triton.triton_call(*inputs, kernel=kernel, out_type=[outputs[o] for o in order], **options)
+    return jax.tree.unflatten(jax.tree.structure(out), [results[order.index(o)] for o in range(len(outputs))])

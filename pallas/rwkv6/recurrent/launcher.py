@@ -1,0 +1,89 @@
+"""RWKV-6, token by token, on NVIDIA GPUs: the functions that the op loads (fla_jax/ops/op.py); they launch the Pallas kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ....core.call import Call, Outputs, Recurrence, RWKV6Inputs
+from ...plan.recurrent import Plan, make_plan, split
+from ...plan.value_sums import RATES, sum_over_values
+from ...run.pallas import pallas_call
+from .kernels import rwkv6_gradients, rwkv6_walk
+
+
+def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
+    """The states that enter each stretch, padded."""
+    return {"states": "b c h x y"}
+
+
+def _padded(plan: Plan, x: RWKV6Inputs) -> tuple[jax.Array, ...]:
+    """Arrays as kernels take them; the decay in place of its logarithm."""
+    K = plan.sizes.K
+    decay = jnp.exp(plan.tokens(x.w, K).astype(jnp.float32))
+    u = jnp.pad(x.u, ((0, 0), (0, K - x.u.shape[1])))
+    return plan.tokens(x.r, K), plan.tokens(x.k, K), plan.tokens(x.v, plan.sizes.V), decay, u
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _walk(
+    plan: Plan,
+    rates: Sequence[jax.Array],
+    x: jax.Array,
+    start: jax.Array,
+    y_dtype,
+    *,
+    reverse: bool,
+    keep: bool,
+    scale: float,
+):
+    """(y, end, states) of a walk; ``rates`` are read, write, decay, u. Without ``keep``, states hold nothing."""
+    s = plan.sizes
+    states = _float32(*plan.entries, s.K, s.V) if keep else _float32(1, 1, 1)
+    kernel = functools.partial(rwkv6_walk, sizes=s, reverse=reverse, keep=keep, scale=scale)
+    out = (jax.ShapeDtypeStruct(x.shape, y_dtype), _float32(*start.shape), states)
+    inputs = (*(split(rate, s.walk) for rate in rates), x, start, plan.restart, plan.bounds)
+    return pallas_call(kernel, *inputs, out=out, grid=(s.V // s.walk.own, s.heads, plan.rows), num_warps=1)
+
+
+def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+    """Outputs and what the backward reads."""
+    plan = make_plan(x)
+    r, k, v, decay, u = _padded(plan, x)
+    s0 = plan.state(x.initial_state)
+    rates = (r, k, decay, u)
+    o, final, states = _walk(
+        plan, rates, v, s0, x.v.dtype, reverse=False, keep=call.keep, scale=call.settings.scale
+    )
+    outputs = Outputs(plan.untokens(o, x.v), plan.unstate(final, x.initial_state))
+    return outputs, {"states": plan.by_row(states)} if call.keep else {}
+
+
+def backward(
+    call: Call[Recurrence], x: RWKV6Inputs, kept: dict[str, jax.Array], cotangents: Outputs
+) -> RWKV6Inputs:
+    """Gradients of all inputs, that of u per row."""
+    scale, plan = call.settings.scale, make_plan(x)
+    s, states = plan.sizes, plan.flat(kept["states"])
+    r, k, v, decay, u = _padded(plan, x)
+    do, ds = plan.tokens(cotangents.o, s.V), plan.state(cotangents.final_state)
+    rates = (k, r, decay, u)
+    dv, ds0, dstates = _walk(plan, rates, do, ds, x.v.dtype, reverse=True, keep=True, scale=scale)
+    summed = sum_over_values(plan, (do,), (v,), states, dstates, scale)
+    out = [jax.ShapeDtypeStruct(r.shape, like.dtype) for like in (x.r, x.w, x.k)]
+    out.append(_float32(*plan.entries, s.K))
+    size = min(s.K, RATES)
+    kernel = functools.partial(rwkv6_gradients, sizes=s, size=size)
+    grid = (s.K // size, s.heads, x.r.shape[0] * s.number)
+    inputs = (decay, r, k, u, *summed, plan.restart)
+    dr, dw, dk, du = pallas_call(kernel, *inputs, out=out, grid=grid, num_warps=1)
+    du = jnp.sum(plan.by_row(du), 1)[..., : x.u.shape[1]]
+    tokens = zip((dr, dk, dv, dw), (x.r, x.k, x.v, x.w))
+    ds0 = plan.unstate(ds0, x.initial_state)
+    return RWKV6Inputs(*(plan.untokens(g, like) for g, like in tokens), du, ds0)
