@@ -82,14 +82,11 @@ def our_name(task: Task) -> str:
     """The implementation of this library that is measured where the plan says no more: the kernels where they run, else what a CPU runs."""
     import jax
 
-    from fla_jax.core import launch
-    from fla_jax.ops import rwkv6, rwkv7
-
-    table = (rwkv6 if task.version == 6 else rwkv7).TABLE
+    from fla_jax.pallas.run import triton
     gpu = jax.default_backend() == "gpu"
     if task.form == "chunk":
-        return "triton" if gpu and launch.why_not("gpu") is None else "xla"
-    return "pallas" if gpu and "pallas" in table else "reference"
+        return "triton" if gpu and triton.why_not("gpu") is None else "xla"
+    return "pallas" if gpu else "reference"
 
 
 def fla(op: str, **options: Any) -> Callable[[Task], Call]:

@@ -17,6 +17,7 @@ import numpy as np
 import oracle
 
 from fla_jax import ops
+from fla_jax.core.call import Call, Recurrence, RWKV6Inputs, RWKV7Inputs, abstract
 
 OPS = ("rwkv6", "rwkv7")
 IMPLEMENTATIONS = ("reference", "xla")  # every implementation that the shared suite runs
@@ -161,6 +162,14 @@ def runner(op: str, implementation: str | None, form: str = "chunk", **options: 
         return Outputs(o, final, pull((do, ds))[0])
 
     return jax.jit(run)
+
+
+def call_of(case: Case, devices: int = 1) -> Call:
+    """What launchers know of a case."""
+    x = build(case)
+    inputs = {"rwkv6": RWKV6Inputs, "rwkv7": RWKV7Inputs}[case.op]
+    arrays = inputs(**x.arrays, segment_ids=x.segment_ids, cu_seqlens=x.cu_seqlens)
+    return Call(f"chunk_{case.op}", abstract(arrays), Recurrence(case.scale, case.chunk_size, case.lower_bound), "gpu", devices)
 
 
 def options_of(case: Case, form: str = "chunk") -> dict[str, Any]:

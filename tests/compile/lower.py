@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from cases import OPS, TOKENS
 
-from fla_jax.core.launch import _jax_triton, lowering_for, why_not
+from fla_jax.core.gpu import lowering_for
 from fla_jax.core.names import remat_policy
+from fla_jax.pallas.run.triton import _jax_triton, why_not
 
 H, D, T = 64, 16, 2048  # small heads: they compile fast
 CAPABILITY = 90
@@ -131,7 +132,7 @@ def programs(op: str):
 
 if __name__ == "__main__":
     with lowering_for(CAPABILITY):
-        reason = why_not("cuda")
+        reason = why_not("gpu")
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):  # jax-triton 0.4 imports without
         reason = "neither jax-cuda12-plugin nor jax-cuda13-plugin is installed"
     report = {"skip": reason} if reason else {op: {name: kernels(f, *args) for name, f, args in programs(op)} for op in OPS}

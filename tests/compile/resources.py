@@ -101,7 +101,7 @@ class _Recorder:
 
 
 def record(call: Call) -> list[Launch]:
-    """The launches of forward and backward for full GPUs, then those that few rows and heads add (stretches: `fla_jax.pallas.sequence_split`)."""
+    """The launches of forward and backward for full GPUs, then those that few rows and heads add (stretches: `fla_jax.pallas.plan.stretches`)."""
     many = _trace(call, 8, 2048, 64)
     few = [] if call.layout == "packed" else _trace(call, 1, 2048, 4)
     return many + [launch for launch in few if launch.kernel not in {other.kernel for other in many}]
@@ -112,9 +112,10 @@ def _trace(call: Call, B: int, T: int, H: int) -> list[Launch]:
     import jax.numpy as jnp
 
     from fla_jax import ops
-    from fla_jax.core import launch
+    from fla_jax.core.gpu import lowering_for
+    from fla_jax.pallas.run import triton as run_triton
 
-    assert not launch.INTERPRET, "Triton's interpreter is on (TRITON_INTERPRET=1): kernels cannot be compiled in this process"
+    assert not run_triton.INTERPRET, "Triton's interpreter is on (TRITON_INTERPRET=1): kernels cannot be compiled in this process"
     B, T = (1, T) if call.layout == "packed" else (B, T - 3 if call.layout == "uneven" else T)
     tokens = jax.ShapeDtypeStruct((B, T, H, call.head), call.dtype)
     rows = 16 if call.layout == "packed" else B
@@ -132,13 +133,13 @@ def _trace(call: Call, B: int, T: int, H: int) -> list[Launch]:
         out, pull = jax.vjp(lambda xs, s: op(*xs, initial_state=s, **layout, **static), inputs, state)
         return pull(out)
 
-    recorder, original = _Recorder(call), launch._jax_triton
-    launch._jax_triton = lambda: (recorder, True)
+    recorder, original = _Recorder(call), run_triton._jax_triton
+    run_triton._jax_triton = lambda: (recorder, True)
     try:
-        with launch.lowering_for(call.target):
+        with lowering_for(call.target):
             jax.eval_shape(jax.jit(run), inputs, state, layout)
     finally:
-        launch._jax_triton = original
+        run_triton._jax_triton = original
         jax.clear_caches()  # what was traced holds the recorder's zeros
     return recorder.launches
 

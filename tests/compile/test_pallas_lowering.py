@@ -10,6 +10,8 @@ import pytest
 from cases import OPS, TOKENS
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from fla_jax.core.gpu import lowering_for
+
 each_op = pytest.mark.parametrize("op", OPS)
 BACKWARD = {"walk": 2, "contract_state": 2, "contract_values": 1, "gradients": 1}  # the forward walk and all of the backward
 
@@ -20,7 +22,7 @@ def h200(monkeypatch):
     monkeypatch.delenv("FLA_JAX_PALLAS_INTERPRET", raising=False)
     known = {"platform": "gpu"} if "platform" in AbstractDevice.__dataclass_fields__ else {}
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, **known)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with lowering_for(90), jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         yield
 
 

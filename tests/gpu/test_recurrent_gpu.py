@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import OPS, Case, Tolerances, check
 
-from fla_jax.core.pallas_call import interpreting
+from fla_jax.pallas.run.pallas import interpreting
 
 if jax.default_backend() != "gpu":
     pytest.skip("no NVIDIA GPU is visible to JAX: tests/interpret and tests/compile check the kernels without one", allow_module_level=True)

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from cases import OPS, Case, Outputs, Tolerances
 
-from fla_jax.core import launch
 from fla_jax.core.names import remat_policy
+from fla_jax.pallas.run import triton as run
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes on one GPU (pytest -n 8): read when JAX first looks for it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if jax.default_backend() != "gpu":
     pytest.skip("no NVIDIA GPU is visible to JAX: tests/interpret and tests/compile check the kernels without one", allow_module_level=True)
-if launch.INTERPRET:
+if run.INTERPRET:
     pytest.skip("TRITON_INTERPRET is set: the kernels would run in Triton's interpreter", allow_module_level=True)
 
 TOLERANCES = {
@@ -138,10 +138,10 @@ def test_nearly_parallel_keys_with_gate_one(options, dtype, D):
 
 def unsplit(case: Case, monkeypatch) -> Outputs:
     """The same call by programs that walk whole rows."""
-    from fla_jax.pallas import chunk_plan
+    from fla_jax.pallas.plan import chunked
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunk_plan, "FEW", {})
+        patch.setattr(chunked, "FEW", {})
         jax.clear_caches()
         cases.runner.cache_clear()
         out = cases.run(case, "triton")
@@ -156,13 +156,13 @@ def unsplit(case: Case, monkeypatch) -> Outputs:
     dict(T=1024, layout="segments", lengths=(255, 1, 256, 100, 412)),
 ])  # fmt: skip
 def test_rows_cut_into_stretches(op, options, monkeypatch):
-    from fla_jax.pallas import chunk_plan
+    from fla_jax.pallas.plan import chunked
 
     if op == "rwkv6" and options.get("K") == 128:
         pytest.skip("the kernels of the other sizes")
 
     case = Case(op, **(dict(B=1, H=2, K=64, V=64, dtype="bfloat16") | options))
-    assert chunk_plan.plan_splits(jnp.asarray(cases.build(case).arrays["r"]), None) > 1
+    assert chunked.stretches_of(cases.call_of(case)) > 1
     cut, whole, want = cases.run(case, "triton"), unsplit(case, monkeypatch), cases.expected(case)
     judge(case, cut, want)
     judge(case, whole, want)

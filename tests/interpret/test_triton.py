@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 from cases import OPS, Case, Outputs, check
 
-from fla_jax.core import launch
 from fla_jax.core.names import remat_policy
+from fla_jax.pallas.run import triton as run
 
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
-if not launch.INTERPRET:
+if not run.INTERPRET:
     pytest.skip("TRITON_INTERPRET is not set: tests/gpu runs the kernels themselves", allow_module_level=True)
 
-from fla_jax.pallas import chunk_plan, rwkv6_chunk, rwkv7_chunk
+from fla_jax.pallas.plan import chunked
+from fla_jax.pallas.plan.kept_states import keep_states
+from fla_jax.pallas.rwkv6.chunked import launcher as rwkv6
+from fla_jax.pallas.rwkv7.chunked import launcher as rwkv7
 
-module = {"rwkv6": rwkv6_chunk, "rwkv7": rwkv7_chunk}
+launcher = {"rwkv6": rwkv6, "rwkv7": rwkv7}
 
 each_op = pytest.mark.parametrize("op", OPS)
 
@@ -26,7 +29,7 @@ each_op = pytest.mark.parametrize("op", OPS)
 @pytest.fixture
 def split(monkeypatch):
     """Rows are cut from two chunks on; traces made without are not used again."""
-    monkeypatch.setattr(chunk_plan, "SHORTEST", 16)
+    monkeypatch.setattr(chunked, "SHORTEST", 16)
     jax.clear_caches()
     cases.runner.cache_clear()
     yield
@@ -63,8 +66,9 @@ def test_head_sizes(op, K, V):
 def test_states_kept_where_gradients_go(op, K, V, arrays):
     """Whole chunks: the gradients are written over the states (kept_states.py), as many as have the shape of one."""
     case = Case(op, B=2, T=48, H=2, K=K, V=V, decay="smooth", layout="segments", lengths=(5, 27, 16))
-    x = {name: jnp.asarray(a) for name, a in cases.build(case).arrays.items()}
-    kept = module[op].keep_states(module[op].LAUNCH, x["r"], x["v"], [x["r"]] * 4, half=False, cu_seqlens=None)
+    x = cases.call_of(case).inputs
+    gradients = ("r", "k", "v", "w") if op == "rwkv6" else ("r", "k", "a", "b")
+    kept = keep_states(launcher[op].LAUNCH, x, gradients)
     assert kept.arrays == arrays
     check(case, "triton")
 
@@ -85,7 +89,7 @@ def test_layouts(op, decay, lower_bound, layout, lengths, K):
 ])  # fmt: skip
 def test_rows_cut_into_stretches(op, case, split):
     case = Case(op, **(dict(B=2, T=70, H=1, K=16, V=16) | case))
-    assert chunk_plan.plan_splits(jnp.asarray(cases.build(case).arrays["r"]), None) >= 3
+    assert chunked.stretches_of(cases.call_of(case)) >= 3
     check(case, "triton")
 
 

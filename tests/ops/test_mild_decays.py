@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import OPS, Case, Outputs, check
 
-from fla_jax.ops import bounded
+from fla_jax.ops.common import bounded
 
 each_op = pytest.mark.parametrize("op", OPS)
 PROMISE = dict(decay="layer", lower_bound=-0.61)

@@ -57,7 +57,7 @@ def _static_float(name: str, x: Any) -> float:
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name} must be a Python number, known when the function is traced, got a traced value; multiply o by it instead")
     if isinstance(x, str | bytes | bool):  # which float() would take
-        raise TypeError(f"{name} must be a Python number, got {x!r}")
+        raise TypeError(f"{name} must be a Python number, got {type(x).__name__} {x!r}")
     try:
         return float(x)
     except (TypeError, ValueError):
