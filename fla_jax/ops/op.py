@@ -164,8 +164,8 @@ class Op(Generic[Inputs, Outputs]):
             direct = getattr(jax.config, "jax_use_direct_linearize", True)  # without it, reverse mode starts as jvp
             if linearize or (type(trace).__name__ == "JVPTrace" and direct):
                 raise TypeError(
-                    f"{self.name} can be differentiated in reverse mode only (jax.grad, jax.vjp), "
-                    "not in forward mode (jax.jvp, jax.linearize, jax.jacfwd, jax.hessian)"
+                    f"{self.name} can be differentiated in reverse mode only (jax.grad, jax.vjp), not by "
+                    "forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd, jax.hessian)"
                 )
 
 
