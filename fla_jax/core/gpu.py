@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import jax
 
+from .call import Call
+
 OLDEST = 8.0  # compute capability of Ampere
 
 
@@ -48,12 +50,13 @@ def platform_of(arrays: Iterable[jax.Array]) -> str:
     """
     if _target.value is not None:
         return "gpu"
-    concrete = next((x for x in arrays if not isinstance(x, jax.core.Tracer)), None)
+    concrete = next((x for x in arrays if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)), None)
     if concrete is not None:
         return _canonical(next(iter(concrete.devices())).platform)
     in_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if getattr(in_mesh, "platform", None):
-        return _canonical(in_mesh.platform)
+    platform = getattr(in_mesh, "platform", None)
+    if platform:
+        return _canonical(platform)
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None:
         return _canonical(jax.default_backend())
@@ -62,6 +65,16 @@ def platform_of(arrays: Iterable[jax.Array]) -> str:
 
 def _canonical(platform: str) -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def unfit_inputs(call: Call) -> str | None:
+    """None where kernels can take the arrays of ``call``, wherever it runs; else the reason."""
+    arrays = jax.tree.leaves(call.inputs)
+    if any(x.dtype == "float64" for x in arrays):
+        return "its kernels have no float64"
+    if not all(isinstance(n, int) for x in arrays for n in x.shape):
+        return Mendable("its kernels are made for a known number of rows, and this call's is symbolic")
+    return None
 
 
 def gpu_missing(platform: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from flax import struct
 
@@ -31,7 +32,7 @@ def zero_state(batch: int, hidden_size: int, head_dim: int, dtype: Any, *, num_l
     Raises:
         ValueError: ``batch`` is no positive integer.
     """
-    if not isinstance(batch, int) or batch < 1:
+    if not jax.export.is_symbolic_dim(batch) and (type(batch) is not int or batch < 1):
         raise ValueError(f"batch must be a positive integer, got {batch!r}")
     lead = () if num_layers is None else (num_layers,)
     shift = (*lead, batch, hidden_size)

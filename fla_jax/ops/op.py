@@ -165,7 +165,7 @@ class Op(Generic[Inputs, Outputs]):
             if linearize or (type(trace).__name__ == "JVPTrace" and direct):
                 raise TypeError(
                     f"{self.name} can be differentiated in reverse mode only (jax.grad, jax.vjp), not by "
-                    "forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd, jax.hessian)"
+                    "forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd)"
                 )
 
 

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..plan.recurrent import STRETCH, Sizes
 from ..run.pallas import interpreting
-from .tiles import emptied, fma, positions
+from .tiles import STRETCH, Sizes, emptied, fma, positions
 
 BLOCK = 64  # rows of a state that `contract_state` takes at a time
 WIDTH = 32  # columns

@@ -6,15 +6,41 @@ lanes to its 16, the other eight lanes to ``own``, and all parts in a thread. So
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..plan.recurrent import STRETCH, Sizes
 from ..run.pallas import interpreting
+
+STRETCH = 16  # tokens per stretch
+
+
+class Tile(NamedTuple):
+    """The part of the state that a walk's program owns: ``own`` columns of it, whose elements lie in memory as ``parts`` times ``width``."""
+
+    own: int
+    parts: int
+    width: int
+
+
+class Sizes(NamedTuple):
+    """What kernels know when they are compiled. Token arrays are [B * tokens * H, K] and [..., V]."""
+
+    heads: int
+    number: int  # stretches in a row
+    K: int  # padded to powers of two from 16 on, like V
+    V: int
+    walk: Tile
+    segmented: bool
+    packed: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a row, padding included."""
+        return STRETCH * self.number
 
 
 def fma(x: Any, y: Any, z: Any) -> jax.Array:

@@ -13,34 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from ...core import chunks as packing
+from ..device.tiles import STRETCH, Sizes, Tile
 from .chunked import tile
-
-STRETCH = 16  # tokens per stretch
-
-
-class Tile(NamedTuple):
-    """The part of the state that a walk's program owns: ``own`` columns of it, whose elements lie in memory as ``parts`` times ``width``."""
-
-    own: int
-    parts: int
-    width: int
-
-
-class Sizes(NamedTuple):
-    """What kernels know when they are compiled. Token arrays are [B * tokens * H, K] and [..., V]."""
-
-    heads: int
-    number: int  # stretches in a row
-    K: int  # padded to powers of two from 16 on, like V
-    V: int
-    walk: Tile
-    segmented: bool
-    packed: bool
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in a row, padding included."""
-        return STRETCH * self.number
 
 
 class Plan(NamedTuple):

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ..device.pairs import BLOCK, contract_state, contract_values
+from ..device.tiles import STRETCH
 from ..run.pallas import pallas_call
-from .recurrent import STRETCH, Plan
+from .recurrent import Plan
 
 RATES = 32  # rows of K that a program of the gradients takes, in one warp
 STATE_WARPS, VALUE_WARPS = 2, 1  # of programs of `contract_state` and `contract_values`

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ...core.call import Call
-from ...core.gpu import gpu_missing
+from ...core.gpu import gpu_missing, unfit_inputs
 from ...core.sharding import vary, varying_axes
 
 
@@ -26,9 +26,7 @@ def interpreting() -> bool:
 
 def supports(call: Call) -> str | None:
     """None where Pallas kernels can serve ``call``, else the reason."""
-    if call.settings.compute_name == "float64":
-        return "its kernels have no float64"
-    return why_not(call.platform)
+    return why_not(call.platform) or unfit_inputs(call)
 
 
 def automatic(call: Call) -> bool:

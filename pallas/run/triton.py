@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ...core.call import Call
-from ...core.gpu import Mendable, gpu_missing, lowering_target
+from ...core.gpu import Mendable, gpu_missing, lowering_target, unfit_inputs
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -39,9 +39,7 @@ def _jax_triton():
 
 def supports(call: Call) -> str | None:
     """None where Triton kernels can serve ``call``, else the reason."""
-    if call.settings.compute_name == "float64":
-        return "its kernels have no float64"
-    return why_not(call.platform)
+    return why_not(call.platform) or unfit_inputs(call)
 
 
 def automatic(call: Call) -> bool:

@@ -206,6 +206,9 @@ def test_forward_mode_is_refused(op, implementation):
         jax.jvp(f, (x.arrays,), (x.arrays,))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jacfwd(f)(x.arrays)
+    with pytest.raises(TypeError, match=rf"chunk_{op} can be differentiated in reverse mode only"):
+        jax.linearize(f, x.arrays)  # at once, not when the linear function is called
+    jax.linearize(jax.grad(lambda arrays: jnp.sum(f(arrays)[0])), x.arrays)  # forward over reverse stays possible
 
 
 @each_implementation

@@ -54,7 +54,7 @@ def _finite(op: str, name: str, array: jax.Array) -> None:
     bad = jnp.isnan(array) if name == "w" else ~jnp.isfinite(array)
     what = "NaN" if name == "w" else "NaN or infinity"
     position = jnp.unravel_index(jnp.argmax(bad), bad.shape)
-    at = {f"i{n}": index for n, index in enumerate(position)}
+    at: dict[str, Any] = {f"i{n}": index for n, index in enumerate(position)}
     checkify.check(~jnp.any(bad), f"{op}: {name} holds {what} at [{', '.join(f'{{{n}}}' for n in at)}]", **at)
 
 

@@ -91,4 +91,4 @@ def backward(
     step = by_strength(cfg, chunks, group, 3)
     tokens = (x.r, x.k, x.v, x.w)
     (ds0, du), grads, _ = chunks.walk(step, carry, (*tokens, do), xs, tokens, cfg.compute, reverse=True)
-    return RWKV6Inputs(*grads, du.astype(x.u.dtype), ds0)
+    return RWKV6Inputs(*grads, u=du.astype(x.u.dtype), initial_state=ds0)

@@ -54,4 +54,4 @@ def backward(
     grads, ds0 = walk_backward(step, back, chunks, cotangents.final_state, kept["states"], xs, dy)
     *grads, du = grads
     du = jnp.sum(du, (0, 1, 3)).astype(x.u.dtype)
-    return RWKV6Inputs(*(chunks.join(g, like.dtype) for g, like in zip(grads, tokens)), du, ds0)
+    return RWKV6Inputs(*(chunks.join(g, like.dtype) for g, like in zip(grads, tokens)), u=du, initial_state=ds0)

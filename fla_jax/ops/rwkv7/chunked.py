@@ -114,4 +114,4 @@ def backward(
     tokens = (x.r, x.w, x.k, x.v, x.a, x.b)
     do, ds = cotangents
     ds0, grads, _ = chunks.walk(step, ds, (*tokens, do), xs, tokens, cfg.compute, reverse=True)
-    return RWKV7Inputs(*grads, ds0)
+    return RWKV7Inputs(*grads, initial_state=ds0)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ...device.pairs import Pairs
-from ...device.tiles import across, along, dot, fma, walk_stretches
-from ...plan.recurrent import Sizes
+from ...device.tiles import Sizes, across, along, dot, fma, walk_stretches
 
 
 def rwkv6_walk(

@@ -86,4 +86,4 @@ def backward(
     du = jnp.sum(plan.by_row(du), 1)[..., : x.u.shape[1]]
     tokens = zip((dr, dk, dv, dw), (x.r, x.k, x.v, x.w))
     ds0 = plan.unstate(ds0, x.initial_state)
-    return RWKV6Inputs(*(plan.untokens(g, like) for g, like in tokens), du, ds0)
+    return RWKV6Inputs(*(plan.untokens(g, like) for g, like in tokens), u=du, initial_state=ds0)

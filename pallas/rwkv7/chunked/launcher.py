@@ -137,9 +137,9 @@ def _backward_by_two(
 ) -> RWKV7Inputs:
     """The carry kernel, then the gradients kernel, for large heads."""
     K, V, states = x.r.shape[-1], x.v.shape[-1], kept["states"]
-    out = (_like(x.v), _like(ds), _like(states), _like(x.v, plan.store))
+    made = (_like(x.v), _like(ds), _like(states), _like(x.v, plan.store))
     before = (*_tokens(x), *plan.ranges, do, ds, kept["inverses"])
-    dv, ds0, dstates, dz = launch(rwkv7_carry_kernel, *before, *plan.lengths, out=out, **plan.options)
+    dv, ds0, dstates, dz = launch(rwkv7_carry_kernel, *before, *plan.lengths, out=made, **plan.options)
     BK, num_warps, num_stages = launch_options(LAUNCH, "gradients", K, plan.options["HALF"])
     blocks, number = -(-K // BK), -(-plan.lengths[1] // CHUNK)
     options = plan.options | dict(

@@ -97,4 +97,5 @@ def backward(
     inputs = (decay, r, a, k, b, *summed, plan.restart)
     dr, dw, dk, da, db = pallas_call(kernel, *inputs, out=out, grid=grid, num_warps=1)
     tokens = zip((dr, dw, dk, dv, da, db), (x.r, x.w, x.k, x.v, x.a, x.b))
-    return RWKV7Inputs(*(plan.untokens(g, like) for g, like in tokens), plan.unstate(ds0, x.initial_state))
+    first = plan.unstate(ds0, x.initial_state)
+    return RWKV7Inputs(*(plan.untokens(g, like) for g, like in tokens), initial_state=first)

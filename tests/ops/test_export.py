@@ -1,0 +1,61 @@
+"""`jax.export`: the default implementations and the models with a symbolic number of rows, for every platform."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OPS, TOKENS, Case
+from jax import export
+from small_models import VERSIONS, draw, model, shapes
+
+from fla_jax.core.gpu import lowering_for
+
+each_op = pytest.mark.parametrize("op", OPS)
+
+
+def symbolic(op: str, B="b", T=7):
+    """Abstract arrays of a call by name, sizes as numbers or as names."""
+    names = [name for name in cases.INPUTS[op] if name != "initial_state"]
+    tokens = (*export.symbolic_shape(f"{B}, {T}"), 2, 4)
+    return {name: jax.ShapeDtypeStruct(tokens if name in TOKENS[op] else (2, 4), jnp.float32) for name in names}
+
+
+@each_op
+@pytest.mark.parametrize("form, T", [("chunk", 40), ("fused_recurrent", 5), ("fused_recurrent", 1)])
+def test_a_symbolic_number_of_rows(op, form, T):
+    arrays = symbolic(op, T=T)
+    run = lambda arrays: cases.call(op, arrays, form)
+    exported = export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(arrays)
+    for B in (1, 3):
+        x = cases.build(Case(op, B=B, T=T, H=2, K=4, V=4)).arrays
+        given = {name: jnp.asarray(x[name]) for name in arrays}
+        for got, want in zip(exported.call(given), run(given)):
+            np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+
+
+@each_op
+def test_a_symbolic_number_of_tokens_says_why_not(op):
+    arrays = symbolic(op, B=2, T="t")
+    with pytest.raises(ValueError, match=r"^r has a symbolic T = t: the number of tokens decides"):
+        export.export(jax.jit(lambda arrays: cases.call(op, arrays)))(arrays)
+
+
+@each_op
+def test_kernels_say_why_not(op):
+    """On a GPU the plain form serves a symbolic number of rows, and a warning says so."""
+    arrays = symbolic(op)
+    with lowering_for(90), pytest.warns(UserWarning, match="much slower: its kernels are made for a known number of rows"):
+        export.export(jax.jit(lambda arrays: cases.call(op, arrays)), platforms=("cuda",))(arrays)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_models(version):
+    module = model(version, scan_layers=True)
+    params = draw(shapes(module, jnp.zeros((1, 2), jnp.int32)))
+    (rows,) = export.symbolic_shape("b")
+    run = jax.jit(lambda params, tokens: module.apply({"params": params}, tokens))
+    exported = export.export(run, platforms=("cpu", "cuda"))(params, jax.ShapeDtypeStruct((rows, 6), jnp.int32))
+    tokens = jax.random.randint(jax.random.key(1), (3, 6), 0, 24)
+    for got, want in zip(jax.tree.leaves(exported.call(params, tokens)), jax.tree.leaves(run(params, tokens))):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,113 @@
+"""`fla_jax.ops.Op` on a toy op: whoever writes one gets sharding, vmap, rematerialisation and the checked mode for nothing."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_op as toy
+
+import fla_jax
+from fla_jax.ops import Implementation
+
+X = jax.random.normal(jax.random.key(0), (3, 4, 5))
+SCALE = jnp.linspace(0.5, 2, 5)
+
+
+def want(x, scale):
+    """The definition, in NumPy: sums of x * scale over the tokens so far."""
+    return np.cumsum(np.asarray(x, np.float64) * np.asarray(scale, np.float64), 1)
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "plain"])
+def test_values_and_gradients(implementation):
+    run = lambda x, scale: toy.running_sum(x, scale, implementation)
+    np.testing.assert_allclose(run(X, SCALE), want(X, SCALE), rtol=1e-6)
+    chex.assert_numerical_grads(run, (X, SCALE), order=1, modes=("rev",), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "plain"])
+@pytest.mark.parametrize("mapped", [(0, None), (0, 0), (None, 0)])
+def test_vmap(implementation, mapped):
+    xs, scales = jnp.stack([X, 2 * X]), jnp.stack([SCALE, -SCALE])
+    args = [a if m == 0 else b for a, b, m in zip((xs, scales), (X, SCALE), mapped)]
+
+    def loss(x, scale):
+        return jnp.sum(jnp.sin(toy.running_sum(x, scale, implementation)))
+
+    def plain(x, scale):
+        return jnp.sum(jnp.sin(jnp.cumsum(x * scale, 1)))
+
+    got, expected = (jax.vmap(jax.value_and_grad(f, (0, 1)), mapped)(*args) for f in (loss, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, expected)
+
+
+def test_rematerialisation_keeps_what_the_forward_made():
+    loss = lambda x: jnp.sum(jnp.sin(toy.running_sum(x, SCALE, "kernel")))
+    products = {}
+    for name, policy in {"kept": fla_jax.remat_policy(), "made again": None}.items():
+        step = jax.checkpoint(loss, policy=policy)
+        products[name] = jax.jit(jax.value_and_grad(step)).lower(X).as_text().count("stablehlo.dot_general")
+    assert products == {"kept": 2, "made again": 3}  # one of the backward
+
+
+def test_checked_mode():
+    with pytest.raises(ValueError, match="running_sum: x is negative"):
+        fla_jax.checked(lambda x: toy.running_sum(x, SCALE))(-jnp.ones((1, 2, 5)))
+
+
+def test_choice():
+    call = lambda implementation=None: toy.running_sum(X, SCALE, implementation)
+    with pytest.raises(ValueError, match=r"running_sum: implementation must be one of \['kernel', 'plain'\] or None, got 'fast'"):
+        call("fast")
+    refused = Implementation("refused", lambda: 1 / 0, supports=lambda call: f"no {call.inputs.x.shape} on {call.platform}")
+    toy.OP.implementations.insert(0, refused)
+    try:
+        with pytest.raises(ValueError, match=r"running_sum: implementation='refused' cannot run this call: no \(3, 4, 5\) on cpu"):
+            call("refused")
+        np.testing.assert_allclose(call(), want(X, SCALE), rtol=1e-6)  # the next one serves
+    finally:
+        toy.OP.implementations.remove(refused)
+
+
+def test_an_implementation_from_outside_serves_a_recurrence():
+    """One line adds it; by name and by itself."""
+    from fla_jax.ops.rwkv7 import api, reference
+
+    class Doubled:
+        @staticmethod
+        def forward(call, x):
+            outputs, kept = reference.forward(call, x)
+            return outputs._replace(o=2 * outputs.o), kept
+
+    api.CHUNK.implementations.insert(0, Implementation("doubled", lambda: Doubled))
+    try:
+        x = jax.random.normal(jax.random.key(1), (6, 1, 5, 1, 4)) / 4
+        args = (x[0], -jnp.exp(x[1]), *x[2:])
+        one, two = (fla_jax.ops.chunk_rwkv7(*args, implementation=name)[0] for name in ("reference", "doubled"))
+        np.testing.assert_array_equal(2 * one, two)
+        np.testing.assert_array_equal(two, fla_jax.ops.chunk_rwkv7(*args)[0])
+    finally:
+        del api.CHUNK.implementations[0]
+
+
+def test_every_sharding_mode():
+    """Eight devices in a process of its own: right results, no collective but the sum of the gradient of ``scale``."""
+    here = pathlib.Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu", PYTHONPATH=path)
+    done = subprocess.run([sys.executable, str(here.parent / "toy_op.py")], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert set(report) == {"auto", "explicit", "shard_map", "shard_map, unchecked", "tokens, auto", "tokens, explicit"}
+    for name in ("auto", "explicit", "shard_map", "shard_map, unchecked"):
+        assert report[name]["error"] < 1e-5, (name, report[name])
+        assert report[name]["collectives"] == ["all-reduce"], (name, report[name])
+    assert report["tokens, auto"]["error"] < 1e-5
+    assert "axis T of x [B, T, C] must be whole" in report["tokens, explicit"]["error"] and "'data'" in report["tokens, explicit"]["error"]
