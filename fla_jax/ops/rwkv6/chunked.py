@@ -90,5 +90,5 @@ def backward(
     xs = (chunks.sequence, segments(chunks, x.segment_ids), (kept["states"], kept["A"]))
     step = by_strength(cfg, chunks, group, 3)
     tokens = (x.r, x.k, x.v, x.w)
-    (ds0, du), grads, _ = chunks.walk(step, carry, (*tokens, do), xs, tokens, cfg.compute, reverse=True)
-    return RWKV6Inputs(*grads, u=du.astype(x.u.dtype), initial_state=ds0)
+    (ds0, du), (dr, dk, dv, dw), _ = chunks.walk(step, carry, (*tokens, do), xs, tokens, cfg.compute, reverse=True)
+    return RWKV6Inputs(dr, dk, dv, dw, du.astype(x.u.dtype), ds0)

@@ -54,4 +54,5 @@ def backward(
     grads, ds0 = walk_backward(step, back, chunks, cotangents.final_state, kept["states"], xs, dy)
     *grads, du = grads
     du = jnp.sum(du, (0, 1, 3)).astype(x.u.dtype)
-    return RWKV6Inputs(*(chunks.join(g, like.dtype) for g, like in zip(grads, tokens)), u=du, initial_state=ds0)
+    dr, dk, dv, dw = (chunks.join(g, like.dtype) for g, like in zip(grads, tokens))
+    return RWKV6Inputs(dr, dk, dv, dw, du, ds0)

@@ -113,5 +113,5 @@ def backward(
     step = by_strength(cfg, chunks, group, 1)
     tokens = (x.r, x.w, x.k, x.v, x.a, x.b)
     do, ds = cotangents
-    ds0, grads, _ = chunks.walk(step, ds, (*tokens, do), xs, tokens, cfg.compute, reverse=True)
-    return RWKV7Inputs(*grads, initial_state=ds0)
+    ds0, (dr, dw, dk, dv, da, db), _ = chunks.walk(step, ds, (*tokens, do), xs, tokens, cfg.compute, reverse=True)
+    return RWKV7Inputs(dr, dw, dk, dv, da, db, ds0)

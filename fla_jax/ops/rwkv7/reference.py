@@ -55,4 +55,5 @@ def backward(
     chunks, xs = prepare(cfg, tokens, x.segment_ids, x.cu_seqlens)
     dy = chunks.split(cotangents.o, cfg.compute) * cfg.scale
     grads, ds0 = walk_backward(_step7, _back7, chunks, cotangents.final_state, kept["states"], xs, dy)
-    return RWKV7Inputs(*(chunks.join(g, like.dtype) for g, like in zip(grads, tokens)), initial_state=ds0)
+    dr, dw, dk, dv, da, db = (chunks.join(g, like.dtype) for g, like in zip(grads, tokens))
+    return RWKV7Inputs(dr, dw, dk, dv, da, db, ds0)

@@ -84,6 +84,7 @@ def backward(
     inputs = (decay, r, k, u, *summed, plan.restart)
     dr, dw, dk, du = pallas_call(kernel, *inputs, out=out, grid=grid, num_warps=1)
     du = jnp.sum(plan.by_row(du), 1)[..., : x.u.shape[1]]
-    tokens = zip((dr, dk, dv, dw), (x.r, x.k, x.v, x.w))
+    made = zip((dr, dk, dv, dw), (x.r, x.k, x.v, x.w))
+    dr, dk, dv, dw = (plan.untokens(g, like) for g, like in made)
     ds0 = plan.unstate(ds0, x.initial_state)
-    return RWKV6Inputs(*(plan.untokens(g, like) for g, like in tokens), u=du, initial_state=ds0)
+    return RWKV6Inputs(dr, dk, dv, dw, du, ds0)
