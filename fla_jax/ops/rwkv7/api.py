@@ -108,8 +108,24 @@ def chunk_rwkv7(
 
     The RWKV-7 layer passes ``a = -kk`` and ``b = kk * gate`` with ``|kk| = 1``; a and b drawn at random make the exact recurrence explode.
 
-    Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o`` and of the final state; the rule is written by
-    hand, keeps one state per chunk, and loses no accuracy at strong decay. Forward mode (``jax.jvp``) raises a TypeError.
+    Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o`` and of the
+    final state; the rule is written by hand and keeps one state per chunk. Forward mode (``jax.jvp``, ``jax.linearize``)
+    raises a TypeError. Devices may share rows and heads (B, H), in every sharding mode and without communication. T, K
+    and V must be whole: with automatic axes XLA gathers them, explicit ones are refused; inside `jax.shard_map` a call
+    is about the tokens of its own device, which nothing can check there.
+
+    Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6 whatever the
+    decays, the gradient of w channel by channel included. ``"reference"``, ``"pallas"`` and, where a chunk holds strong decays,
+    ``"xla"`` multiply by decays only. Where decays are weak, chunked forms refer all tokens to the chunk's start and
+    divide keys by products of decays, which stay above e^-24 (``"xla"``, looked up or promised) or e^-80
+    (``"triton"``: no w of the row and head below -5, looked up or promised). The Triton kernels' form for stronger
+    decays counts a log decay between two tokens of a chunk down to -16 at most: 1.1e-7 of what a chunk's own tokens
+    wrote outlives a stronger one until the chunk ends. The state that enters a chunk is decayed exactly.
+
+    NaN and infinity in an input of one token reach, in the chunked form, every output of its chunk (16 tokens unless
+    ``chunk_size`` says otherwise), those of earlier tokens and of another document under ``segment_ids`` included:
+    masks multiply by zero. Token by token, and between sequences of ``cu_seqlens``, they stay where they belong.
+    `fla_jax.checked` names the array and the position.
 
     Args:
         r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which may differ in dtype.
