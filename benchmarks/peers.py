@@ -1,7 +1,9 @@
-"""What benchmarks/ops.py measures: this library's implementations and the peers, each as a function of the same named arrays.
+"""What benchmarks/ops.py measures: this library's implementations and the peers, each as a function of the
+same named arrays.
 
-Nothing of a peer is here but its name and how it is called; a peer takes part if it can be imported. A call takes arrays by fla_jax's names and gives
-``(o, final_state)``; an ``Implementation`` says where the peer's conventions differ, and `peers_run` converts.
+Nothing of a peer is here but its name and how it is called; a peer takes part if it can be imported. A call
+takes arrays by fla_jax's names and gives ``(o, final_state)``; an ``Implementation`` says where the peer's
+conventions differ, and `peers_run` converts.
 """
 
 from __future__ import annotations
@@ -79,10 +81,13 @@ def load_ours(task: Task, implementation: str) -> Call:
 
 
 def our_name(task: Task) -> str:
-    """The implementation of this library that is measured where the plan says no more: the kernels where they run, else what a CPU runs."""
+    """The implementation of this library that is measured where the plan says no more: the kernels where they
+    run, else what a CPU runs.
+    """
     import jax
 
     from fla_jax.pallas.run import triton
+
     gpu = jax.default_backend() == "gpu"
     if task.form == "chunk":
         return "triton" if gpu and triton.why_not("gpu") is None else "xla"
@@ -98,7 +103,13 @@ def fla(op: str, **options: Any) -> Callable[[Task], Call]:
 
         function = getattr(fla.ops.rwkv6 if task.version == 6 else fla.ops.rwkv7, op)
         names = "r w k v a b" if task.version == 7 else "r k v w u"
-        return lambda x: function(*_tokens(x, names), scale=1.0, initial_state=x["initial_state"], output_final_state=True, **options)
+        return lambda x: function(
+            *_tokens(x, names),
+            scale=1.0,
+            initial_state=x["initial_state"],
+            output_final_state=True,
+            **options,
+        )
 
     return load
 
@@ -110,7 +121,9 @@ def jla7(bounded: bool) -> Callable[[Task], Call]:
         from jla.ops.mosaic_gpu import rwkv7
 
         options: dict[str, Any] = dict(lower_bound=LOWER_BOUND) if bounded else {}
-        return lambda x: rwkv7.rwkv7(*_tokens(x, "r k v w a b"), initial_state=x["initial_state"], output_final_state=True, **options)
+        return lambda x: rwkv7.rwkv7(
+            *_tokens(x, "r k v w a b"), initial_state=x["initial_state"], output_final_state=True, **options
+        )
 
     return load
 
@@ -119,7 +132,9 @@ def jla6(task: Task) -> Call:
     """jax-linear-attention's plain JAX."""
     from jla.ops import rwkv6
 
-    return lambda x: rwkv6.chunked(*_tokens(x, "r k v w u"), scale=1.0, initial_state=x["initial_state"], output_final_state=True)
+    return lambda x: rwkv6.chunked(
+        *_tokens(x, "r k v w u"), scale=1.0, initial_state=x["initial_state"], output_final_state=True
+    )
 
 
 def rwkv_ops7(kernel: str) -> Callable[[Task], Call]:
@@ -130,7 +145,9 @@ def rwkv_ops7(kernel: str) -> Callable[[Task], Call]:
         import rwkv_ops
 
         op, _ = rwkv_ops.get_generalized_delta_rule(HEAD_SIZE=task.shape[3], KERNEL_TYPE=kernel)
-        return lambda x: op(*_tokens(x, "r w k v a b"), initial_state=x["initial_state"], output_final_state=True)
+        return lambda x: op(
+            *_tokens(x, "r w k v a b"), initial_state=x["initial_state"], output_final_state=True
+        )
 
     return load
 
@@ -180,7 +197,9 @@ def _ours(name: str, implementation: str | None = None) -> Implementation:
 
 def _fla(variant: str, op: str, group: str, **rest: Any) -> Implementation:
     options = rest.pop("options", {})
-    return Implementation(f"FLA {variant}", group, "torch", fla(op, **options), "fla", FLA, prepare=True, **rest)
+    return Implementation(
+        f"FLA {variant}", group, "torch", fla(op, **options), "fla", FLA, prepare=True, **rest
+    )
 
 
 # fmt: off

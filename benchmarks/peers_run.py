@@ -1,10 +1,14 @@
-"""What a process of benchmarks/ops.py does: inputs, time, memory and errors of one implementation after another, one JSON line each.
+"""What a process of benchmarks/ops.py does: inputs, time, memory and errors of one implementation after
+another, one JSON line each.
 
-Time: the call is warm, N calls are queued and waited for once (JAX: ``block_until_ready``; torch: events around them), the median of several such times is
-kept; N and the repetitions are the same for both. Memory is what a call needs beyond its inputs, its outputs (and gradients) included: JAX's compiler says it
-(``memory_analysis``: temporaries and outputs), torch's allocator counts it (peak allocation in a call less the allocation before). Errors: relative Frobenius
-norm against the float64 recurrence of tests/oracle.py on the same rounded inputs, B1 T128 H2, after the times, so that no tuning is for this shape.
-``first_call_s``: tracing, compilation and one run, less than a fresh process needs where an earlier measurement compiled the same kernels.
+Time: the call is warm, N calls are queued and waited for once (JAX: ``block_until_ready``; torch: events
+around them), the median of several such times is kept; N and the repetitions are the same for both. Memory is
+what a call needs beyond its inputs, its outputs (and gradients) included: JAX's compiler says it
+(``memory_analysis``: temporaries and outputs), torch's allocator counts it (peak allocation in a call less
+the allocation before). Errors: relative Frobenius norm against the float64 recurrence of tests/oracle.py on
+the same rounded inputs, B1 T128 H2, after the times, so that no tuning is for this shape. ``first_call_s``:
+tracing, compilation and one run, less than a fresh process needs where an earlier measurement compiled the
+same kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ NAMES = {6: ("r", "k", "v", "w", "u", "initial_state"), 7: ("r", "w", "k", "v", 
 
 
 def draw(task: Task, m: Any, normal: Callable[..., Any], uniform: Callable[..., Any]) -> dict[str, Any]:
-    """Inputs and cotangents in float32; ``m`` is numpy, jax.numpy or torch. RWKV-7: kk of length one, a = -kk, b = kk * gate."""
+    """Inputs and cotangents in float32; ``m`` is numpy, jax.numpy or torch. RWKV-7: kk of length one, a =
+    -kk, b = kk * gate.
+    """
     B, T, H, K, V = task.shape
     x = {name: normal(B, T, H, K) for name in ("r", "k", "w")}
     # what the RWKV-7 layer can pass, or RWKV-6's exp of anything, down to e^-1000
@@ -43,17 +49,28 @@ def draw(task: Task, m: Any, normal: Callable[..., Any], uniform: Callable[..., 
         kk = normal(B, T, H, K)
         kk = kk / m.sqrt((kk * kk).mean(-1) * K)[..., None]
         x.update(a=-kk, b=kk * uniform(B, T, H, K))
-    return {**x, "v": normal(B, T, H, V), "do": normal(B, T, H, V), "initial_state": normal(B, H, K, V), "ds": normal(B, H, K, V)}
+    return {
+        **x,
+        "v": normal(B, T, H, V),
+        "do": normal(B, T, H, V),
+        "initial_state": normal(B, H, K, V),
+        "ds": normal(B, H, K, V),
+    }
 
 
-def conventions(implementation: Implementation, x: dict[str, Any], m: Any, cast: Callable[[Any, str], Any]) -> dict[str, Any]:
+def conventions(
+    implementation: Implementation, x: dict[str, Any], m: Any, cast: Callable[[Any, str], Any]
+) -> dict[str, Any]:
     """The arrays as the implementation takes them: decay, orientation of the states, dtypes."""
     x = dict(x)
     if implementation.raw_decay:
         x["w"] = m.log(-x["w"])
     if implementation.value_first:
         x.update({name: m.swapaxes(x[name], -1, -2) for name in ("initial_state", "ds")})
-    return {name: cast(a, implementation.state_dtype if name in ("initial_state", "ds") else "bfloat16") for name, a in x.items()}
+    return {
+        name: cast(a, implementation.state_dtype if name in ("initial_state", "ds") else "bfloat16")
+        for name, a in x.items()
+    }
 
 
 def split(task: Task, x: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
@@ -84,7 +101,17 @@ class Jax:
         jax, jnp = self.jax, self.jax.numpy
         keys = iter(jax.random.split(jax.random.key(0), 16))
         cast = jax.jit(lambda x: conventions(implementation, x, jnp, lambda a, dtype: a.astype(dtype)))
-        return split(task, cast(draw(task, jnp, lambda *s: jax.random.normal(next(keys), s), lambda *s: jax.random.uniform(next(keys), s))))
+        return split(
+            task,
+            cast(
+                draw(
+                    task,
+                    jnp,
+                    lambda *s: jax.random.normal(next(keys), s),
+                    lambda *s: jax.random.uniform(next(keys), s),
+                )
+            ),
+        )
 
     def from_numpy(self, x: Any) -> Any:
         return self.jax.tree.map(self.jax.numpy.asarray, x)
@@ -92,10 +119,21 @@ class Jax:
     def to_numpy(self, x: Any) -> Any:
         return self.jax.tree.map(lambda a: np.asarray(a).astype(np.float64), x)
 
-    def function(self, implementation: Implementation, task: Task, call: Callable[..., Any]) -> Callable[..., Any]:
+    def function(
+        self, implementation: Implementation, task: Task, call: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def backward(x, do, ds):
             (o, final), pull = self.jax.vjp(call, x)
-            return (o, final), pull((do, None if final is None else ds if implementation.final_cotangent else self.jax.numpy.zeros_like(ds)))[0]
+            return (o, final), pull(
+                (
+                    do,
+                    None
+                    if final is None
+                    else ds
+                    if implementation.final_cotangent
+                    else self.jax.numpy.zeros_like(ds),
+                )
+            )[0]
 
         return self.jax.jit(backward if task.backward else lambda x, do, ds: (call(x), {}))
 
@@ -114,7 +152,12 @@ class Jax:
 
         ms, planned = timed(run), compiled.memory_analysis()
         peak = None if planned is None else (planned.temp_size_in_bytes + planned.output_size_in_bytes) / 1e9
-        return {"ms": ms, "peak_gb": peak, "peak_from": "compiler: temporaries and outputs", "first_call_s": first}
+        return {
+            "ms": ms,
+            "peak_gb": peak,
+            "peak_from": "compiler: temporaries and outputs",
+            "first_call_s": first,
+        }
 
     def decode(self, implementation: Implementation, task: Task, call: Callable[..., Any]) -> dict[str, Any]:
         """A step of a jitted loop over tokens whose state is donated."""
@@ -162,7 +205,12 @@ class Torch:
         torch = self.torch
         generator = torch.Generator("cuda").manual_seed(0)
         of = lambda draws: lambda *shape: draws(shape, generator=generator, device="cuda")
-        return split(task, conventions(implementation, draw(task, torch, of(torch.randn), of(torch.rand)), torch, self._cast))
+        return split(
+            task,
+            conventions(
+                implementation, draw(task, torch, of(torch.randn), of(torch.rand)), torch, self._cast
+            ),
+        )
 
     def from_numpy(self, x: Any) -> Any:
         arrays, do, ds = x
@@ -174,7 +222,9 @@ class Torch:
         back = lambda a: a.detach().double().cpu().numpy()
         return (back(o), back(final)), {name: back(g) for name, g in grads.items()}
 
-    def function(self, implementation: Implementation, task: Task, call: Callable[..., Any]) -> Callable[..., Any]:
+    def function(
+        self, implementation: Implementation, task: Task, call: Callable[..., Any]
+    ) -> Callable[..., Any]:
         torch = self.torch
 
         def run(x, do, ds):
@@ -184,7 +234,9 @@ class Torch:
             leaves = {name: a.detach().requires_grad_() for name, a in x.items()}
             o, final = call(leaves)
             results, cotangents = ((o, final), (do, ds)) if implementation.final_cotangent else ((o,), (do,))
-            return (o, final), dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), cotangents)))
+            return (o, final), dict(
+                zip(leaves, torch.autograd.grad(results, list(leaves.values()), cotangents))
+            )
 
         return run
 
@@ -208,7 +260,12 @@ class Torch:
             torch.cuda.synchronize()
             return start.elapsed_time(end)
 
-        return {"ms": timed(run), "peak_gb": peak, "peak_from": "allocator: peak in a call", "first_call_s": first}
+        return {
+            "ms": timed(run),
+            "peak_gb": peak,
+            "peak_from": "allocator: peak in a call",
+            "first_call_s": first,
+        }
 
     def decode(self, implementation: Implementation, task: Task, call: Callable[..., Any]) -> dict[str, Any]:
         """A call with one token: there is no loop on the device."""
@@ -224,14 +281,21 @@ def errors(side: Any, implementation: Implementation, task: Task) -> dict[str, A
     import oracle
 
     backward = implementation.backward
-    small = dataclasses.replace(task, shape=(*CHECKED, *task.shape[3:]), passes="fwd+bwd" if backward else "fwd")
+    small = dataclasses.replace(
+        task, shape=(*CHECKED, *task.shape[3:]), passes="fwd+bwd" if backward else "fwd"
+    )
     rng = np.random.default_rng(1)
     drawn = draw(small, np, lambda *s: rng.standard_normal(s), lambda *s: rng.uniform(size=s))
     cast = lambda a, dtype: np.ascontiguousarray(a).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
     inputs = split(small, conventions(implementation, drawn, np, cast))
-    (o, final), grads = side.to_numpy(side.function(implementation, small, implementation.load(small))(*side.from_numpy(inputs)))
+    (o, final), grads = side.to_numpy(
+        side.function(implementation, small, implementation.load(small))(*side.from_numpy(inputs))
+    )
 
-    x, do, ds = {name: a.astype(np.float64) for name, a in inputs[0].items()}, *(a.astype(np.float64) for a in inputs[1:])
+    x, do, ds = (
+        {name: a.astype(np.float64) for name, a in inputs[0].items()},
+        *(a.astype(np.float64) for a in inputs[1:]),
+    )
     turn = (lambda a: a.swapaxes(-1, -2)) if implementation.value_first else lambda a: a
     raw = x["w"]
     x["w"] = -np.exp(raw) if implementation.raw_decay else raw
@@ -239,7 +303,10 @@ def errors(side: Any, implementation: Implementation, task: Task) -> dict[str, A
     if backward and not implementation.states_backward:
         x["initial_state"], ds = np.zeros_like(ds), np.zeros_like(ds)
     out, *rest = getattr(oracle, small.op.split("_")[-1])(*x.values(), *((do, ds) if backward else ()))
-    found: dict[str, Any] = {"o": relative(o, out[0]), "final_state": None if final is None else relative(turn(final), out[1])}
+    found: dict[str, Any] = {
+        "o": relative(o, out[0]),
+        "final_state": None if final is None else relative(turn(final), out[1]),
+    }
     found |= {"worst_gradient": None, "dw": None}
     if backward:
         want = dict(zip(x, rest[0]))
@@ -260,7 +327,10 @@ def plain(x: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     bad = [name for name, a in x.items() if isinstance(a, float) and not math.isfinite(a)]
     if bad:
         notes.append(f"not finite: {', '.join(bad)}")
-    return {name: None if name in bad else float(f"{a:.4g}") if isinstance(a, float) else a for name, a in x.items()}
+    return {
+        name: None if name in bad else float(f"{a:.4g}") if isinstance(a, float) else a
+        for name, a in x.items()
+    }
 
 
 class Runner:
@@ -283,7 +353,14 @@ class Runner:
             side.function(implementation, task, call)(*side.arrays(implementation, task))
             return None
         function = side.function(implementation, task, call)
-        kind = (task.version, task.shape, task.decay == "any-strong", implementation.raw_decay, implementation.value_first, implementation.state_dtype)
+        kind = (
+            task.version,
+            task.shape,
+            task.decay == "any-strong",
+            implementation.raw_decay,
+            implementation.value_first,
+            implementation.state_dtype,
+        )
         if task.form == "decode":
             self.inputs = (None, None)
             result = side.decode(implementation, task, call)
@@ -322,7 +399,9 @@ def main(jobs_file: str, results_file: str) -> None:
             say({"began": job["id"]})
             began = time.perf_counter()
             try:
-                record = runner.run(job["implementation"], Task(**job["task"]), spec["prepare"], spec["checked"])
+                record = runner.run(
+                    job["implementation"], Task(**job["task"]), spec["prepare"], spec["checked"]
+                )
             except Exception as error:  # recorded, whatever it is
                 traceback.print_exc()
                 say({"id": job["id"], "error": f"{type(error).__name__}: {error}"[:600]})

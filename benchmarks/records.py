@@ -1,7 +1,7 @@
 """The results file of a device: a JSON list of records, and what every benchmark writes into each of them.
 
-A benchmark puts its records in place of those with the same key; records of other benchmarks stay. The file is replaced as a whole, so that a process that is
-stopped while it writes loses nothing.
+A benchmark puts its records in place of those with the same key; records of other benchmarks stay. The file
+is replaced as a whole, so that a process that is stopped while it writes loses nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,20 @@ Record = dict[str, Any]
 
 
 def commit() -> str:
-    """The commit that runs, with a mark if files differ from it; ``FLA_JAX_COMMIT`` where the tree is a copy without its history."""
+    """The commit that runs, with a mark if files differ from it; ``FLA_JAX_COMMIT`` where the tree is a copy
+    without its history.
+    """
     if given := os.environ.get("FLA_JAX_COMMIT"):
         return given
-    git = lambda *arguments: subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+    git = lambda *arguments: subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True
+    ).stdout.strip()
     head = git("rev-parse", "--short", "HEAD")
-    return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "") if head else "unknown"
+    return (
+        head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        if head
+        else "unknown"
+    )
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:

@@ -1,11 +1,15 @@
-"""Speed of whole training steps of an RWKV-7 beside flash-linear-attention's: ``python benchmarks/train_step.py``.
+"""Speed of whole training steps of an RWKV-7 beside flash-linear-attention's:
+``python benchmarks/train_step.py``.
 
-One step is forward, loss, backward, clipping and AdamW on the same sizes, ranks included. Parameters: float32 here (activations bfloat16), bfloat16 there
-unless ``--fla-precision autocast``; both without ever holding all logits. Each side runs in a process of its own with a time limit, FLA last, because its
-autotuning takes minutes, the compilations for it on all cores before; its ``--fla-python`` may be another environment's. A side that runs out of memory tries
-its next kind of rematerialisation. Whatever fails is in the results as well, with its error. Results are merged into ``benchmarks/results/<device>.json``.
+One step is forward, loss, backward, clipping and AdamW on the same sizes, ranks included. Parameters: float32
+here (activations bfloat16), bfloat16 there unless ``--fla-precision autocast``; both without ever holding all
+logits. Each side runs in a process of its own with a time limit, FLA last, because its autotuning takes
+minutes, the compilations for it on all cores before; its ``--fla-python`` may be another environment's. A
+side that runs out of memory tries its next kind of rematerialisation. Whatever fails is in the results as
+well, with its error. Results are merged into ``benchmarks/results/<device>.json``.
 
-    python benchmarks/train_step.py --layers 2 --width 64 --tokens 128 --batch 1 --vocab 300     # small enough for a CPU
+    python benchmarks/train_step.py --layers 2 --width 64 --tokens 128 --batch 1 --vocab 300     # small
+    enough for a CPU
 """
 
 from __future__ import annotations
@@ -36,31 +40,83 @@ PACKAGES = {
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in zip(SIZES, (24, 1024, 4096, 8, 32000)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     parser.add_argument("--steps", type=int, default=10, help="measured steps, after --warmup; default 10")
-    parser.add_argument("--warmup", type=int, default=3, help="steps after the first one that are not measured; default 3")
-    parser.add_argument("--sides", nargs="+", default=["fla_jax", "fla"], choices=["fla_jax", "fla"], help="what to run; FLA goes last in any case")
-    parser.add_argument("--remat", nargs="+", default=["dense", "blocks"], choices=["none", "dense", "blocks"], help="what fla_jax tries, in order")
-    parser.add_argument("--fla-remat", nargs="+", default=["none", "blocks"], choices=["none", "blocks"], help="what FLA tries, in order")
-    parser.add_argument("--fla-precision", default="bf16", choices=["bf16", "autocast"], help="parameters in bfloat16, or in float32 under torch.autocast")
+    parser.add_argument(
+        "--warmup", type=int, default=3, help="steps after the first one that are not measured; default 3"
+    )
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        default=["fla_jax", "fla"],
+        choices=["fla_jax", "fla"],
+        help="what to run; FLA goes last in any case",
+    )
+    parser.add_argument(
+        "--remat",
+        nargs="+",
+        default=["dense", "blocks"],
+        choices=["none", "dense", "blocks"],
+        help="what fla_jax tries, in order",
+    )
+    parser.add_argument(
+        "--fla-remat",
+        nargs="+",
+        default=["none", "blocks"],
+        choices=["none", "blocks"],
+        help="what FLA tries, in order",
+    )
+    parser.add_argument(
+        "--fla-precision",
+        default="bf16",
+        choices=["bf16", "autocast"],
+        help="parameters in bfloat16, or in float32 under torch.autocast",
+    )
     parser.add_argument("--fla-python", default=sys.executable, help="the interpreter that has fla and torch")
     parser.add_argument("--no-scan", action="store_true", help="fla_jax: layers unrolled instead of scanned")
     parser.add_argument("--implementation", default=None, help="fla_jax: implementation of the op")
-    parser.add_argument("--block-tokens", type=int, default=4096, help="fla_jax: tokens whose logits are held at once")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for each side and kind of rematerialisation; default 900")
-    parser.add_argument("--out", type=Path, default=None, help="results file; default: <device>.json in $OUT if that is set, else in benchmarks/results")
-    parser.add_argument("--compile-seconds", type=float, default=180, help="FLA's Triton configurations are compiled on all cores before, this long at most")
+    parser.add_argument(
+        "--block-tokens", type=int, default=4096, help="fla_jax: tokens whose logits are held at once"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=900,
+        help="seconds for each side and kind of rematerialisation; default 900",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        help="results file; default: <device>.json in $OUT if that is set, else in benchmarks/results",
+    )
+    parser.add_argument(
+        "--compile-seconds",
+        type=float,
+        default=180,
+        help="FLA's Triton configurations are compiled on all cores before, this long at most",
+    )
     parser.add_argument("--compile", nargs=2, type=int, metavar=("SHARE", "SHARES"), help=argparse.SUPPRESS)
-    parser.add_argument("--run", nargs=3, metavar=("SIDE", "REMAT", "FILE"), help=argparse.SUPPRESS)  # what the processes of the two sides are started with
+    # what the processes of the two sides are started with
+    parser.add_argument("--run", nargs=3, metavar=("SIDE", "REMAT", "FILE"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def low_ranks(width: int) -> dict[str, int]:
-    """The official ranks; FLA's default values are others. The formula stands here so that FLA's process needs no JAX."""
+    """The official ranks; FLA's default values are others. The formula stands here so that FLA's process
+    needs no JAX.
+    """
     rank = lambda factor: max(32, round(factor * width**0.5 / 32) * 32)
-    return {"decay_low_rank_dim": rank(2.5), "a_low_rank_dim": rank(2.5), "v_low_rank_dim": rank(1.7), "gate_low_rank_dim": rank(5)}
+    return {
+        "decay_low_rank_dim": rank(2.5),
+        "a_low_rank_dim": rank(2.5),
+        "v_low_rank_dim": rank(1.7),
+        "gate_low_rank_dim": rank(5),
+    }
 
 
 def measure(step: Callable[[], float], options: argparse.Namespace) -> dict[str, Any]:
@@ -78,7 +134,15 @@ def measure(step: Callable[[], float], options: argparse.Namespace) -> dict[str,
         raise RuntimeError(f"the loss is not finite: {losses}")
     ms = statistics.median(times)
     rate = options.batch * options.tokens / ms * 1e3
-    return {"ms": ms, "ms_min": min(times), "ms_max": max(times), "tokens_per_s": rate, "first_step_s": first, "loss_first": losses[0], "loss_last": losses[-1]}
+    return {
+        "ms": ms,
+        "ms_min": min(times),
+        "ms_max": max(times),
+        "tokens_per_s": rate,
+        "first_step_s": first,
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+    }
 
 
 def run_fla_jax(options: argparse.Namespace, remat: str) -> dict[str, Any]:
@@ -108,7 +172,9 @@ def run_fla_jax(options: argparse.Namespace, remat: str) -> dict[str, Any]:
     def train_step(params: Any, state: Any, tokens: jax.Array) -> Any:
         def loss_fn(params: Any) -> jax.Array:
             hidden, _ = model.apply({"params": params}, tokens[:, :-1], method="hidden")
-            return chunked_cross_entropy(hidden, params["head"]["kernel"], tokens[:, 1:], block_tokens=options.block_tokens)
+            return chunked_cross_entropy(
+                hidden, params["head"]["kernel"], tokens[:, 1:], block_tokens=options.block_tokens
+            )
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
         updates, state = optimizer.update(grads, state, params)
@@ -133,7 +199,14 @@ def run_fla_jax(options: argparse.Namespace, remat: str) -> dict[str, Any]:
     stats = jax.devices()[0].memory_stats() or {}
     # without the allocator's count (on CPU): what the compiler planned
     peak = stats.get("peak_bytes_in_use") or planned.temp_size_in_bytes + planned.argument_size_in_bytes
-    return {**result, "peak_gb": peak / 1e9, "compile_s": compile_s, "parameters": count, "device": jax.devices()[0].device_kind, "scan": config.scan_layers}
+    return {
+        **result,
+        "peak_gb": peak / 1e9,
+        "compile_s": compile_s,
+        "parameters": count,
+        "device": jax.devices()[0].device_kind,
+        "scan": config.scan_layers,
+    }
 
 
 def run_fla(options: argparse.Namespace, remat: str) -> dict[str, Any]:
@@ -161,7 +234,9 @@ def run_fla(options: argparse.Namespace, remat: str) -> dict[str, Any]:
     model = RWKV7ForCausalLM(config).to("cuda", torch.float32 if autocast else torch.bfloat16).train()
     if remat == "blocks":
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=6e-4, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+    )
     tokens = torch.randint(0, options.vocab, (options.batch, options.tokens + 1), device="cuda")
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     torch.cuda.reset_peak_memory_stats()
@@ -200,27 +275,45 @@ def child(options: argparse.Namespace) -> None:
     Path(file).write_text(json.dumps({**result, "versions": records.versions(PACKAGES[side])}))
 
 
-def command(options: argparse.Namespace, arguments: list[str], side: str, remat: str, file: Path) -> dict[str, Any]:
+def command(
+    options: argparse.Namespace, arguments: list[str], side: str, remat: str, file: Path
+) -> dict[str, Any]:
     """What `subprocess` needs to start a side."""
     python = options.fla_python if side == "fla" else sys.executable
     path = [str(records.ROOT)] if side == "fla_jax" else []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    return {"args": [python, str(Path(__file__).resolve()), *arguments, "--run", side, remat, str(file)], "env": environment}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    return {
+        "args": [python, str(Path(__file__).resolve()), *arguments, "--run", side, remat, str(file)],
+        "env": environment,
+    }
 
 
 def compile_fla(options: argparse.Namespace, arguments: list[str]) -> None:
-    """Fills Triton's cache with the hundreds of configurations that FLA's kernels choose from; the choice itself is made afresh by the run that counts."""
+    """Fills Triton's cache with the hundreds of configurations that FLA's kernels choose from; the choice
+    itself is made afresh by the run that counts.
+    """
     shares, began = os.cpu_count() or 1, time.monotonic()
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with tempfile.TemporaryDirectory() as folder:
         each = [[*arguments, "--compile", str(i), str(shares)] for i in range(shares)]
         try:
-            processes = [subprocess.Popen(**command(options, x, "fla", options.fla_remat[0], Path(folder) / str(i)), **quiet) for i, x in enumerate(each)]
+            processes = [
+                subprocess.Popen(
+                    **command(options, x, "fla", options.fla_remat[0], Path(folder) / str(i)), **quiet
+                )
+                for i, x in enumerate(each)
+            ]
         except OSError:  # there is no such interpreter, as the run that counts will say
             return
         late = sum(tuning.wait(processes, options.compile_seconds))
         wrong = {json.loads(file.read_text()).get("error", "") for file in Path(folder).iterdir()} - {""}
-    print(f"fla: compiled for {time.monotonic() - began:.0f} s, {late} of {shares} processes not done{', '.join(['', *wrong])}", flush=True)
+    print(
+        f"fla: compiled for {time.monotonic() - began:.0f} s, {late} of {shares} processes not done{', '.join(['', *wrong])}",
+        flush=True,
+    )
 
 
 def run_side(side: str, options: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
@@ -231,7 +324,12 @@ def run_side(side: str, options: argparse.Namespace, arguments: list[str]) -> li
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "result.json"
             try:
-                done = subprocess.run(**command(options, arguments, side, remat, file), timeout=options.timeout, capture_output=True, text=True)
+                done = subprocess.run(
+                    **command(options, arguments, side, remat, file),
+                    timeout=options.timeout,
+                    capture_output=True,
+                    text=True,
+                )
                 missing = f"the process ended with status {done.returncode}: {done.stderr[-1500:]}"
             except subprocess.TimeoutExpired:
                 missing = f"no result within {options.timeout:g} s"
@@ -251,7 +349,11 @@ def run_side(side: str, options: argparse.Namespace, arguments: list[str]) -> li
             }
         )
         if "error" not in result:
-            facts = (f"{result['ms']:.1f} ms a step", f"{result['tokens_per_s']:,.0f} tokens/s", f"{result['peak_gb']:.1f} GB")
+            facts = (
+                f"{result['ms']:.1f} ms a step",
+                f"{result['tokens_per_s']:,.0f} tokens/s",
+                f"{result['peak_gb']:.1f} GB",
+            )
             print(f"  {', '.join(facts)}, first step {result['first_step_s']:.0f} s")
             break
         print(f"  failed: {result['error'][:300]}")
@@ -274,7 +376,10 @@ def main(arguments: list[str] | None = None) -> None:
     for name in (*SIZES, "steps"):
         if getattr(options, name) < 1:
             sys.exit(f"train_step.py: --{name} must be at least 1, got {getattr(options, name)}")
-    common = {"commit": records.commit(), "run": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    common = {
+        "commit": records.commit(),
+        "run": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
     made: list[dict[str, Any]] = []
     for side in (side for side in ("fla_jax", "fla") if side in options.sides):
         if side == "fla" and options.compile_seconds > 0:
@@ -289,7 +394,9 @@ def main(arguments: list[str] | None = None) -> None:
             ours.update(peer="fla", peer_ms=peer["ms"], ratio=peer["ms"] / ours["ms"])
             print(f"fla_jax is {ours['ratio']:.2f} times as fast as FLA")
         # after each side, so that a run that is cut short keeps what it has
-        path = options.out or records.path_of(device, Path(os.environ["OUT"]) if os.environ.get("OUT") else records.RESULTS)
+        path = options.out or records.path_of(
+            device, Path(os.environ["OUT"]) if os.environ.get("OUT") else records.RESULTS
+        )
         base = records.read(path) or (records.read(records.path_of(device)) if options.out is None else [])
         records.write(path, records.merged(base, made, key))
         print(f"results: {path}", flush=True)

@@ -1,4 +1,6 @@
-"""Training on sequences that do not fit at once: read chunk by chunk, the state handed on (RWKV's "infinite context" training)."""
+"""Training on sequences that do not fit at once: read chunk by chunk, the state handed on (RWKV's "infinite
+context" training).
+"""
 
 from __future__ import annotations
 
@@ -25,23 +27,27 @@ def chunked_loss(
     chunk_size: int,
     l2wrap: float = 1e-4,
 ) -> tuple[jax.Array, RWKVState]:
-    """The next-token loss of long sequences, in chunks, exact: value and gradients are those of one call of the model on all tokens.
+    """The next-token loss of long sequences, in chunks, exact: value and gradients are those of one call of
+    the model on all tokens.
 
-    For the backward pass only the states between chunks are kept; a chunk's activations are made again when its turn comes. So memory is that of one chunk and
-    one state per chunk, for one more forward pass in time. It is an ordinary function: jit it, differentiate it, in ``state`` too.
+    For the backward pass only the states between chunks are kept; a chunk's activations are made again when
+    its turn comes. So memory is that of one chunk and one state per chunk, for one more forward pass in time.
+    It is an ordinary function: jit it, differentiate it, in ``state`` too.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         params: its parameters.
-        tokens: [B, T + 1] integers: the first T are read, the last T are the labels. T is a multiple of ``chunk_size``. To go on with the same texts, begin the
-            next call's tokens with the last ones of this call's.
+        tokens: [B, T + 1] integers: the first T are read, the last T are the labels. T is a multiple of
+            ``chunk_size``. To go on with the same texts, begin the next call's tokens with the last ones of
+            this call's.
         mask: [B, T] booleans, or weights of the labels; None for all.
         state: before the first token; None for zeros.
         chunk_size: tokens per chunk.
         l2wrap: strength of L2Wrap, see `fla_jax.training.cross_entropy`.
 
     Returns:
-        ``(loss, state)``: the mean over all labels, a float32 scalar, and the state after the last token that was read.
+        ``(loss, state)``: the mean over all labels, a float32 scalar, and the state after the last token that
+        was read.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -62,10 +68,12 @@ def chunked_loss(
 def truncated_value_and_grad(
     model: Any, *, chunk_size: int, chunks_per_gradient: int = 1, l2wrap: float = 1e-4
 ) -> Callable[..., tuple[tuple[jax.Array, RWKVState], Any]]:
-    """Value and gradient of `chunked_loss`, with back-propagation truncated: gradients cross a chunk's border, but not that of ``chunks_per_gradient`` chunks.
+    """Value and gradient of `chunked_loss`, with back-propagation truncated: gradients cross a chunk's
+    border, but not that of ``chunks_per_gradient`` chunks.
 
-    The state always crosses. Gradients are made and added up group by group, forward and backward, so memory does not depend on the number of groups: that of
-    one chunk, ``chunks_per_gradient`` states and twice the gradients. With one group for all chunks the result is exact.
+    The state always crosses. Gradients are made and added up group by group, forward and backward, so memory
+    does not depend on the number of groups: that of one chunk, ``chunks_per_gradient`` states and twice the
+    gradients. With one group for all chunks the result is exact.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
@@ -74,8 +82,10 @@ def truncated_value_and_grad(
         l2wrap: strength of L2Wrap, see `fla_jax.training.cross_entropy`.
 
     Returns:
-        A function ``(params, tokens, mask=None, state=None) -> ((loss, state), gradients)`` with the arguments of `chunked_loss`, to be compiled by `jax.jit`;
-        T must be a multiple of ``chunk_size * chunks_per_gradient``. It raises a ValueError or a TypeError that names the argument which does not fit.
+        A function ``(params, tokens, mask=None, state=None) -> ((loss, state), gradients)`` with the
+        arguments of `chunked_loss`, to be compiled by `jax.jit`; T must be a multiple of
+        ``chunk_size * chunks_per_gradient``. It raises a ValueError or a TypeError that names the argument
+        which does not fit.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -93,22 +103,32 @@ def truncated_value_and_grad(
         params: Any, tokens: jax.Array, mask: jax.Array | None = None, state: RWKVState | None = None
     ) -> tuple[tuple[jax.Array, RWKVState], Any]:
         chunks, total = _split(tokens, mask, chunk_size, chunks_per_gradient)
-        loss_fn = jax.value_and_grad(lambda params, group, state: _walk(model, params, group, state, total, l2wrap), has_aux=True)
+        loss_fn = jax.value_and_grad(
+            lambda params, group, state: _walk(model, params, group, state, total, l2wrap), has_aux=True
+        )
 
         def step(carry: Any, group: _Chunks) -> tuple[Any, None]:
             state, loss, grads = carry
             (more, state), new = loss_fn(params, group, state)
-            return (state, loss + more, jax.tree.map(lambda sum, x: sum + x.astype(sum.dtype), grads, new)), None
+            return (
+                state,
+                loss + more,
+                jax.tree.map(lambda sum, x: sum + x.astype(sum.dtype), grads, new),
+            ), None
 
         groups = jax.tree.map(lambda x: x.reshape(-1, chunks_per_gradient, *x.shape[1:]), chunks)
         grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
-        (state, loss, grads), _ = jax.lax.scan(step, (_state(model, tokens, state), jnp.float32(0), grads), groups)
+        (state, loss, grads), _ = jax.lax.scan(
+            step, (_state(model, tokens, state), jnp.float32(0), grads), groups
+        )
         return (loss, state), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
     return value_and_grad
 
 
-def _walk(model: Any, params: Any, chunks: _Chunks, state: RWKVState, total: jax.Array, l2wrap: float) -> tuple[jax.Array, RWKVState]:
+def _walk(
+    model: Any, params: Any, chunks: _Chunks, state: RWKVState, total: jax.Array, l2wrap: float
+) -> tuple[jax.Array, RWKVState]:
     """Sum over the chunks of weighted losses, divided by ``total``."""
 
     @jax.checkpoint  # no policy: whatever else is kept would grow with the number of chunks
@@ -134,7 +154,9 @@ def _state(model: Any, tokens: jax.Array, state: RWKVState | None) -> RWKVState:
     return jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
 
 
-def _split(tokens: jax.Array, mask: jax.Array | None, chunk_size: int, group: int = 1) -> tuple[_Chunks, jax.Array]:
+def _split(
+    tokens: jax.Array, mask: jax.Array | None, chunk_size: int, group: int = 1
+) -> tuple[_Chunks, jax.Array]:
     """The chunks [n, B, chunk_size], and the sum of the weights (1 where it is 0)."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
@@ -144,10 +166,16 @@ def _split(tokens: jax.Array, mask: jax.Array | None, chunk_size: int, group: in
         raise TypeError(f"tokens must be integers, got {tokens.dtype}")
     B, T = tokens.shape[0], tokens.shape[1] - 1
     if T % (chunk_size * group):
-        what = f"chunk_size * chunks_per_gradient = {chunk_size} * {group}" if group > 1 else f"chunk_size = {chunk_size}"
+        what = (
+            f"chunk_size * chunks_per_gradient = {chunk_size} * {group}"
+            if group > 1
+            else f"chunk_size = {chunk_size}"
+        )
         raise ValueError(f"tokens must have shape [B, T + 1] with T a multiple of {what}, got T = {T}")
     if mask is not None and mask.shape != (B, T):
-        raise ValueError(f"mask must have shape [B, T] = {[B, T]}, that of tokens without the first, got {list(mask.shape)}")
+        raise ValueError(
+            f"mask must have shape [B, T] = {[B, T]}, that of tokens without the first, got {list(mask.shape)}"
+        )
     weights = jnp.ones((B, T), jnp.float32) if mask is None else mask.astype(jnp.float32)
     cut = lambda x: jnp.moveaxis(x.reshape(B, -1, chunk_size), 1, 0)
     total = jnp.sum(weights)

@@ -1,7 +1,9 @@
-"""Named inputs of both ops, for every test and benchmark: shapes, log decays, layouts and dtypes, with the float64 answer and the tolerances to judge by.
+"""Named inputs of both ops, for every test and benchmark: shapes, log decays, layouts and dtypes, with the
+float64 answer and the tolerances to judge by.
 
-``Case`` says what to build, ``build`` builds it (NumPy arrays, already rounded to their dtypes), ``expected`` asks the oracle, ``run`` calls the op and
-``check`` compares outputs, states and all gradients. Nothing here names a platform: an implementation is a string handed to the op.
+``Case`` says what to build, ``build`` builds it (NumPy arrays, already rounded to their dtypes), ``expected``
+asks the oracle, ``run`` calls the op and ``check`` compares outputs, states and all gradients. Nothing here
+names a platform: an implementation is a string handed to the op.
 """
 
 from __future__ import annotations
@@ -23,16 +25,30 @@ OPS = ("rwkv6", "rwkv7")
 IMPLEMENTATIONS = ("reference", "xla")  # every implementation that the shared suite runs
 TOKENS = {"rwkv6": ("r", "k", "v", "w"), "rwkv7": ("r", "w", "k", "v", "a", "b")}
 INPUTS = {"rwkv6": (*TOKENS["rwkv6"], "u", "initial_state"), "rwkv7": (*TOKENS["rwkv7"], "initial_state")}
-# Halves the time that gradients take to compile on a CPU: for tests of what transformations do, not of numerics.
+# Halves the time that gradients take to compile on a CPU: for tests of what transformations do, not of
+# numerics.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# log decays: "forget" empties the state at every token, "mixed" draws one of LEVELS for each element, "channels" one for each channel
+# log decays: "forget" empties the state at every token, "mixed" draws one of LEVELS for each element,
+# "channels" one for each channel
 LEVELS = (0.0, -0.01, -0.6, -20.0, -1e4, -np.inf)
-DECAYS = {"none": 0.0, "weak": -0.01, "layer": -0.6, "strong": -20.0, "huge": -1e4, "forget": -np.inf, "mixed": None, "channels": None, "smooth": None}
+DECAYS = {
+    "none": 0.0,
+    "weak": -0.01,
+    "layer": -0.6,
+    "strong": -20.0,
+    "huge": -1e4,
+    "forget": -np.inf,
+    "mixed": None,
+    "channels": None,
+    "smooth": None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of one op. ``lengths`` are the packed sequences' (layout "packed", T is their sum) or each row's segments' (layout "segments")."""
+    """One call of one op. ``lengths`` are the packed sequences' (layout "packed", T is their sum) or each
+    row's segments' (layout "segments").
+    """
 
     op: str
     B: int = 2
@@ -96,7 +112,9 @@ def log_decay(rng: np.random.Generator, decay: str, shape: tuple[int, ...]) -> n
     if decay == "mixed":
         return rng.choice(LEVELS, shape)
     if decay == "channels":
-        return np.broadcast_to(rng.permutation(np.resize(LEVELS, np.prod(shape[2:]))).reshape(shape[2:]), shape)
+        return np.broadcast_to(
+            rng.permutation(np.resize(LEVELS, np.prod(shape[2:]))).reshape(shape[2:]), shape
+        )
     return -np.exp(rng.standard_normal(shape) - 1)
 
 
@@ -105,7 +123,9 @@ def segment_ids(lengths: tuple[int, ...], B: int, T: int) -> np.ndarray:
     names = np.array([7, -3, 7, 0, 12, 5])
     ids = np.repeat(names[np.arange(len(lengths)) % len(names)], lengths)
     assert ids.size >= T, (lengths, T)
-    return np.stack([np.concatenate([np.full(b % (T + 1), ids[0]), ids])[:T] for b in range(B)]).astype(np.int32)
+    return np.stack([np.concatenate([np.full(b % (T + 1), ids[0]), ids])[:T] for b in range(B)]).astype(
+        np.int32
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -118,7 +138,12 @@ def build(case: Case) -> Inputs:
         cu = np.cumsum([0, *case.lengths]).astype(np.int32)
     ids = segment_ids(case.lengths, B, T) if case.layout == "segments" else None
     normal = lambda *shape: rng.standard_normal(shape)
-    arrays = {"r": normal(B, T, H, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V), "w": log_decay(rng, case.decay, (B, T, H, K))}
+    arrays = {
+        "r": normal(B, T, H, K),
+        "k": normal(B, T, H, K),
+        "v": normal(B, T, H, V),
+        "w": log_decay(rng, case.decay, (B, T, H, K)),
+    }
     if case.op == "rwkv6":
         arrays["u"] = normal(H, K)
     else:
@@ -126,7 +151,10 @@ def build(case: Case) -> Inputs:
         kk /= np.linalg.norm(kk, axis=-1, keepdims=True)
         arrays["a"], arrays["b"] = -kk, kk * (1.0 if case.parallel else rng.uniform(0, 1, (B, T, H, K)))
     dtype = dtype_of(case.dtype)
-    arrays = {name: arrays[name].astype(dtype_of(case.w_dtype or case.dtype) if name == "w" else dtype) for name in INPUTS[case.op][:-1]}
+    arrays = {
+        name: arrays[name].astype(dtype_of(case.w_dtype or case.dtype) if name == "w" else dtype)
+        for name in INPUTS[case.op][:-1]
+    }
     rows = B if cu is None else len(case.lengths)
     state, ds = normal(2, rows, H, K, V).astype(case.state_dtype)
     return Inputs({**arrays, "initial_state": state}, normal(B, T, H, V).astype(dtype), ds, ids, cu)
@@ -141,7 +169,9 @@ def expected(case: Case) -> Outputs:
 
 def ask_oracle(op: str, x: Inputs, scale: float = 1.0):
     """((o, final), gradients by name) of the float64 oracle."""
-    out, grads = getattr(oracle, op)(*x.arrays.values(), x.do, x.ds, scale=scale, segment_ids=x.segment_ids, cu_seqlens=x.cu_seqlens)
+    out, grads = getattr(oracle, op)(
+        *x.arrays.values(), x.do, x.ds, scale=scale, segment_ids=x.segment_ids, cu_seqlens=x.cu_seqlens
+    )
     return out, dict(zip(INPUTS[op], grads))
 
 
@@ -154,11 +184,15 @@ def call(op: str, arrays: dict[str, Any], form: str = "chunk", **options: Any):
 
 @functools.cache
 def runner(op: str, implementation: str | None, form: str = "chunk", **options: Any):
-    """Jitted ``(arrays, do, ds, segment_ids, cu_seqlens) -> Outputs``; one function for each set of static options, so that cases share compilations."""
+    """Jitted ``(arrays, do, ds, segment_ids, cu_seqlens) -> Outputs``; one function for each set of static
+    options, so that cases share compilations.
+    """
 
     def run(arrays, do, ds, segment_ids=None, cu_seqlens=None):
         layout = dict(segment_ids=segment_ids, cu_seqlens=cu_seqlens)
-        (o, final), pull = jax.vjp(lambda x: call(op, x, form, implementation=implementation, **layout, **options), arrays)
+        (o, final), pull = jax.vjp(
+            lambda x: call(op, x, form, implementation=implementation, **layout, **options), arrays
+        )
         return Outputs(o, final, pull((do, ds))[0])
 
     return jax.jit(run)
@@ -169,16 +203,26 @@ def call_of(case: Case, devices: int = 1) -> Call:
     x = build(case)
     inputs = {"rwkv6": RWKV6Inputs, "rwkv7": RWKV7Inputs}[case.op]
     arrays = inputs(**x.arrays, segment_ids=x.segment_ids, cu_seqlens=x.cu_seqlens)
-    return Call(f"chunk_{case.op}", abstract(arrays), Recurrence(case.scale, case.chunk_size, case.lower_bound), "gpu", devices)
+    return Call(
+        f"chunk_{case.op}",
+        abstract(arrays),
+        Recurrence(case.scale, case.chunk_size, case.lower_bound),
+        "gpu",
+        devices,
+    )
 
 
 def options_of(case: Case, form: str = "chunk") -> dict[str, Any]:
-    return dict(scale=case.scale) | (dict(chunk_size=case.chunk_size, lower_bound=case.lower_bound) if form == "chunk" else {})
+    return dict(scale=case.scale) | (
+        dict(chunk_size=case.chunk_size, lower_bound=case.lower_bound) if form == "chunk" else {}
+    )
 
 
 def run(case: Case, implementation: str | None, form: str = "chunk") -> Outputs:
     x = build(case)
-    return jax.device_get(runner(case.op, implementation, form, **options_of(case, form))(*jax.tree.map(jnp.asarray, x)))
+    return jax.device_get(
+        runner(case.op, implementation, form, **options_of(case, form))(*jax.tree.map(jnp.asarray, x))
+    )
 
 
 def _wide(x) -> np.ndarray:
@@ -186,28 +230,45 @@ def _wide(x) -> np.ndarray:
 
 
 def assert_close(name: str, got, want, tol: float, axes: tuple[int, ...] | None = None) -> None:
-    """Frobenius error at most ``tol`` of the norm, over ``axes`` (all); results of 16 bits may differ by their own rounding, element by element."""
+    """Frobenius error at most ``tol`` of the norm, over ``axes`` (all); results of 16 bits may differ by
+    their own rounding, element by element.
+    """
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape, f"{name}: shape {got.shape}, want {want.shape}"
     error = np.abs(_wide(got) - want)
     if got.dtype.itemsize < 4:
         info = ml_dtypes.finfo(got.dtype)
-        error = np.maximum(error - 0.5 * float(info.eps) * np.abs(want) * (1 + 1e-3) - 0.5 * float(info.smallest_subnormal), 0)
+        error = np.maximum(
+            error - 0.5 * float(info.eps) * np.abs(want) * (1 + 1e-3) - 0.5 * float(info.smallest_subnormal),
+            0,
+        )
     error, norm = np.sqrt(np.sum(error**2, axes)), np.sqrt(np.sum(want**2, axes))
     bad = ~(error <= tol * norm)
     if np.any(bad):
-        relative = np.max(np.where(norm > 0, error / np.where(norm > 0, norm, 1), np.where(error > 0, np.inf, 0)))
-        raise AssertionError(f"{name}: relative error {relative:.2e} > {tol:.0e} ({np.sum(bad)} of {np.size(bad)})")
+        relative = np.max(
+            np.where(norm > 0, error / np.where(norm > 0, norm, 1), np.where(error > 0, np.inf, 0))
+        )
+        raise AssertionError(
+            f"{name}: relative error {relative:.2e} > {tol:.0e} ({np.sum(bad)} of {np.size(bad)})"
+        )
 
 
 def compare(got: Outputs, want: Outputs, tol: Tolerances = EXACT) -> None:
-    """Outputs, states and gradients; dw in each channel as well: a norm over all channels would hide what strong decays lose."""
+    """Outputs, states and gradients; dw in each channel as well: a norm over all channels would hide what
+    strong decays lose.
+    """
     assert_close("o", got.o, want.o, tol.o)
     assert_close("final state", got.final, want.final, tol.state)
     assert got.grads.keys() == want.grads.keys()
     for name, g in got.grads.items():
         assert_close(f"d{name}", g, want.grads[name], tol.dw if name == "w" else tol.grad)
-    assert_close("dw of a channel", got.grads["w"], want.grads["w"], tol.dw if tol.channel is None else tol.channel, axes=(1,))
+    assert_close(
+        "dw of a channel",
+        got.grads["w"],
+        want.grads["w"],
+        tol.dw if tol.channel is None else tol.channel,
+        axes=(1,),
+    )
 
 
 def check(case: Case, implementation: str | None, form: str = "chunk", tol: Tolerances = EXACT) -> None:

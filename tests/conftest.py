@@ -1,4 +1,6 @@
-"""Without an NVIDIA GPU, Triton kernels run in Triton's interpreter, which has to be chosen before Triton is imported."""
+"""Without an NVIDIA GPU, Triton kernels run in Triton's interpreter, which has to be chosen before Triton is
+imported.
+"""
 
 import os
 

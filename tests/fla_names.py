@@ -1,6 +1,8 @@
-"""flash-linear-attention's names and layouts of a model, made from the official ones: independent of the code under test.
+"""flash-linear-attention's names and layouts of a model, made from the official ones: independent of the code
+under test.
 
-`tensors` follows the steps of FLA's own converters (``utils/convert_from_rwkv6.py``, ``convert_from_rwkv7.py``), on NumPy arrays.
+`tensors` follows the steps of FLA's own converters (``utils/convert_from_rwkv6.py``,
+``convert_from_rwkv7.py``), on NumPy arrays.
 """
 
 from __future__ import annotations
@@ -30,14 +32,22 @@ def load(folder):
 
 
 def _tensors6(z, layers):
-    """FLA's names and layouts of RWKV-6, from the official ones; the order of the steps is that of FLA's own converter."""
+    """FLA's names and layouts of RWKV-6, from the official ones; the order of the steps is that of FLA's own
+    converter.
+    """
     out = {"model.embeddings.weight": z["emb.weight"], "lm_head.weight": z["head.weight"]}
     for leaf in ("weight", "bias"):
-        out |= {f"model.norm.{leaf}": z[f"ln_out.{leaf}"], f"model.layers.0.pre_norm.{leaf}": z[f"blocks.0.ln0.{leaf}"]}
+        out |= {
+            f"model.norm.{leaf}": z[f"ln_out.{leaf}"],
+            f"model.layers.0.pre_norm.{leaf}": z[f"blocks.0.ln0.{leaf}"],
+        }
     for i in range(layers):
         to, att, ffn = f"model.layers.{i}.", f"blocks.{i}.att.", f"blocks.{i}.ffn."
         for leaf in ("weight", "bias"):
-            out[f"{to}attn_norm.{leaf}"], out[f"{to}ffn_norm.{leaf}"] = z[f"blocks.{i}.ln1.{leaf}"], z[f"blocks.{i}.ln2.{leaf}"]
+            out[f"{to}attn_norm.{leaf}"], out[f"{to}ffn_norm.{leaf}"] = (
+                z[f"blocks.{i}.ln1.{leaf}"],
+                z[f"blocks.{i}.ln2.{leaf}"],
+            )
             out[f"{to}attn.g_norm.{leaf}"] = z[f"{att}ln_x.{leaf}"]
         C = z[f"{att}time_maa_w1"].shape[0]
         w, k, v, r, g = np.moveaxis(z[f"{att}time_maa_w1"].reshape(C, 5, -1), 1, 0)
@@ -54,7 +64,10 @@ def _tensors6(z, layers):
         out[f"{to}attn.w_proj.linear.lora.2.bias"] = z[f"{att}time_decay"].reshape(-1)
         out[f"{to}attn.bonus"] = z[f"{att}time_faaaa"]
         for name, short in (("key", "k"), ("receptance", "r")):
-            out[f"{to}ffn.{name}.linear.weight"], out[f"{to}ffn.{name}.mu"] = z[f"{ffn}{name}.weight"], z[f"{ffn}time_maa_{short}"].reshape(-1)
+            out[f"{to}ffn.{name}.linear.weight"], out[f"{to}ffn.{name}.mu"] = (
+                z[f"{ffn}{name}.weight"],
+                z[f"{ffn}time_maa_{short}"].reshape(-1),
+            )
         out[f"{to}ffn.value.weight"] = z[f"{ffn}value.weight"]
     return out
 
@@ -63,11 +76,17 @@ def _tensors7(z, layers):
     """FLA's names and layouts of RWKV-7, from the official ones."""
     out = {"model.embeddings.weight": z["emb.weight"], "lm_head.weight": z["head.weight"]}
     for leaf in ("weight", "bias"):
-        out |= {f"model.norm.{leaf}": z[f"ln_out.{leaf}"], f"model.layers.0.pre_norm.{leaf}": z[f"blocks.0.ln0.{leaf}"]}
+        out |= {
+            f"model.norm.{leaf}": z[f"ln_out.{leaf}"],
+            f"model.layers.0.pre_norm.{leaf}": z[f"blocks.0.ln0.{leaf}"],
+        }
     for i in range(layers):
         to, att = f"model.layers.{i}.", f"blocks.{i}.att."
         for leaf in ("weight", "bias"):
-            out[f"{to}attn_norm.{leaf}"], out[f"{to}ffn_norm.{leaf}"] = z[f"blocks.{i}.ln1.{leaf}"], z[f"blocks.{i}.ln2.{leaf}"]
+            out[f"{to}attn_norm.{leaf}"], out[f"{to}ffn_norm.{leaf}"] = (
+                z[f"blocks.{i}.ln1.{leaf}"],
+                z[f"blocks.{i}.ln2.{leaf}"],
+            )
             out[f"{to}attn.g_norm.{leaf}"] = z[f"{att}ln_x.{leaf}"]
         out |= {f"{to}attn.x_{n}": z[f"{att}x_{n}"] for n in "rwkvag"}
         out |= {f"{to}attn.{n}": z[f"{att}{n}"].reshape(-1) for n in ("k_k", "k_a")}
@@ -75,7 +94,10 @@ def _tensors7(z, layers):
         for short, name in zip("rkvo", ("receptance", "key", "value", "output")):
             out[f"{to}attn.{short}_proj.weight"] = z[f"{att}{name}.weight"]
         for n in "wag" if i == 0 else "wavg":
-            out[f"{to}attn.{n}_lora.lora.0.weight"], out[f"{to}attn.{n}_lora.lora.2.weight"] = z[f"{att}{n}1"].T, z[f"{att}{n}2"].T
+            out[f"{to}attn.{n}_lora.lora.0.weight"], out[f"{to}attn.{n}_lora.lora.2.weight"] = (
+                z[f"{att}{n}1"].T,
+                z[f"{att}{n}2"].T,
+            )
             if n != "g":
                 out[f"{to}attn.{n}_lora.lora.2.bias"] = z[f"{att}{n}0"].reshape(-1)
         out[f"{to}ffn.x_k"] = z[f"blocks.{i}.ffn.x_k"].reshape(-1)

@@ -1,4 +1,5 @@
-"""The official models in NumPy, float64, one token at a time, over official checkpoints' names and layouts: independent of the code under test.
+"""The official models in NumPy, float64, one token at a time, over official checkpoints' names and layouts:
+independent of the code under test.
 
 `checkpoint` maps parameters to such a dict (PyTorch's Linear weights are [out, in]); `run` reads it.
 """
@@ -41,7 +42,11 @@ def norm(x, weight, bias, eps=1e-5):
 
 def lookup(z, prefix):
     """{short name: squeezed float64 array} below ``prefix``."""
-    return {name[len(prefix) :]: np.squeeze(np.asarray(x, np.float64)) for name, x in z.items() if name.startswith(prefix)}
+    return {
+        name[len(prefix) :]: np.squeeze(np.asarray(x, np.float64))
+        for name, x in z.items()
+        if name.startswith(prefix)
+    }
 
 
 def time_mix6(p, x, last, S):
@@ -53,7 +58,9 @@ def time_mix6(p, x, last, S):
     r, k, v = (p[f"{name}.weight"] @ mixed[name[0]] for name in ("receptance", "key", "value"))
     g = p["gate.weight"] @ mixed["g"]
     g = g * sigmoid(g)
-    w = np.exp(-np.exp(p["time_decay"] + np.tanh(mixed["w"] @ p["time_decay_w1"]) @ p["time_decay_w2"])).reshape(H, N)
+    w = np.exp(
+        -np.exp(p["time_decay"] + np.tanh(mixed["w"] @ p["time_decay_w1"]) @ p["time_decay_w2"])
+    ).reshape(H, N)
     r, k, v, u = (a.reshape(H, N) for a in (r, k, v, p["time_faaaa"]))
     y = np.zeros((H, N))
     new = np.zeros_like(S)
@@ -112,7 +119,10 @@ def run(z, version, tokens, state=None, *, heads, rate_scale=1.0):
         state = np.zeros((L, C)), np.zeros((L, C)), np.zeros((L, heads, C // heads, C // heads))
     att_shift, ffn_shift, wkv = (np.array(s, np.float64) for s in state)
     logits = []
-    layers = [(lookup(z, f"blocks.{i}."), lookup(z, f"blocks.{i}.att."), lookup(z, f"blocks.{i}.ffn.")) for i in range(L)]
+    layers = [
+        (lookup(z, f"blocks.{i}."), lookup(z, f"blocks.{i}.att."), lookup(z, f"blocks.{i}.ffn."))
+        for i in range(L)
+    ]
     for token in tokens:
         x = norm(top["emb.weight"][token], top["blocks.0.ln0.weight"], top["blocks.0.ln0.bias"])
         v_first = None

@@ -1,6 +1,8 @@
-"""The recurrences in NumPy, float64, one token at a time, with gradients by reverse accumulation through stored states: independent of the code under test.
+"""The recurrences in NumPy, float64, one token at a time, with gradients by reverse accumulation through
+stored states: independent of the code under test.
 
-Inputs are cast to float64 exactly, so a comparison measures the error of the op and not of its inputs' rounding.
+Inputs are cast to float64 exactly, so a comparison measures the error of the op and not of its inputs'
+rounding.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import numpy as np
 
 
 def _rows(B, T, N, segment_ids, cu_seqlens):
-    """(batch row, state row, first token, last token + 1, state entering is the initial one, is the row's last) of every piece."""
+    """(batch row, state row, first token, last token + 1, state entering is the initial one, is the row's
+    last) of every piece.
+    """
     if cu_seqlens is not None:
         return [(0, n, int(cu_seqlens[n]), int(cu_seqlens[n + 1]), True, True) for n in range(N)]
     pieces = []
@@ -53,7 +57,9 @@ def rwkv6(r, k, v, w, u, s0, do=None, ds=None, *, scale=1.0, segment_ids=None, c
     du = np.zeros_like(u)
 
     def forward(S, r, k, v, w):
-        return np.einsum("hk,hkv->hv", r, S) + (r * u * k).sum(-1, keepdims=True) * v, np.exp(w)[..., None] * S + k[..., None] * v[:, None, :]
+        return np.einsum("hk,hkv->hv", r, S) + (r * u * k).sum(-1, keepdims=True) * v, np.exp(w)[
+            ..., None
+        ] * S + k[..., None] * v[:, None, :]
 
     def backward(S, D, dy, grads, r, k, v, w):
         dr, dk, dv, dw = grads
@@ -77,7 +83,11 @@ def rwkv7(r, w, k, v, a, b, s0, do=None, ds=None, *, scale=1.0, segment_ids=None
     ds = None if ds is None else np.asarray(ds, np.float64)
 
     def after(S, w, k, v, a, b):
-        return np.exp(w)[..., None] * S + b[..., None] * np.einsum("hk,hkv->hv", a, S)[:, None, :] + k[..., None] * v[:, None, :]
+        return (
+            np.exp(w)[..., None] * S
+            + b[..., None] * np.einsum("hk,hkv->hv", a, S)[:, None, :]
+            + k[..., None] * v[:, None, :]
+        )
 
     def forward(S, r, w, k, v, a, b):
         S = after(S, w, k, v, a, b)

@@ -27,8 +27,9 @@ def shapes(module, *inputs):
     return jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
 
 
-# The default seed makes a well-conditioned model: perturbing each weight by 6e-8 (float32's rounding) moves no logit by more than 2e-6. With seed 0 of RWKV-6
-# r * u * k nearly cancels at a first token and the group norm blows the rounding errors up, in any implementation.
+# The default seed makes a well-conditioned model: perturbing each weight by 6e-8 (float32's rounding) moves
+# no logit by more than 2e-6. With seed 0 of RWKV-6 r * u * k nearly cancels at a first token and the group
+# norm blows the rounding errors up, in any implementation.
 SEED = 2
 
 

@@ -18,12 +18,20 @@ B, T, C, V = 2, 7, 6, 11
 
 def inputs(dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    hidden, kernel = jnp.asarray(rng.normal(size=(B, T, C)), dtype), jnp.asarray(3 * rng.normal(size=(C, V)), jnp.float32)
+    hidden, kernel = (
+        jnp.asarray(rng.normal(size=(B, T, C)), dtype),
+        jnp.asarray(3 * rng.normal(size=(C, V)), jnp.float32),
+    )
     return hidden, kernel, jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
 
 
 def plain(hidden, kernel, labels, mask=None, l2wrap=1e-4):
-    return cross_entropy(jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32), labels, mask, l2wrap)
+    return cross_entropy(
+        jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32),
+        labels,
+        mask,
+        l2wrap,
+    )
 
 
 @pytest.mark.parametrize("mask", [None, "booleans", "weights"])
@@ -32,11 +40,23 @@ def test_equals_the_plain_loss(mask, l2wrap, block_tokens):
     """Blocks that divide T, that do not, and one for all; a cotangent other than 1."""
     hidden, kernel, labels = inputs()
     rng = np.random.default_rng(1)
-    mask = {None: None, "booleans": jnp.asarray(rng.integers(0, 2, (B, T)), bool), "weights": jnp.asarray(rng.uniform(size=(B, T)), jnp.float32)}[mask]
+    mask = {
+        None: None,
+        "booleans": jnp.asarray(rng.integers(0, 2, (B, T)), bool),
+        "weights": jnp.asarray(rng.uniform(size=(B, T)), jnp.float32),
+    }[mask]
     want, pull = jax.vjp(lambda h, k: plain(h, k, labels, mask, l2wrap), hidden, kernel)
-    got, pull_blocks = jax.vjp(lambda h, k: chunked_cross_entropy(h, k, labels, mask, l2wrap, block_tokens=block_tokens), hidden, kernel)
+    got, pull_blocks = jax.vjp(
+        lambda h, k: chunked_cross_entropy(h, k, labels, mask, l2wrap, block_tokens=block_tokens),
+        hidden,
+        kernel,
+    )
     np.testing.assert_allclose(got, want, rtol=1e-6)
-    np.testing.assert_allclose(chunked_cross_entropy(hidden, kernel, labels, mask, l2wrap, block_tokens=block_tokens), want, rtol=1e-6)
+    np.testing.assert_allclose(
+        chunked_cross_entropy(hidden, kernel, labels, mask, l2wrap, block_tokens=block_tokens),
+        want,
+        rtol=1e-6,
+    )
     for a, b in zip(pull_blocks(jnp.float32(3.0)), pull(jnp.float32(3.0))):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -56,14 +76,27 @@ def test_masked_positions_may_hold_anything():
     mask = jnp.ones((B, T), bool).at[0, 2].set(False).at[1].set(False)
     spoiled = hidden.at[0, 2].set(jnp.nan).at[1].set(jnp.inf)
     loss = jax.value_and_grad(chunked_cross_entropy, (0, 1))
-    jax.tree.map(np.testing.assert_array_equal, loss(spoiled, kernel, labels, mask), loss(jnp.where(mask[..., None], hidden, 0), kernel, labels, mask))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        loss(spoiled, kernel, labels, mask),
+        loss(jnp.where(mask[..., None], hidden, 0), kernel, labels, mask),
+    )
     assert chunked_cross_entropy(hidden, kernel, labels, jnp.zeros((B, T))) == 0
 
 
 def test_memory():
     """Compiled gradient: the plain one holds all logits, the chunked one a block of them."""
-    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((2, 256, 16), jnp.float32), ((16, 2048), jnp.float32), ((2, 256), jnp.int32))]
-    temporary = lambda loss: jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    shapes = [
+        jax.ShapeDtypeStruct(s, d)
+        for s, d in (((2, 256, 16), jnp.float32), ((16, 2048), jnp.float32), ((2, 256), jnp.int32))
+    ]
+    temporary = lambda loss: (
+        jax.jit(jax.value_and_grad(loss, (0, 1)))
+        .lower(*shapes)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
     logits = 2 * 256 * 2048 * 4
     assert temporary(plain) > logits
     assert temporary(lambda *x: chunked_cross_entropy(*x, block_tokens=32)) < logits / 3
@@ -102,6 +135,10 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 
 def test_sharded_over_the_batch():
     """On two devices, on meshes with automatic and with explicit axes."""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+    }
     done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""The rooms of the package: who may import whom. Read from the source, so that imports inside functions count as well."""
+"""The rooms of the package: who may import whom. Read from the source, so that imports inside functions count
+as well.
+"""
 
 import ast
 import pathlib
@@ -6,7 +8,10 @@ import pathlib
 ROOT = pathlib.Path(__file__).parent.parent
 # each room may import those before it (and itself); `fla_jax` itself, the public face, may import all
 ROOMS = ("core", "pallas", "ops", "layers", "models", "checkpoints", "training", "generation", "parallel")
-INSIDE = {"pallas": ("run", "device", "plan", ("rwkv6", "rwkv7", "layer")), "ops": ("op", "common", ("rwkv6", "rwkv7", "layer"))}
+INSIDE = {
+    "pallas": ("run", "device", "plan", ("rwkv6", "rwkv7", "layer")),
+    "ops": ("op", "common", ("rwkv6", "rwkv7", "layer")),
+}
 
 
 def modules() -> dict[str, ast.Module]:
@@ -89,5 +94,10 @@ def test_no_cycles():
 
 
 def test_nothing_is_imported_by_a_string():
-    found = [name for name, tree in modules().items() for node in ast.walk(tree) if "import_module" in ast.dump(node) and isinstance(node, ast.Call)]
+    found = [
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if "import_module" in ast.dump(node) and isinstance(node, ast.Call)
+    ]
     assert not found, found

@@ -69,22 +69,32 @@ def test_truncated(setup):
     value, grad = jax.tree.map(jnp.add, *parts)
     close(got, ((value, now), grad))
     close(now, end)
-    assert max(small.error(a, b) for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(grads))) > 1e-3, "truncation must change something"
+    assert max(small.error(a, b) for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(grads))) > 1e-3, (
+        "truncation must change something"
+    )
 
 
 def test_memory():
-    """Truncated: not a state more for four times the groups. Exact: a state a chunk more, far less than the activations of a chunk."""
+    """Truncated: not a state more for four times the groups. Exact: a state a chunk more, far less than the
+    activations of a chunk.
+    """
     model = small.model(7, num_layers=1, implementation="reference")
     params = small.shapes(model, TOKENS)
     state_bytes = sum(x.nbytes for x in jax.tree.leaves(model.init_state(2)))
 
     def temporary(f, chunks):
         tokens = jax.ShapeDtypeStruct((2, 64 * chunks + 1), jnp.int32)
-        return compiled(f).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes - 3 * 4 * 2 * 64 * chunks  # tokens, labels, weights in chunks
+        # tokens, labels, weights in chunks
+        return (
+            compiled(f).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes
+            - 3 * 4 * 2 * 64 * chunks
+        )
 
     truncated = truncated_value_and_grad(model, chunk_size=64)
     assert temporary(truncated, 16) - temporary(truncated, 4) < state_bytes
-    exact = lambda p, tokens: jax.value_and_grad(lambda p: chunked_loss(model, p, tokens, chunk_size=64), has_aux=True)(p)
+    exact = lambda p, tokens: jax.value_and_grad(
+        lambda p: chunked_loss(model, p, tokens, chunk_size=64), has_aux=True
+    )(p)
     activations = 64 * 2 * 32 * 4 * 20  # of a chunk: more than 20 arrays [B, T, C]
     for_a_chunk = (temporary(exact, 16) - temporary(exact, 4)) / 12
     assert for_a_chunk < 3 * state_bytes < activations / 2, (for_a_chunk, state_bytes)
@@ -104,7 +114,12 @@ def test_all_masked(setup):
         (TOKENS[0], {"chunk_size": 8}, ValueError, "tokens must have shape"),
         (TOKENS * 1.0, {"chunk_size": 8}, TypeError, "tokens must be integers"),
         (TOKENS, {"chunk_size": 8, "mask": jnp.ones((2, 25))}, ValueError, "mask must have shape"),
-        (TOKENS, {"chunk_size": 8, "state": small.model(7).init_state(1)}, ValueError, "state.att_shift must have shape"),
+        (
+            TOKENS,
+            {"chunk_size": 8, "state": small.model(7).init_state(1)},
+            ValueError,
+            "state.att_shift must have shape",
+        ),
     ],
 )
 def test_errors(setup, tokens, options, error, message):

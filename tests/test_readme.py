@@ -37,9 +37,13 @@ def test_generation(capsys):
 
 
 def test_lora():
-    """The frozen parameters stay, the merged ones learn; at the start the product is 0; stacked layers and one layer alike."""
+    """The frozen parameters stay, the merged ones learn; at the start the product is 0; stacked layers and
+    one layer alike.
+    """
     names = block("State tuning and LoRA")
-    model, params, tokens, cross_entropy = (names[name] for name in ("model", "params", "tokens", "cross_entropy"))
+    model, params, tokens, cross_entropy = (
+        names[name] for name in ("model", "params", "tokens", "cross_entropy")
+    )
     loss = lambda p: float(cross_entropy(model.apply({"params": p}, tokens[:, :-1])[0], tokens[:, 1:]))
     fresh = names["init_lora"](jax.random.key(1), params)
     jax.tree.map(np.testing.assert_array_equal, names["merge"](params, fresh), params)
@@ -47,7 +51,9 @@ def test_lora():
     assert loss(names["tuned"]) < loss(params) - 0.05
     assert all(np.abs(matrix).max() > 0 for pair in names["lora"].values() for matrix in pair.values())
     stacked = {"blocks": {"att": {"key": {"kernel": np.ones((3, 4, 5), np.float32)}}}}
-    assert names["merge"](stacked, names["init_lora"](jax.random.key(0), stacked, rank=2))["blocks"]["att"]["key"]["kernel"].shape == (3, 4, 5)
+    assert names["merge"](stacked, names["init_lora"](jax.random.key(0), stacked, rank=2))["blocks"]["att"][
+        "key"
+    ]["kernel"].shape == (3, 4, 5)
 
 
 def test_long_contexts():

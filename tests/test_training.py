@@ -18,28 +18,41 @@ WIDE = ("receptance", "key", "value", "gate", "output", "head")
 
 
 def names(tree):
-    return {tuple(key.key for key in path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        tuple(key.key for key in path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 @pytest.mark.parametrize("version", small.VERSIONS)
 @pytest.mark.parametrize("scan", [False, True])
 def test_groups(version, scan):
-    groups = names(parameter_groups(small.shapes(small.model(version, scan_layers=scan), jnp.zeros((1, 2), jnp.int32))))
+    groups = names(
+        parameter_groups(small.shapes(small.model(version, scan_layers=scan), jnp.zeros((1, 2), jnp.int32)))
+    )
     layers = 1 if scan else 2
     base = {path for path, group in groups.items() if group == "decay_base"}
     assert {path[-1] for path in base} == {"w0" if version == 7 else "time_decay"} and len(base) == layers
     matrices = {path for path, group in groups.items() if group == "matrix"}
-    assert matrices == {path for path in groups if path[-1] == "embedding" or (path[-1] == "kernel" and path[-2] in WIDE)}
+    assert matrices == {
+        path for path in groups if path[-1] == "embedding" or (path[-1] == "kernel" and path[-2] in WIDE)
+    }
     assert len(matrices) == 2 + layers * (6 if version == 7 else 8)
     # what is left has two or more axes only where it is low rank, per head or stacked
     rest = {path[-1] for path, group in groups.items() if group == "other"}
     assert {"scale", "bias"} < rest
-    assert ({"w1", "w2", "g2", "r_k"} if version == 7 else {"time_maa_w1", "time_maa_w2", "time_decay_w2", "time_faaaa"}) < rest
+    assert (
+        {"w1", "w2", "g2", "r_k"}
+        if version == 7
+        else {"time_maa_w1", "time_maa_w2", "time_decay_w2", "time_faaaa"}
+    ) < rest
 
 
 def test_groups_of_boxed_parameters():
     tokens = jnp.zeros((1, 2), jnp.int32)
-    plain, boxed = (parameter_groups(small.shapes(small.model(7, scan_layers=True, logical_axes=flag), tokens)) for flag in (False, True))
+    plain, boxed = (
+        parameter_groups(small.shapes(small.model(7, scan_layers=True, logical_axes=flag), tokens))
+        for flag in (False, True)
+    )
     assert nn.meta.unbox(boxed) == plain
 
 
@@ -55,7 +68,10 @@ def adam(p, grads, lrs, weight_decay, scale):
 def test_optimizer_steps():
     schedule = rwkv_schedule(1e-2, 1e-3, 6, 2)
     tx = rwkv_optimizer(schedule, weight_decay=0.3)
-    start = {"att": {"w0": jnp.array([0.5]), "w1": jnp.array([[0.5]]), "key": {"kernel": jnp.array([[0.5]])}}, "emb": {"embedding": jnp.array([[0.5]])}}
+    start = {
+        "att": {"w0": jnp.array([0.5]), "w1": jnp.array([[0.5]]), "key": {"kernel": jnp.array([[0.5]])}},
+        "emb": {"embedding": jnp.array([[0.5]])},
+    }
     grads = [0.03, -0.2, 0.1, 1e-12]
     params, state = start, tx.init(start)
     for g in grads:
@@ -69,16 +85,31 @@ def test_optimizer_steps():
 
 
 def test_clipping_by_the_global_norm():
-    """Adam forgets the gradient's scale, so two steps tell: the second, clipped gradient is smaller than the first by 1 / 50 and not by 1."""
+    """Adam forgets the gradient's scale, so two steps tell: the second, clipped gradient is smaller than the
+    first by 1 / 50 and not by 1.
+    """
     tx = rwkv_optimizer(1.0, weight_decay=0.0)
     params = {"a": jnp.zeros(2)}
     _, state = tx.update({"a": jnp.array([3e1, 4e1])}, tx.init(params), params)
     np.testing.assert_allclose(optax.tree.get(state, "mu")["a"], [0.06, 0.08], rtol=1e-6)
-    updates, _ = rwkv_optimizer(1.0, weight_decay=0.0, clip_norm=None).update({"a": jnp.zeros(2)}, tx.init(params), params)
+    updates, _ = rwkv_optimizer(1.0, weight_decay=0.0, clip_norm=None).update(
+        {"a": jnp.zeros(2)}, tx.init(params), params
+    )
     assert not updates["a"].any(), "a zero gradient moves nothing, in spite of eps = 1e-18"
 
 
-@pytest.mark.parametrize("step, want", [(0, 0.01), (1, 0.01 + 0.99 / 10), (9, 0.01 + 0.99 * 9 / 10), (10, 1.0), (60, 0.55), (110, 0.1), (500, 0.1)])
+@pytest.mark.parametrize(
+    "step, want",
+    [
+        (0, 0.01),
+        (1, 0.01 + 0.99 / 10),
+        (9, 0.01 + 0.99 * 9 / 10),
+        (10, 1.0),
+        (60, 0.55),
+        (110, 0.1),
+        (500, 0.1),
+    ],
+)
 def test_schedule(step, want):
     np.testing.assert_allclose(rwkv_schedule(6e-4, 6e-5, 110)(step), 6e-4 * want, rtol=1e-5)
 
@@ -116,11 +147,14 @@ def reference_loss(logits, labels, weights, l2wrap, cotangent):
 @pytest.mark.parametrize("l2wrap", [1e-4, 0.5, 0.0])
 def test_cross_entropy(masked, l2wrap):
     rng = np.random.default_rng(0)
-    logits = jnp.asarray(5 * rng.normal(size=(2, 5, 7)), jnp.float32).at[0, 0, 2:4].set(20.0)  # a tie: one of the two counts
+    # a tie: one of the two counts
+    logits = jnp.asarray(5 * rng.normal(size=(2, 5, 7)), jnp.float32).at[0, 0, 2:4].set(20.0)
     labels = jnp.asarray(rng.integers(0, 7, (2, 5)))
     mask = jnp.asarray(rng.integers(0, 2, (2, 5)), bool).at[0, 0].set(True) if masked else None
     value, pull = jax.vjp(lambda x: cross_entropy(x, labels, mask, l2wrap), logits)
-    want, grad = reference_loss(logits, np.asarray(labels), np.ones((2, 5)) if mask is None else mask, l2wrap, 3.0)
+    want, grad = reference_loss(
+        logits, np.asarray(labels), np.ones((2, 5)) if mask is None else mask, l2wrap, 3.0
+    )
     np.testing.assert_allclose(value, want, rtol=1e-6)
     np.testing.assert_allclose(pull(jnp.float32(3.0))[0], grad, rtol=1e-5, atol=1e-7)
 
@@ -157,7 +191,9 @@ def test_a_model_learns():
     """Twenty steps from the official initialisation on one batch, with bfloat16 activations."""
     model = small.model(7, scan_layers=True, remat=True, dtype=jnp.bfloat16, implementation="reference")
     tokens = small.tokens(2, 9)
-    params = jax.jit(model.init, compiler_options=small.FAST_COMPILE)(jax.random.key(0), tokens[:, :1])["params"]
+    params = jax.jit(model.init, compiler_options=small.FAST_COMPILE)(jax.random.key(0), tokens[:, :1])[
+        "params"
+    ]
     tx = rwkv_optimizer(rwkv_schedule(1e-2, 1e-3, 20, 2))
 
     def step(params, state):

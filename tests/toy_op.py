@@ -1,4 +1,6 @@
-"""A toy op, all of it: ``y_t = sum_{s <= t} x_s scale``, with an opaque implementation and a plain one. And, as a program, its sharded runs."""
+"""A toy op, all of it: ``y_t = sum_{s <= t} x_s scale``, with an opaque implementation and a plain one. And,
+as a program, its sharded runs.
+"""
 
 import sys
 from typing import Any, NamedTuple
@@ -81,17 +83,28 @@ def main():
         f = run
         if name.startswith("shard_map"):
             specs = (P("data"), P())
-            f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P("data"), *specs), check_vma="un" not in name)
+            f = jax.shard_map(
+                local, mesh=mesh, in_specs=specs, out_specs=(P("data"), *specs), check_vma="un" not in name
+            )
         with jax.set_mesh(mesh):
-            args = jax.device_put(x, NamedSharding(mesh, spec)), jax.device_put(scale, NamedSharding(mesh, P()))
+            args = (
+                jax.device_put(x, NamedSharding(mesh, spec)),
+                jax.device_put(scale, NamedSharding(mesh, P())),
+            )
             try:
                 # the value's own sum is left out of the count: gradients alone
                 grads = f if name.startswith("shard_map") else lambda *a: run(*a)[1]
                 text = jax.jit(grads).lower(*args).compile().as_text()
-                found = re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
+                found = re.findall(
+                    r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
+                    text,
+                )
                 got = jax.device_get(jax.jit(f)(*args))
                 got = (np.sum(got[0]), tuple(got[1:])) if name.startswith("shard_map") else got
-                error = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)))
+                error = max(
+                    float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
+                    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want))
+                )
                 report[name] = {"error": error, "collectives": sorted(set(found))}
             except ValueError as e:
                 report[name] = {"error": str(e), "collectives": None}

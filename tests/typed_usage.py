@@ -12,7 +12,9 @@ def states(x: jax.Array, ask: bool) -> None:
     assert_type(chunk_rwkv7(x, x, x, x, x, x, output_final_state=True), tuple[jax.Array, jax.Array])
     assert_type(chunk_rwkv7(x, x, x, x, x, x), tuple[jax.Array, jax.Array | None])
     assert_type(chunk_rwkv7(x, x, x, x, x, x, output_final_state=ask), tuple[jax.Array, jax.Array | None])
-    assert_type(chunk_rwkv6(x, x, x, x, x, output_final_state=True, chunk_size=16), tuple[jax.Array, jax.Array])
+    assert_type(
+        chunk_rwkv6(x, x, x, x, x, output_final_state=True, chunk_size=16), tuple[jax.Array, jax.Array]
+    )
     one_token = fused_recurrent_rwkv7(x, x, x, x, x, x, output_final_state=True, initial_state=x)
     assert_type(one_token, tuple[jax.Array, jax.Array])
     assert_type(fused_recurrent_rwkv6(x, x, x, x, x, scale=2.0), tuple[jax.Array, jax.Array | None])

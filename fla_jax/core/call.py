@@ -1,4 +1,6 @@
-"""What is known of a call of an op when it is traced: the one value that choice, sharding and launches go by."""
+"""What is known of a call of an op when it is traced: the one value that choice, sharding and launches go
+by.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Call(Generic[Settings]):
 
 
 class RWKV6Inputs(NamedTuple):
-    """The arrays of one call of RWKV-6; B rows, T tokens, H heads, N = B or the number of packed sequences."""
+    """The arrays of one call of RWKV-6; B rows, T tokens, H heads, N = B or the number of packed
+    sequences.
+    """
 
     r: Any  # [B, T, H, K]
     k: Any  # [B, T, H, K]

@@ -1,7 +1,8 @@
 """From user layouts to equal chunks and back: rows of any length, packed documents, packed sequences.
 
-Every plain-JAX form works on arrays ``[n, B, H, C, D]``: ``n`` chunks of ``C`` tokens, walked in order, each chunk within one row (or one packed sequence).
-Missing tokens are zeros in every input, which leaves the state as it is (log decay 0, k = v = a = b = 0).
+Every plain-JAX form works on arrays ``[n, B, H, C, D]``: ``n`` chunks of ``C`` tokens, walked in order, each
+chunk within one row (or one packed sequence). Missing tokens are zeros in every input, which leaves the state
+as it is (log decay 0, k = v = a = b = 0).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from .call import Recurrence
 class Chunks(NamedTuple):
     """How the tokens of one call are cut into chunks.
 
-    ``gather`` [n * C] and ``scatter`` [T] are token positions for packed sequences (``cu_seqlens``) and None for plain rows; ``sequence`` [n] names the
-    packed sequence that a chunk belongs to. `walk` hands ``group`` chunks at a time to a step; ``number`` is a multiple of it.
+    ``gather`` [n * C] and ``scatter`` [T] are token positions for packed sequences (``cu_seqlens``) and None
+    for plain rows; ``sequence`` [n] names the packed sequence that a chunk belongs to. `walk` hands ``group``
+    chunks at a time to a step; ``number`` is a multiple of it.
     """
 
     size: int
@@ -57,13 +59,17 @@ class Chunks(NamedTuple):
     ) -> tuple[Any, tuple[jax.Array, ...], Any]:
         """Runs ``step(carry, tokens, xs) -> (carry, outputs, ys)`` over groups of chunks, by `jax.lax.scan`.
 
-        ``tokens`` are arrays [B, T, H, D], of which the step sees a window [group, B, H, C, D] in dtype ``compute``; its outputs of that shape go to arrays
-        like ``outputs`` [B, T, H, D]. Leaves [n, ...] of ``xs`` and ``ys`` are passed as [group, ...]. What a step computes at once stays small, in cache on
-        a CPU, and no second copy of all tokens is ever made: memory that is touched for the first time costs more than the arithmetic on it.
+        ``tokens`` are arrays [B, T, H, D], of which the step sees a window [group, B, H, C, D] in dtype
+        ``compute``; its outputs of that shape go to arrays like ``outputs`` [B, T, H, D]. Leaves [n, ...] of
+        ``xs`` and ``ys`` are passed as [group, ...]. What a step computes at once stays small, in cache on a
+        CPU, and no second copy of all tokens is ever made: memory that is touched for the first time costs
+        more than the arithmetic on it.
         """
         span = self.group * self.size
         total = self.number * self.size
-        pad = lambda x: x if total == x.shape[1] else jnp.pad(x, ((0, 0), (0, total - x.shape[1]), (0, 0), (0, 0)))
+        pad = lambda x: (
+            x if total == x.shape[1] else jnp.pad(x, ((0, 0), (0, total - x.shape[1]), (0, 0), (0, 0)))
+        )
         if self.gather is None:
             tokens = [pad(x) for x in tokens]
 
@@ -71,7 +77,13 @@ class Chunks(NamedTuple):
             if self.gather is None:
                 x = jax.lax.dynamic_slice_in_dim(x, i * span, span, 1)
             else:
-                x = jnp.take(x, jax.lax.dynamic_slice_in_dim(self.gather, i * span, span), axis=1, mode="fill", fill_value=0)
+                x = jnp.take(
+                    x,
+                    jax.lax.dynamic_slice_in_dim(self.gather, i * span, span),
+                    axis=1,
+                    mode="fill",
+                    fill_value=0,
+                )
             B, _, H, D = x.shape
             return x.astype(compute).reshape(B, self.group, self.size, H, D).transpose(1, 0, 3, 2, 4)
 
@@ -87,11 +99,18 @@ class Chunks(NamedTuple):
 
         buffers = tuple(pad(zeros(x, x)) for x in outputs)
         xs = jax.tree.map(lambda x: x.reshape(-1, self.group, *x.shape[1:]), xs)
-        (carry, buffers), ys = jax.lax.scan(body, (carry, buffers), (jnp.arange(self.number // self.group), xs), reverse=reverse)
-        out = tuple(x[:, : self.length] if self.scatter is None else jnp.take(x, self.scatter, axis=1, mode="clip") for x in buffers)
+        (carry, buffers), ys = jax.lax.scan(
+            body, (carry, buffers), (jnp.arange(self.number // self.group), xs), reverse=reverse
+        )
+        out = tuple(
+            x[:, : self.length] if self.scatter is None else jnp.take(x, self.scatter, axis=1, mode="clip")
+            for x in buffers
+        )
         return carry, out, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
 
-    def each(self, step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
+    def each(
+        self, step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, reverse: bool = False
+    ) -> tuple[Any, Any]:
         """`jax.lax.scan` over the chunks of one group (leaves [group, ...])."""
         if self.group > 1:
             return jax.lax.scan(step, carry, xs, reverse=reverse)
@@ -99,7 +118,9 @@ class Chunks(NamedTuple):
         return carry, jax.tree.map(lambda y: y[None], ys)
 
     def read(self, state: jax.Array, sequence: jax.Array | None) -> jax.Array:
-        """The state that a chunk works on: all rows' [B, H, K, V], or the one packed sequence's as [1, H, K, V]."""
+        """The state that a chunk works on: all rows' [B, H, K, V], or the one packed sequence's as
+        [1, H, K, V].
+        """
         return state if sequence is None else jax.lax.dynamic_index_in_dim(state, sequence, 0)
 
     def write(self, state: jax.Array, new: jax.Array, sequence: jax.Array | None) -> jax.Array:
@@ -108,7 +129,9 @@ class Chunks(NamedTuple):
 
 
 def zeros(like: jax.Array, varying: jax.Array, dtype: Any = None) -> jax.Array:
-    """Zeros to start a scan's carry with, sharded like ``like``; inside `jax.shard_map` they vary over the same mesh axes as ``varying``."""
+    """Zeros to start a scan's carry with, sharded like ``like``; inside `jax.shard_map` they vary over the
+    same mesh axes as ``varying``.
+    """
     z = jnp.zeros_like(like, dtype)
     axes = tuple(jax.typeof(varying).manual_axis_type.varying - jax.typeof(z).manual_axis_type.varying)
     return jax.lax.pcast(z, axes, to="varying") if axes else z
@@ -117,7 +140,8 @@ def zeros(like: jax.Array, varying: jax.Array, dtype: Any = None) -> jax.Array:
 def group_size(tokens: Any) -> int:
     """How many chunks of ``tokens`` (times rows and heads) to work on at once.
 
-    About a CPU's second-level cache, or enough to fill an accelerator; one where the number of rows is symbolic.
+    About a CPU's second-level cache, or enough to fill an accelerator; one where the number of rows is
+    symbolic.
     """
     if not isinstance(tokens, int):
         return 1
@@ -130,7 +154,8 @@ def plan(length: int, size: int, cu_seqlens: jax.Array | None, group: int = 1) -
     With ``cu_seqlens`` [N + 1], each packed sequence starts a chunk of its own.
     """
     n_seq = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    count = (length + max(n_seq, 1) * (size - 1)) // size  # with sequences: the most that sum(ceil(len / size)) can be
+    # with sequences: the most that sum(ceil(len / size)) can be
+    count = (length + max(n_seq, 1) * (size - 1)) // size
     group = max(1, min(group, count))
     count = -(-count // group) * group
     if cu_seqlens is None:
@@ -148,7 +173,9 @@ def plan(length: int, size: int, cu_seqlens: jax.Array | None, group: int = 1) -
 
 
 def chunk_plan(settings: Recurrence, x: jax.Array, cu_seqlens: jax.Array | None) -> Chunks:
-    """The chunked forms' plan for arrays like ``x`` [B, T, H, D]: chunks of 16 tokens unless the caller chose."""
+    """The chunked forms' plan for arrays like ``x`` [B, T, H, D]: chunks of 16 tokens unless the caller
+    chose.
+    """
     B, T, H, _ = x.shape
     size = min(settings.chunk_size or 16, 1 << (T - 1).bit_length())
     return plan(T, size, cu_seqlens, group_size(B * H * size))

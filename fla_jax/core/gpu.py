@@ -12,16 +12,20 @@ OLDEST = 8.0  # compute capability of Ampere
 
 
 class Mendable(str):
-    """A reason not to run that the user can do something about: an op that goes without says so in a warning."""
+    """A reason not to run that the user can do something about: an op that goes without says so in a
+    warning.
+    """
 
 
 _target = jax.make_user_context(default_value=None)
 
 
 def lowering_for(compute_capability: int):
-    """Context in which kernels are lowered for a GPU that need not be here, such as 90 for compute capability 9.0.
+    """Context in which kernels are lowered for a GPU that need not be here, such as 90 for compute capability
+    9.0.
 
-    For `jax.export` and tests. Pallas kernels also want an abstract mesh whose ``abstract_device`` is that GPU.
+    For `jax.export` and tests. Pallas kernels also want an abstract mesh whose ``abstract_device`` is that
+    GPU.
     """
     return _target(compute_capability)
 
@@ -45,12 +49,14 @@ def compute_capability() -> int:
 def platform_of(arrays: Iterable[jax.Array]) -> str:
     """The platform that a call on ``arrays`` runs on, ``"gpu"`` for every name that JAX has for GPUs.
 
-    Concrete arrays say it themselves. While a function is traced it is the platform of the mesh in context, where
-    `jax.set_mesh` has put devices into it, else that of JAX's default device.
+    Concrete arrays say it themselves. While a function is traced it is the platform of the mesh in context,
+    where `jax.set_mesh` has put devices into it, else that of JAX's default device.
     """
     if _target.value is not None:
         return "gpu"
-    concrete = next((x for x in arrays if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)), None)
+    concrete = next(
+        (x for x in arrays if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)), None
+    )
     if concrete is not None:
         return _canonical(next(iter(concrete.devices())).platform)
     in_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

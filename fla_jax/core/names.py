@@ -19,8 +19,8 @@ def remat_policy(dense: bool = False):
     others through `jax.checkpoint_policies.save_from_both_policies`.
 
     Args:
-        dense: keep what the layers' dense projections made as well (8 to 9 C numbers a token and layer), so that
-            only elementwise work runs twice.
+        dense: keep what the layers' dense projections made as well (8 to 9 C numbers a token and layer), so
+            that only elementwise work runs twice.
     """
     return jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES, *([DENSE] if dense else []))
 

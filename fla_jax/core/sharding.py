@@ -1,10 +1,11 @@
 """Makes an opaque kernel shardable, in every sharding mode of JAX, and mappable by `jax.vmap`.
 
-Without this, a kernel under `jax.jit` on several devices is run by each of them on everything, after gathering it.
+Without this, a kernel under `jax.jit` on several devices is run by each of them on everything, after
+gathering it.
 
-Axes are named, einsum-like: ``"b t h k"`` are rows, tokens, heads and keys. Devices may own slices of the axes that an
-op calls shardable (rows and heads, which never see each other in a recurrence); every other axis stays whole.
-Differentiation happens outside (ops/op.py), so the kernel sees no tangents.
+Axes are named, einsum-like: ``"b t h k"`` are rows, tokens, heads and keys. Devices may own slices of the
+axes that an op calls shardable (rows and heads, which never see each other in a recurrence); every other axis
+stays whole. Differentiation happens outside (ops/op.py), so the kernel sees no tangents.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def reduce_like(gradient: jax.Array, primal: jax.Array) -> jax.Array:
-    """Inside a checked `jax.shard_map`: ``gradient`` summed over the mesh axes that ``primal`` does not vary over."""
+    """Inside a checked `jax.shard_map`: ``gradient`` summed over the mesh axes that ``primal`` does not vary
+    over.
+    """
     axes = tuple(_varying(gradient) - _varying(primal))
     return jax.lax.psum(gradient, axes) if axes else gradient
 
@@ -83,15 +86,17 @@ def devices_in_mesh() -> int:
 def sharded(fn: Kernel, operands: Axes, results: Axes, shardable: Sequence[str]) -> Kernel:
     """``fn`` (arrays -> tuple of arrays) on every device's own part of the ``shardable`` axes.
 
-    `jax.vmap` merges the mapped axis into the rows, where every result and every mapped operand has rows; operands
-    without rows are shared by all. Else it maps one by one, by `jax.lax.map`.
+    `jax.vmap` merges the mapped axis into the rows, where every result and every mapped operand has rows;
+    operands without rows are shared by all. Else it maps one by one, by `jax.lax.map`.
     """
     left, right = _split(operands), _split(results)
     run = jax.custom_batching.custom_vmap(_partitioned(fn, left, right, shardable))
 
     @run.def_vmap
     def _(n: int, mapped: Sequence[bool], *args: jax.Array):
-        one_by_one = not all(ROWS in axes for axes, m in zip(left, mapped) if m) or not all(ROWS in a for a in right)
+        one_by_one = not all(ROWS in axes for axes, m in zip(left, mapped) if m) or not all(
+            ROWS in a for a in right
+        )
         if one_by_one:
             args = tuple(x if m else jnp.broadcast_to(x, (n, *x.shape)) for x, m in zip(args, mapped))
             return jax.lax.map(lambda xs: run(*xs), args), (True,) * len(right)
@@ -110,8 +115,8 @@ def _partitioned(fn: Kernel, left: Names, right: Names, shardable: Sequence[str]
     automatic = custom_partitioning(lambda *args: fn(*args))
 
     def partition(mesh, arg_shapes, result_shape):
-        # the partitioner only suggests shardings: returned as they come, an axis that must stay whole would be
-        # silently wrong
+        # the partitioner only suggests shardings: returned as they come, an axis that must stay whole would
+        # be silently wrong
         args, outs = jax.tree.leaves(arg_shapes), jax.tree.leaves(result_shape)
         owners, given = {}, [x.sharding for x in (*args, *outs)]
         if all(isinstance(s, NamedSharding) for s in given):
@@ -134,7 +139,8 @@ def _partitioned(fn: Kernel, left: Names, right: Names, shardable: Sequence[str]
             args = tuple(jax.sharding.reshard(x, spec) for x, spec in zip(args, ins))
             return jax.shard_map(fn, in_specs=ins, out_specs=outs, check_vma=False)(*args)
         if jax.device_count() == 1:
-            # nothing to partition; the program stays free of Python callbacks, so it can be exported and cached
+            # nothing to partition; the program stays free of Python callbacks, so it can be exported and
+            # cached
             return fn(*args)
         return automatic(*args)
 

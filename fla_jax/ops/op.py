@@ -1,15 +1,16 @@
 """The one place that makes an op out of implementations.
 
-An `Op` names its arrays and their axes and lists implementations, the best first. It alone chooses one for a call,
-defines the gradient, shards opaque kernels, maps them under `jax.vmap`, tags what rematerialisation may keep and runs
-the checked mode's checks. An implementation is a module of plain functions on the arrays of one device:
+An `Op` names its arrays and their axes and lists implementations, the best first. It alone chooses one for a
+call, defines the gradient, shards opaque kernels, maps them under `jax.vmap`, tags what rematerialisation may
+keep and runs the checked mode's checks. An implementation is a module of plain functions on the arrays of one
+device:
 
-    forward(call, x) -> (outputs, kept)                    `kept`: arrays by name that only its own backward reads
-    backward(call, x, kept, cotangents) -> gradients       a tuple like x; None for integer arrays
+    forward(call, x) -> (outputs, kept)                    `kept`: arrays by name that only its own backward
+    reads backward(call, x, kept, cotangents) -> gradients       a tuple like x; None for integer arrays
     kept_axes(call) -> {name: axes}                        opaque implementations only: what `kept` holds
 
-``call`` is a `fla_jax.core.call.Call`, ``x``, ``outputs`` and ``cotangents`` are the op's named tuples. The gradient
-of an array without rows (RWKV-6's u) may come per row, with one more axis in front; the op sums it.
+``call`` is a `fla_jax.core.call.Call`, ``x``, ``outputs`` and ``cotangents`` are the op's named tuples. The
+gradient of an array without rows (RWKV-6's u) may come per row, with one more axis in front; the op sums it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Implementation:
 
     Attributes:
         name: what ``implementation=`` calls it.
-        load: returns the module (or any object) with its functions; called when it runs first, so that importing
-            the library loads no GPU package.
+        load: returns the module (or any object) with its functions; called when it runs first, so that
+            importing the library loads no GPU package.
         supports: None where it can run a call, else the reason.
         automatic: whether the op may choose it for a call without being asked.
         opaque: whether XLA cannot look into it and so not shard it: a kernel.
@@ -73,8 +74,8 @@ class Op(Generic[Inputs, Outputs]):
         name: the public function's name, for messages.
         inputs: named tuple class of its arrays; None stands for one that was not given.
         outputs: named tuple class of its results.
-        axes: the axes of every array by name, such as ``{"r": "b t h k"}``. ``b`` are rows. ``n``, packed sequences,
-            is ``b`` unless the input ``cu_seqlens`` is given.
+        axes: the axes of every array by name, such as ``{"r": "b t h k"}``. ``b`` are rows. ``n``, packed
+            sequences, is ``b`` unless the input ``cu_seqlens`` is given.
         implementations: open, in order of preference. Add one with ``op.implementations.insert(0, ...)``.
         shardable: axes that devices may share.
         output_names: names of the results for `jax.checkpoint` policies, or None.
@@ -96,8 +97,8 @@ class Op(Generic[Inputs, Outputs]):
         """The op on ``x``.
 
         Raises:
-            ValueError: ``implementation`` is unknown or cannot run this call here, or an axis that must stay whole
-                is sharded over an explicit mesh axis.
+            ValueError: ``implementation`` is unknown or cannot run this call here, or an axis that must stay
+                whole is sharded over an explicit mesh axis.
             TypeError: the call is differentiated in forward mode.
         """
         arrays = jax.tree.leaves(x)
@@ -117,10 +118,14 @@ class Op(Generic[Inputs, Outputs]):
                 if reason is None and one.automatic(call):
                     return one
                 if isinstance(reason, Mendable):
-                    warnings.warn(f"{self.name} runs without {one.name!r}, much slower: {reason}", stacklevel=5)
+                    warnings.warn(
+                        f"{self.name} runs without {one.name!r}, much slower: {reason}", stacklevel=5
+                    )
         by_name = {one.name: one for one in self.implementations}
         if name is None or name not in by_name:
-            raise ValueError(f"{self.name}: implementation must be one of {sorted(by_name)} or None, got {name!r}")
+            raise ValueError(
+                f"{self.name}: implementation must be one of {sorted(by_name)} or None, got {name!r}"
+            )
         reason = by_name[name].supports(call)
         if reason is not None:
             raise ValueError(f"{self.name}: implementation={name!r} cannot run this call: {reason}")
@@ -156,12 +161,14 @@ class Op(Generic[Inputs, Outputs]):
     def _refuse_forward_mode(self, arrays: list[jax.Array]) -> None:
         """Raises JAX's refusal at once and in the op's words, where the op itself sees the tracer.
 
-        Inside a jitted function JAX's own error comes, with `jax.linearize` when the linear function is called.
+        Inside a jitted function JAX's own error comes, with `jax.linearize` when the linear function is
+        called.
         """
         for x in arrays:
             trace = getattr(x, "_trace", None)
             linearize = type(trace).__name__ == "LinearizeTrace" and not getattr(trace, "is_vjp", True)
-            direct = getattr(jax.config, "jax_use_direct_linearize", True)  # without it, reverse mode starts as jvp
+            # without it, reverse mode starts as jvp
+            direct = getattr(jax.config, "jax_use_direct_linearize", True)
             if linearize or (type(trace).__name__ == "JVPTrace" and direct):
                 raise TypeError(
                     f"{self.name} can be differentiated in reverse mode only (jax.grad, jax.vjp), not by "
@@ -171,7 +178,9 @@ class Op(Generic[Inputs, Outputs]):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _forward(op: Op, implementation: Implementation, call: Call, x: Any) -> tuple[Any, Arrays]:
-    """Outputs, and what the implementation keeps; jitted, so that calls outside jit find what the first compiled."""
+    """Outputs, and what the implementation keeps; jitted, so that calls outside jit find what the first
+    compiled.
+    """
     module = implementation.load()
     if not implementation.opaque:
         return module.forward(call, x)
@@ -189,8 +198,12 @@ def _forward(op: Op, implementation: Implementation, call: Call, x: Any) -> tupl
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _backward(op: Op, implementation: Implementation, call: Call, x: Any, kept: Arrays, cotangents: Any) -> Any:
-    """Gradients like ``x``, None for integers; those of arrays without rows may have a leading axis of rows."""
+def _backward(
+    op: Op, implementation: Implementation, call: Call, x: Any, kept: Arrays, cotangents: Any
+) -> Any:
+    """Gradients like ``x``, None for integers; those of arrays without rows may have a leading axis of
+    rows.
+    """
     module = implementation.load()
     if not implementation.opaque:
         return module.backward(call, x, kept, cotangents)
@@ -203,7 +216,9 @@ def _backward(op: Op, implementation: Implementation, call: Call, x: Any, kept: 
         return tuple(jax.tree.leaves(module.backward(call, x, dict(zip(kept_axes, kept)), cotangents)))
 
     left = [*inputs.values(), *results.values(), *kept_axes.values()]
-    per_row = [axes if ROWS in axes.split() or "n" in axes.split() else f"{ROWS} {axes}" for axes in inputs.values()]
+    per_row = [
+        axes if ROWS in axes.split() or "n" in axes.split() else f"{ROWS} {axes}" for axes in inputs.values()
+    ]
     made = sharded(local, left, [a for a, f in zip(per_row, floating) if f], op.shardable)(*arrays)
     remaining = iter(made)
     gradients = iter([next(remaining) if f else None for f in floating])
@@ -223,7 +238,9 @@ def _run_fwd(op: Op, implementation: Implementation, call: Call, x: Any) -> tupl
     return outputs, (x, name_arrays(kept, op.kept_name))
 
 
-def _run_bwd(op: Op, implementation: Implementation, call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
+def _run_bwd(
+    op: Op, implementation: Implementation, call: Call, residuals: Any, cotangents: Any
+) -> tuple[Any]:
     x, kept = residuals
     gradients = _backward(op, implementation, call, x, kept, cotangents)
 

@@ -1,7 +1,8 @@
 """Device functions that the recurrent Pallas kernels share, and the walk over tokens.
 
-A walk's state is one tile [parts, own, width] in registers, ``width`` running fastest in memory: Triton puts four neighbours of that axis in a thread and four
-lanes to its 16, the other eight lanes to ``own``, and all parts in a thread. So a sum over parts and width is mostly within a thread.
+A walk's state is one tile [parts, own, width] in registers, ``width`` running fastest in memory: Triton puts
+four neighbours of that axis in a thread and four lanes to its 16, the other eight lanes to ``own``, and all
+parts in a thread. So a sum over parts and width is mostly within a thread.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ STRETCH = 16  # tokens per stretch
 
 
 class Tile(NamedTuple):
-    """The part of the state that a walk's program owns: ``own`` columns of it, whose elements lie in memory as ``parts`` times ``width``."""
+    """The part of the state that a walk's program owns: ``own`` columns of it, whose elements lie in memory
+    as ``parts`` times ``width``.
+    """
 
     own: int
     parts: int
@@ -44,7 +47,9 @@ class Sizes(NamedTuple):
 
 
 def fma(x: Any, y: Any, z: Any) -> jax.Array:
-    """``x * y + z`` in float32 with one rounding: XLA lets Triton contract nothing, and products and sums apart take twice the instructions."""
+    """``x * y + z`` in float32 with one rounding: XLA lets Triton contract nothing, and products and sums
+    apart take twice the instructions.
+    """
     if interpreting():
         return x * y + z
     shape = jnp.broadcast_shapes(jnp.shape(x), jnp.shape(y), jnp.shape(z))
@@ -76,7 +81,8 @@ def emptied(state: jax.Array, restart_: Any, row: Any, t: Any, sizes: Sizes) -> 
 
 
 def positions(number: int) -> Any:
-    """``at(row, t)``: where token (or stretch) ``t`` of an array row and of the program's head is in arrays [B * number * H, ...].
+    """``at(row, t)``: where token (or stretch) ``t`` of an array row and of the program's head is in arrays
+    [B * number * H, ...].
 
     Asks for the program's head at once: Pallas' interpreter knows it only outside loops.
     """
@@ -87,9 +93,11 @@ def positions(number: int) -> Any:
 def walk_stretches(
     load: Any, token: Any, start: jax.Array, states_: Any, restart_: Any, bounds_: Any, sizes: Sizes, reverse: bool, keep: bool
 ) -> jax.Array:  # fmt: skip
-    """Runs ``S = token(S, load(at), at)`` over the program's sequence, axis 2 of the grid, and returns the last state.
+    """Runs ``S = token(S, load(at), at)`` over the program's sequence, axis 2 of the grid, and returns the
+    last state.
 
-    Each token's arrays are loaded while the token before it is worked on: the compiler moves no load over the stores of a token.
+    Each token's arrays are loaded while the token before it is worked on: the compiler moves no load over the
+    stores of a token.
 
     Args:
         load: arrays of the token at a position in [B * T' * H, ...] arrays.

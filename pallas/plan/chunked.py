@@ -1,4 +1,6 @@
-"""What the launchers of the chunked Triton kernels share: runtime arguments, constants, launch options, shapes of what the forward keeps."""
+"""What the launchers of the chunked Triton kernels share: runtime arguments, constants, launch options,
+shapes of what the forward keeps.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,22 @@ from ...core.gpu import compute_capability
 CHUNK = 16
 BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may make
 
-# (value block, warps, pipeline stages) by pass and padded K, for 16-bit inputs on GPUs with wgmma; an entry with a third part is for another kind of call:
-# "float32" inputs, "small" GPUs, "small float32". See `launch_options`.
+# (value block, warps, pipeline stages) by pass and padded K, for 16-bit inputs on GPUs with wgmma; an entry
+# with a third part is for another kind of call: "float32" inputs, "small" GPUs, "small float32". See
+# `launch_options`.
 LaunchTable = Mapping[tuple[str, int] | tuple[str, int, str], tuple[int, int, int]]
 
 
-# Programs that fill an H200 (132 multiprocessors, about four programs each), the most of them at which cutting rows still pays for walking them twice (by
-# padded K: with 128, one program fills a multiprocessor), and the fewest tokens that are worth a stretch of their own.
+# Programs that fill an H200 (132 multiprocessors, about four programs each), the most of them at which
+# cutting rows still pays for walking them twice (by padded K: with 128, one program fills a multiprocessor),
+# and the fewest tokens that are worth a stretch of their own.
 FULL, FEW, SHORTEST = 512, {64: 132, 128: 100}, 256
 
 
 class Plan(NamedTuple):
-    """One launch. ``ranges`` are the kernels' arguments seg, cu, chunk0, strong and ``lengths`` T, span; ``options`` go to `launch`; ``parts`` value blocks."""
+    """One launch. ``ranges`` are the kernels' arguments seg, cu, chunk0, strong and ``lengths`` T, span;
+    ``options`` go to `launch`; ``parts`` value blocks.
+    """
 
     ranges: tuple[jax.Array, ...]
     lengths: tuple[int, int]
@@ -70,10 +76,12 @@ def tile(n: int) -> int:
 
 
 def launch_options(table: LaunchTable, which: str, K: int, half: bool) -> tuple[int, int, int]:
-    """(value block, warps, pipeline stages) of a pass for this GPU, known from its compute capability and never by trial.
+    """(value block, warps, pipeline stages) of a pass for this GPU, known from its compute capability and
+    never by trial.
 
-    "Small" are all GPUs but 9.0 and 10.x: a block of 8.6, 8.9 and 12.0 has 99 KiB of shared memory, and for 8.0 as for them ptxas gives up on the tiles that
-    those two hold (32 or 40 registers and up to 15 KB spilled by each thread); smaller blocks of values compile well. tests/compile has the numbers.
+    "Small" are all GPUs but 9.0 and 10.x: a block of 8.6, 8.9 and 12.0 has 99 KiB of shared memory, and for
+    8.0 as for them ptxas gives up on the tiles that those two hold (32 or 40 registers and up to 15 KB
+    spilled by each thread); smaller blocks of values compile well. tests/compile has the numbers.
     """
     small = "" if compute_capability() // 10 in (9, 10) else "small"
     kind = " ".join(filter(None, [small, "" if half else "float32"]))
@@ -82,7 +90,9 @@ def launch_options(table: LaunchTable, which: str, K: int, half: bool) -> tuple[
 
 
 def has_half(x: Any) -> bool:
-    """Whether products have bfloat16 operands: all token arrays of a recurrence's inputs, the decay apart, have 16 bits."""
+    """Whether products have bfloat16 operands: all token arrays of a recurrence's inputs, the decay apart,
+    have 16 bits.
+    """
     tokens = [array for name, array in x._asdict().items() if name in "rkvab"]
     return all(array.dtype in (jnp.bfloat16, jnp.float16) for array in tokens)
 
@@ -93,7 +103,9 @@ def store_dtype(half: bool) -> Any:
 
 
 def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, splits: int = 1) -> Plan:
-    """Plans the pass ``which`` of a launch table for a recurrence's inputs ``x``, rows cut into ``splits`` stretches."""
+    """Plans the pass ``which`` of a launch table for a recurrence's inputs ``x``, rows cut into ``splits``
+    stretches.
+    """
     B, T, H, K = x.r.shape
     V = x.v.shape[-1]
     BK = tile(K)

@@ -1,8 +1,10 @@
-"""What the launchers of the recurrent Pallas kernels share: tile sizes, padding to whole tiles, tokens in whole stretches.
+"""What the launchers of the recurrent Pallas kernels share: tile sizes, padding to whole tiles, tokens in
+whole stretches.
 
-Tokens are walked in stretches of 16; the state that enters each is kept, and the backward works on one stretch at a time. Arrays are padded before a kernel
-sees them with zeros, which leave the state as it is (log decay 0, k = v = a = b = 0); packed sequences are spread so that each starts a stretch. So no kernel
-needs a mask.
+Tokens are walked in stretches of 16; the state that enters each is kept, and the backward works on one
+stretch at a time. Arrays are padded before a kernel sees them with zeros, which leave the state as it is (log
+decay 0, k = v = a = b = 0); packed sequences are spread so that each starts a stretch. So no kernel needs a
+mask.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ class Plan(NamedTuple):
         """[B * T' * H, wide] -> [B, T, H, D] in the shape and dtype of ``like``."""
         B, _, H, D = like.shape
         x = x.reshape(B, self.sizes.tokens, H, -1)[..., :D]
-        x = x[:, : like.shape[1]] if self.chunks.scatter is None else jnp.take(x, self.chunks.scatter, axis=1, mode="clip")
+        x = (
+            x[:, : like.shape[1]]
+            if self.chunks.scatter is None
+            else jnp.take(x, self.chunks.scatter, axis=1, mode="clip")
+        )
         return x.astype(like.dtype)
 
     def state(self, x: jax.Array) -> jax.Array:
@@ -90,7 +96,11 @@ def make_plan(x: Any) -> Plan:
         change = (segment_ids[:, 1:] != segment_ids[:, :-1]).astype(jnp.int32)
         restart = jnp.pad(change, ((0, 0), (1, chunks.number * STRETCH - T))).reshape(-1)
     if cu_seqlens is not None:
-        bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // STRETCH)), (1, 0)).astype(jnp.int32)
+        bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // STRETCH)), (1, 0)).astype(
+            jnp.int32
+        )
     Kp, Vp = tile(K), tile(V)
-    sizes = Sizes(H, chunks.number, Kp, Vp, walk_tile(Kp, Vp), segment_ids is not None, cu_seqlens is not None)
+    sizes = Sizes(
+        H, chunks.number, Kp, Vp, walk_tile(Kp, Vp), segment_ids is not None, cu_seqlens is not None
+    )
     return Plan(sizes, K, V, B, B if cu_seqlens is None else cu_seqlens.shape[0] - 1, restart, bounds, chunks)

@@ -20,8 +20,9 @@ STATE_WARPS, VALUE_WARPS = 2, 1  # of programs of `contract_state` and `contract
 def sum_over_values(
     plan: Plan, ys: Sequence[jax.Array], zs: Sequence[jax.Array], states: jax.Array, dstates: jax.Array, scale: float
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """All sums over V: S0 y of each reader, D z of each writer [B * T' * H, K], S0 D by rows [B * number * H, K], scores, same
-    (see `contract_values`), and which lines `Pairs` takes for earlier ones, its own and the next [3, 16, 16].
+    """All sums over V: S0 y of each reader, D z of each writer [B * T' * H, K], S0 D by rows
+    [B * number * H, K], scores, same (see `contract_values`), and which lines `Pairs` takes for earlier ones,
+    its own and the next [3, 16, 16].
 
     Args:
         plan: of the call.
@@ -35,7 +36,9 @@ def sum_over_values(
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     grid = (s.K // min(s.K, BLOCK), s.heads, entries // s.heads)
     reading = functools.partial(contract_state, sizes=s, values=len(ys), scale=scale)
-    reads = pallas_call(reading, *ys, states, out=[f32(tokens, s.K)] * len(ys), grid=grid, num_warps=STATE_WARPS)
+    reads = pallas_call(
+        reading, *ys, states, out=[f32(tokens, s.K)] * len(ys), grid=grid, num_warps=STATE_WARPS
+    )
     writing = functools.partial(contract_state, sizes=s, values=len(zs), scale=1.0)
     out = [f32(tokens, s.K)] * len(zs) + [f32(entries, s.K)]
     *writes, product = pallas_call(writing, *zs, dstates, states, out=out, grid=grid, num_warps=STATE_WARPS)

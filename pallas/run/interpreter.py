@@ -1,6 +1,8 @@
-"""Runs Triton kernels on the host, in Triton's interpreter, inside `jax.jit`: how their numerics are checked without a GPU.
+"""Runs Triton kernels on the host, in Triton's interpreter, inside `jax.jit`: how their numerics are checked
+without a GPU.
 
-Set ``TRITON_INTERPRET=1`` before Triton is imported. Slow; the interpreter's `tl.dot` is wrong for bfloat16, so use float32 inputs.
+Set ``TRITON_INTERPRET=1`` before Triton is imported. Slow; the interpreter's `tl.dot` is wrong for bfloat16,
+so use float32 inputs.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-_LOCK = threading.Lock()  # the interpreter patches triton.language while it runs; several devices call at once
+# the interpreter patches triton.language while it runs; several devices call at once
+_LOCK = threading.Lock()
 _TRITON_NAMES = {
     np.dtype(np.float32): "fp32",
     np.dtype(np.float16): "fp16",
@@ -79,16 +82,25 @@ class _HostTensor:
 
 
 def triton_call_interpreted(
-    kernel: Any, inputs: tuple[Any, ...], out: Any, grid: tuple[int, ...], aliases: Mapping[int, int], constexprs: dict[str, Any]
+    kernel: Any,
+    inputs: tuple[Any, ...],
+    out: Any,
+    grid: tuple[int, ...],
+    aliases: Mapping[int, int],
+    constexprs: dict[str, Any],
 ) -> Any:
-    """`fla_jax.pallas.run.triton.launch` on the host. Outputs start as NaN, so that what a kernel forgets to write shows."""
+    """`fla_jax.pallas.run.triton.launch` on the host. Outputs start as NaN, so that what a kernel forgets to
+    write shows.
+    """
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in inputs]
 
     def call(*arrays):
         remaining = iter(arrays)
         given = [np.ascontiguousarray(next(remaining)) if flag else x for x, flag in zip(inputs, is_array)]
         flat, tree = jax.tree.flatten(out)
-        results = [np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else 0, s.dtype) for s in flat]
+        results = [
+            np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else 0, s.dtype) for s in flat
+        ]
         for i in aliases:
             given[i] = given[i].copy()  # JAX's own memory
         host = [_HostTensor(x) if flag else x for x, flag in zip(given, is_array)]
@@ -99,4 +111,6 @@ def triton_call_interpreted(
         return jax.tree.unflatten(tree, results)
 
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), out)
-    return jax.pure_callback(call, shapes, *(x for x, flag in zip(inputs, is_array) if flag), vmap_method="sequential")
+    return jax.pure_callback(
+        call, shapes, *(x for x, flag in zip(inputs, is_array) if flag), vmap_method="sequential"
+    )

@@ -1,9 +1,12 @@
-"""The one place that calls Pallas kernels: compiled for an NVIDIA GPU, or in Pallas' interpreter where ``FLA_JAX_PALLAS_INTERPRET=1`` is set.
+"""The one place that calls Pallas kernels: compiled for an NVIDIA GPU, or in Pallas' interpreter where
+``FLA_JAX_PALLAS_INTERPRET=1`` is set.
 
-Kernels are lowered through Triton (`jax.experimental.pallas.triton`), which takes every NVIDIA GPU from Ampere on and needs nothing but JAX. Pallas' other GPU
-lowering, Mosaic GPU, takes Hopper and newer only and hands a state to a group of four warps, where sums over K cross warps for each token; the walks here keep
-them in one warp. JAX 0.11 calls the Triton lowering deprecated, without a date (a DeprecationWarning when a kernel is lowered); JAX 0.12 still has it, and this
-file and `fma` in pallas/recurrent_tiles.py are all that knows about it.
+Kernels are lowered through Triton (`jax.experimental.pallas.triton`), which takes every NVIDIA GPU from
+Ampere on and needs nothing but JAX. Pallas' other GPU lowering, Mosaic GPU, takes Hopper and newer only and
+hands a state to a group of four warps, where sums over K cross warps for each token; the walks here keep them
+in one warp. JAX 0.11 calls the Triton lowering deprecated, without a date (a DeprecationWarning when a kernel
+is lowered); JAX 0.12 still has it, and this file and `fma` in pallas/recurrent_tiles.py are all that knows
+about it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from ...core.sharding import vary, varying_axes
 
 
 def interpreting() -> bool:
-    """Whether kernels run in the interpreter: slow, on any platform, for checking numerics. Read when a function is traced."""
+    """Whether kernels run in the interpreter: slow, on any platform, for checking numerics. Read when a
+    function is traced.
+    """
     return os.environ.get("FLA_JAX_PALLAS_INTERPRET") == "1"
 
 
@@ -35,7 +40,9 @@ def automatic(call: Call) -> bool:
 
 
 def why_not(platform: str) -> str | None:
-    """None where Pallas kernels can be called on ``platform`` (``"gpu"``, ``"cpu"``, ...), else the reason."""
+    """None where Pallas kernels can be called on ``platform`` (``"gpu"``, ``"cpu"``, ...), else the
+    reason.
+    """
     if interpreting():
         return None
     reason = gpu_missing(platform)
@@ -52,7 +59,8 @@ def pallas_call(
     num_warps: int,
     aliases: Mapping[int, int] | None = None,
 ) -> Any:
-    """Calls ``kernel(*inputs, *outputs)``, all of them references to whole arrays in GPU memory, and returns the outputs.
+    """Calls ``kernel(*inputs, *outputs)``, all of them references to whole arrays in GPU memory, and returns
+    the outputs.
 
     Args:
         kernel: function of references, its static arguments bound; its name names the GPU kernel.
@@ -69,7 +77,10 @@ def pallas_call(
     axes = varying_axes(*inputs)
     if axes:  # inside a checked `jax.shard_map`: everything is said to vary over what any input varies over
         inputs = tuple(vary(x, axes) for x in inputs)
-        out = [jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=jax.typeof(inputs[0]).manual_axis_type) for s in out]
+        out = [
+            jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=jax.typeof(inputs[0]).manual_axis_type)
+            for s in out
+        ]
     interpret = interpreting()
     params = None if interpret else pltriton.CompilerParams(num_warps=num_warps, num_stages=1)
     call = pl.pallas_call(

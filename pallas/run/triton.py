@@ -1,7 +1,9 @@
-"""The one place that calls Triton kernels: through jax-triton on a GPU, through Triton's interpreter where ``TRITON_INTERPRET=1`` is set.
+"""The one place that calls Triton kernels: through jax-triton on a GPU, through Triton's interpreter where
+``TRITON_INTERPRET=1`` is set.
 
-jax-triton 0.3 and 0.4 differ in argument names; kernels stay in what both accept: arrays and Python ints in order, outputs after inputs, everything else
-`tl.constexpr`, no None, no autotuning (its choice changes from run to run).
+jax-triton 0.3 and 0.4 differ in argument names; kernels stay in what both accept: arrays and Python ints in
+order, outputs after inputs, everything else `tl.constexpr`, no None, no autotuning (its choice changes from
+run to run).
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 @functools.cache
 def _jax_triton():
-    """jax-triton and whether it is 0.3; imported late, because 0.3 refuses to import without a CUDA plugin."""
+    """jax-triton and whether it is 0.3; imported late, because 0.3 refuses to import without a CUDA
+    plugin.
+    """
     import triton.backends.nvidia.driver as driver
 
     if not hasattr(driver, "TMA_TF32"):  # all that jax-triton 0.4 misses in triton 3.6
@@ -48,7 +52,9 @@ def automatic(call: Call) -> bool:
 
 
 def why_not(platform: str) -> str | None:
-    """None where Triton kernels can be called on ``platform`` (``"gpu"``, ``"cpu"``, ...), else the reason."""
+    """None where Triton kernels can be called on ``platform`` (``"gpu"``, ``"cpu"``, ...), else the
+    reason.
+    """
     if INTERPRET:
         return None
     reason = gpu_missing(platform)
@@ -71,7 +77,8 @@ def launch(
     aliases: Mapping[int, int] | None = None,
     **constexprs: Any,
 ) -> Any:
-    """Calls ``kernel(*inputs, *outputs, **constexprs)`` and returns the outputs, a tree of arrays shaped like ``out`` (`jax.ShapeDtypeStruct`).
+    """Calls ``kernel(*inputs, *outputs, **constexprs)`` and returns the outputs, a tree of arrays shaped like
+    ``out`` (`jax.ShapeDtypeStruct`).
 
     Args:
         kernel: a `triton.jit` function.
@@ -80,8 +87,8 @@ def launch(
         grid: number of programs along up to three axes.
         num_warps: warps per program.
         num_stages: depth of the load pipeline.
-        aliases: inputs, by position, whose memory an output (by position) takes over. The kernel writes it through the input's pointer and leaves the output's
-            alone: with jax-triton 0.4 it is none.
+        aliases: inputs, by position, whose memory an output (by position) takes over. The kernel writes it
+            through the input's pointer and leaves the output's alone: with jax-triton 0.4 it is none.
         constexprs: compile-time arguments.
     """
     if INTERPRET:
@@ -90,13 +97,25 @@ def launch(
         return triton_call_interpreted(kernel, inputs, out, tuple(grid), aliases or {}, constexprs)
     jax_triton, old = _jax_triton()
     aliases, outputs = aliases or {}, jax.tree.leaves(out)
-    options = dict(grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, compute_capability=lowering_target(), **constexprs)
+    options = dict(
+        grid=tuple(grid),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        name=kernel.__name__,
+        compute_capability=lowering_target(),
+        **constexprs,
+    )
     if old:
-        arrays_only = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}  # how it counts inputs
-        return jax_triton.triton_call(*inputs, kernel=kernel, out_shape=out, input_output_aliases=arrays_only, **options)
-    # 0.4 binds arrays to parameters in the order operands, results: a result without a parameter must be one of the last
+        # how it counts inputs
+        arrays_only = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}
+        return jax_triton.triton_call(
+            *inputs, kernel=kernel, out_shape=out, input_output_aliases=arrays_only, **options
+        )
+    # 0.4 binds arrays to parameters in the order operands, results: a result without a parameter must be one
+    # of the last
     order = sorted(range(len(outputs)), key=lambda o: (o in aliases.values(), o))
-    absent = {kernel.arg_names[len(inputs) + o]: 1 for o in aliases.values()}  # a Python 1 is a constant and no parameter
+    # a Python 1 is a constant and no parameter
+    absent = {kernel.arg_names[len(inputs) + o]: 1 for o in aliases.values()}
     options |= absent | {"input_output_aliases": {i: order.index(o) for i, o in aliases.items()}}
     results = jax_triton.triton_call(*inputs, kernel=kernel, out_type=[outputs[o] for o in order], **options)
     return jax.tree.unflatten(jax.tree.structure(out), [results[order.index(o)] for o in range(len(outputs))])

@@ -1,4 +1,6 @@
-"""The benchmark of the ops with tiny shapes: it runs on a CPU, and its records are whole, right and merged with what is there."""
+"""The benchmark of the ops with tiny shapes: it runs on a CPU, and its records are whole, right and merged
+with what is there.
+"""
 
 import json
 import subprocess
@@ -8,12 +10,30 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-FIELDS = {"op", "form", "implementation", "library", "shape", "dtype", "pass", "decay", "ms", "roofline_ms", "peak_gb", "errors", "peer", "peer_ms", "ratio"}
+FIELDS = {
+    "op",
+    "form",
+    "implementation",
+    "library",
+    "shape",
+    "dtype",
+    "pass",
+    "decay",
+    "ms",
+    "roofline_ms",
+    "peak_gb",
+    "errors",
+    "peer",
+    "peer_ms",
+    "ratio",
+}
 FIELDS |= {"versions", "commit", "device", "run", "first_call_s", "note"}
 
 
 def run(*arguments):
-    done = subprocess.run([sys.executable, str(FOLDER / "ops.py"), "--quick", *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "ops.py"), "--quick", *arguments], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -32,18 +52,31 @@ def test_quick_writes_whole_records(tmp_path):
     path, other = tmp_path / "cpu.json", {"op": "train_step", "ms": 1.0}
     old = {"op": "chunk_rwkv7", "implementation": "xla", "commit": "another", "ms": 1.0}
     path.write_text(json.dumps([other, old]))
-    text = run("--no-peers", "--out", str(path), "--only", "rwkv7 chunk .* bounded ours|rwkv6 decode .*(reference|copy)")
+    text = run(
+        "--no-peers",
+        "--out",
+        str(path),
+        "--only",
+        "rwkv7 chunk .* bounded ours|rwkv6 decode .*(reference|copy)",
+    )
     found = json.loads(path.read_text())
     assert found[0] == other and old not in found
     found = found[1:]
     assert not [r for r in found if "skipped" in r], text
     assert all(r.keys() >= FIELDS for r in found), [FIELDS - r.keys() for r in found]
     assert {r["pass"] for r in found if r["op"] == "chunk_rwkv7"} == {"fwd", "fwd+bwd"}
-    assert {(r["op"], r["form"]) for r in found} == {("chunk_rwkv7", "chunk"), ("fused_recurrent_rwkv6", "decode")}
+    assert {(r["op"], r["form"]) for r in found} == {
+        ("chunk_rwkv7", "chunk"),
+        ("fused_recurrent_rwkv6", "decode"),
+    }
     for r in found:
         assert r["ms"] > 0 and r["shape"][3:] == [64, 64]
         if r["library"] == "fla_jax":
-            assert 0 < r["errors"]["o"] < 4e-3 and 0 < r["errors"]["worst_gradient"] < 1e-2 and r["errors"]["dw"] < 1e-2, r
+            assert (
+                0 < r["errors"]["o"] < 4e-3
+                and 0 < r["errors"]["worst_gradient"] < 1e-2
+                and r["errors"]["dw"] < 1e-2
+            ), r
         if r["form"] == "decode" and r["library"] == "fla_jax":
             assert r["ratio_to_copy"] > 0
     assert "chunk_rwkv7" in text and str(path) in text
@@ -66,9 +99,27 @@ def test_roofline_is_the_bytes_that_must_move(ops):
 
 
 def test_the_peer_is_the_fastest_with_the_same_decays(ops):
-    base = {"op": "chunk_rwkv7", "form": "chunk", "shape": [1, 2, 3, 4, 5], "dtype": "bfloat16", "pass": "fwd"}
-    row = lambda library, decay, ms, **rest: {**base, "library": library, "implementation": library, "decay": decay, "ms": ms, **rest}
-    rows = [row("fla_jax", "bounded", 2.0, ms_end=3.0), row("a", "bounded", 6.0), row("b", "any-weak", 4.0), row("c", "any-strong", 1.0)]
+    base = {
+        "op": "chunk_rwkv7",
+        "form": "chunk",
+        "shape": [1, 2, 3, 4, 5],
+        "dtype": "bfloat16",
+        "pass": "fwd",
+    }
+    row = lambda library, decay, ms, **rest: {
+        **base,
+        "library": library,
+        "implementation": library,
+        "decay": decay,
+        "ms": ms,
+        **rest,
+    }
+    rows = [
+        row("fla_jax", "bounded", 2.0, ms_end=3.0),
+        row("a", "bounded", 6.0),
+        row("b", "any-weak", 4.0),
+        row("c", "any-strong", 1.0),
+    ]
     ops.compare(rows)
     assert rows[0]["peer"] == "b" and rows[0]["peer_ms"] == 4.0 and rows[0]["ratio"] == 0.75
 
@@ -77,10 +128,32 @@ def test_the_chart_shows_losses(ops, tmp_path):
     pytest.importorskip("matplotlib")
     import chart
 
-    base = {"op": "chunk_rwkv7", "form": "chunk", "shape": [1, 2, 3, 4, 5], "dtype": "bfloat16", "pass": "fwd", "decay": "bounded", "roofline_ms": 0.5}
+    base = {
+        "op": "chunk_rwkv7",
+        "form": "chunk",
+        "shape": [1, 2, 3, 4, 5],
+        "dtype": "bfloat16",
+        "pass": "fwd",
+        "decay": "bounded",
+        "roofline_ms": 0.5,
+    }
     base |= {"device": "cpu", "commit": "0"}
-    row = lambda library, ms, ratio: {**base, "library": library, "implementation": library, "ms": ms, "ratio": ratio}
-    rows = [row("fla_jax", 2.0, 1.5), row("fla_jax", 1.0, 0.8), row("fla_jax", 1.0, None), row("a", 1.3, None)]
+    row = lambda library, ms, ratio: {
+        **base,
+        "library": library,
+        "implementation": library,
+        "ms": ms,
+        "ratio": ratio,
+    }
+    rows = [
+        row("fla_jax", 2.0, 1.5),
+        row("fla_jax", 1.0, 0.8),
+        row("fla_jax", 1.0, None),
+        row("a", 1.3, None),
+    ]
     assert [chart.color(r) for r in rows] == [chart.LOST, chart.WON, chart.ALONE, chart.PEER]
-    chart.draw([*rows, {"op": "train_step"}, {"op": "chunk_rwkv7", "peer": "b", "skipped": "why"}], tmp_path / "cpu.png")
+    chart.draw(
+        [*rows, {"op": "train_step"}, {"op": "chunk_rwkv7", "peer": "b", "skipped": "why"}],
+        tmp_path / "cpu.png",
+    )
     assert (tmp_path / "cpu.png").stat().st_size > 1000

@@ -1,4 +1,6 @@
-"""Sharded inputs on eight fake devices: right results, and no communication where rows and heads are independent."""
+"""Sharded inputs on eight fake devices: right results, and no communication where rows and heads are
+independent.
+"""
 
 import functools
 import json
@@ -20,8 +22,20 @@ LAYOUTS = (
 @functools.cache
 def _report(op, implementation):
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu", PYTHONPATH=path, TRITON_INTERPRET="1")
-    done = subprocess.run([sys.executable, str(HERE / "sharded_run.py"), op, implementation], env=env, capture_output=True, text=True, timeout=500)
+    env = dict(
+        os.environ,
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+        JAX_PLATFORMS="cpu",
+        PYTHONPATH=path,
+        TRITON_INTERPRET="1",
+    )
+    done = subprocess.run(
+        [sys.executable, str(HERE / "sharded_run.py"), op, implementation],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert done.returncode == 0 and lines, f"exit status {done.returncode}\n{done.stderr[-4000:]}"
     return json.loads(lines[0].removeprefix("REPORT "))
@@ -35,10 +49,13 @@ def test_sharded_programs(op, implementation):
     assert tuple(report) == LAYOUTS
     wrong = {name: r["error"] for name, r in report.items() if r["error"]}
     assert not wrong, wrong
-    # du is a sum over rows: at most one all-reduce of it, [H, K] = 16 numbers; nothing else may leave a device
+    # du is a sum over rows: at most one all-reduce of it, [H, K] = 16 numbers; nothing else may leave a
+    # device
     allowed = lambda kind, size: op == "rwkv6" and kind in ("all-reduce", "reduce-scatter") and size <= 16
     talk = {name: r["collectives"] for name, r in report.items() if name != "auto, time"}
-    too_much = {name: found for name, found in talk.items() if not all(allowed(*c) for c in found) or len(found) > 1}
+    too_much = {
+        name: found for name, found in talk.items() if not all(allowed(*c) for c in found) or len(found) > 1
+    }
     assert not too_much, too_much
     if op == "rwkv6":  # the count sees what is there
         assert all(found for found in talk.values()), talk

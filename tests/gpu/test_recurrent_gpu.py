@@ -1,4 +1,6 @@
-"""The recurrent Pallas kernels on an NVIDIA GPU against the float64 oracle: ``python -m pytest tests/gpu``."""
+"""The recurrent Pallas kernels on an NVIDIA GPU against the float64 oracle:
+``python -m pytest tests/gpu``.
+"""
 
 import cases
 import jax
@@ -10,17 +12,26 @@ from cases import OPS, Case, Tolerances, check
 from fla_jax.pallas.run.pallas import interpreting
 
 if jax.default_backend() != "gpu":
-    pytest.skip("no NVIDIA GPU is visible to JAX: tests/interpret and tests/compile check the kernels without one", allow_module_level=True)
+    pytest.skip(
+        "no NVIDIA GPU is visible to JAX: tests/interpret and tests/compile check the kernels without one",
+        allow_module_level=True,
+    )
 if interpreting():
-    pytest.skip("FLA_JAX_PALLAS_INTERPRET is set: the kernels would run in Pallas' interpreter", allow_module_level=True)
+    pytest.skip(
+        "FLA_JAX_PALLAS_INTERPRET is set: the kernels would run in Pallas' interpreter",
+        allow_module_level=True,
+    )
 
 EXACT = Tolerances(o=1e-6, state=1e-6, grad=1e-6, dw=2e-6)
 each_op = pytest.mark.parametrize("op", OPS)
 
 
 def judge(case):
-    # fewer numbers than 15 have no norm to speak of: each is a difference that may nearly cancel; all dw together are judged at any T
-    check(case, "pallas", form="fused_recurrent", tol=EXACT if case.T >= 15 else EXACT._replace(channel=np.inf))
+    # fewer numbers than 15 have no norm to speak of: each is a difference that may nearly cancel; all dw
+    # together are judged at any T
+    check(
+        case, "pallas", form="fused_recurrent", tol=EXACT if case.T >= 15 else EXACT._replace(channel=np.inf)
+    )
 
 
 @each_op
@@ -49,7 +60,20 @@ def test_half_precision(op, dtype):
 
 @each_op
 def test_segments(op):
-    judge(Case(op, B=3, T=100, H=2, K=64, V=64, decay="mixed", layout="segments", lengths=(5, 11, 1, 16, 40, 40), scale=0.5))
+    judge(
+        Case(
+            op,
+            B=3,
+            T=100,
+            H=2,
+            K=64,
+            V=64,
+            decay="mixed",
+            layout="segments",
+            lengths=(5, 11, 1, 16, 40, 40),
+            scale=0.5,
+        )
+    )
 
 
 @each_op

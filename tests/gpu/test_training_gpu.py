@@ -29,7 +29,9 @@ def losses(version: int, dtype) -> np.ndarray:
 
     @jax.jit
     def train_step(params, state, tokens):
-        loss, grads = jax.value_and_grad(lambda p: cross_entropy(model.apply({"params": p}, tokens[:, :-1])[0], tokens[:, 1:]))(params)
+        loss, grads = jax.value_and_grad(
+            lambda p: cross_entropy(model.apply({"params": p}, tokens[:, :-1])[0], tokens[:, 1:])
+        )(params)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -43,7 +45,9 @@ def losses(version: int, dtype) -> np.ndarray:
 
 @pytest.mark.parametrize("version", MODELS)
 def test_bfloat16_follows_float32(version):
-    """Judged by the mean over ten steps: single steps of two runs that round differently drift apart and back again."""
+    """Judged by the mean over ten steps: single steps of two runs that round differently drift apart and back
+    again.
+    """
     exact, half = losses(version, jnp.float32), losses(version, jnp.bfloat16)
     assert np.all(np.isfinite(half))
     assert exact[-1] < 0.6 * exact[0]  # it learns
@@ -52,4 +56,6 @@ def test_bfloat16_follows_float32(version):
     step, mean = apart(half, exact), apart(smooth(half), smooth(exact))
     found = f"RWKV-{version}: loss {exact[0]:.3f} to {exact[-1]:.3f}, bfloat16 within {mean.max():.2%} (single steps {step.max():.2%}, at step {step.argmax()})"
     print(found)
-    assert mean.max() < 0.02, f"{found}; every tenth step {exact[::10].round(3).tolist()} and {half[::10].round(3).tolist()}"
+    assert mean.max() < 0.02, (
+        f"{found}; every tenth step {exact[::10].round(3).tolist()} and {half[::10].round(3).tolist()}"
+    )

@@ -34,7 +34,9 @@ def test_decays(op, decay):
 
 @each_op
 def test_one_token(op):
-    """dw of a channel is one number here, a sum of products of both signs that may nearly cancel: all channels are judged together."""
+    """dw of a channel is one number here, a sum of products of both signs that may nearly cancel: all
+    channels are judged together.
+    """
     case = Case(op, B=2, T=1, H=2, K=1, V=3, decay="smooth")
     got, want = cases.run(case, "pallas", "fused_recurrent"), cases.expected(case)
     cases.assert_close("o", got.o, want.o, EXACT.o)
@@ -48,7 +50,9 @@ def test_one_token(op):
 def test_decoding_step(op, K, V):
     case = Case(op, B=2, T=1, H=2, K=K, V=V, decay="mixed", dtype="bfloat16", scale=0.5)
     x, want = cases.build(case), cases.expected(case)
-    o, final = jax.jit(lambda arrays: cases.call(op, arrays, "fused_recurrent", implementation="pallas", scale=0.5))(x.arrays)
+    o, final = jax.jit(
+        lambda arrays: cases.call(op, arrays, "fused_recurrent", implementation="pallas", scale=0.5)
+    )(x.arrays)
     cases.assert_close("o", o, want.o, EXACT.o)
     cases.assert_close("final state", final, want.final, EXACT.state)
 
@@ -60,7 +64,20 @@ def test_head_sizes_are_padded(op):
 
 @each_op
 def test_segments(op):
-    judge(Case(op, B=2, T=37, H=2, K=16, V=16, decay="channels", layout="segments", lengths=(5, 11, 1, 16, 4), scale=0.5))
+    judge(
+        Case(
+            op,
+            B=2,
+            T=37,
+            H=2,
+            K=16,
+            V=16,
+            decay="channels",
+            layout="segments",
+            lengths=(5, 11, 1, 16, 4),
+            scale=0.5,
+        )
+    )
 
 
 @each_op
@@ -74,9 +91,13 @@ def test_half_precision_inputs_with_decay_in_float32():
 
 def test_each_input_keeps_its_dtype():
     x = cases.build(Case("rwkv7", B=1, T=20, H=1, K=16, V=16, dtype="bfloat16"))
-    wide = x._replace(arrays={name: a.astype(np.float32) if name in ("a", "b", "k") else a for name, a in x.arrays.items()})
+    wide = x._replace(
+        arrays={name: a.astype(np.float32) if name in ("a", "b", "k") else a for name, a in x.arrays.items()}
+    )
     got = jax.device_get(cases.runner("rwkv7", "pallas", "fused_recurrent")(*jax.tree.map(jnp.asarray, wide)))
-    assert {name: g.dtype for name, g in got.grads.items()} == {name: a.dtype for name, a in wide.arrays.items()}
+    assert {name: g.dtype for name, g in got.grads.items()} == {
+        name: a.dtype for name, a in wide.arrays.items()
+    }
     (o, final), grads = cases.ask_oracle("rwkv7", wide)
     cases.compare(got, cases.Outputs(o, final, grads), EXACT)
 
@@ -85,7 +106,9 @@ def test_each_input_keeps_its_dtype():
 def test_without_a_backward_no_states_are_kept_and_the_results_are_the_same(op):
     case = Case(op, B=2, T=37, H=2, K=16, V=16, decay="mixed", scale=0.7)
     x, want = cases.build(case), cases.run(case, "pallas", "fused_recurrent")
-    run = jax.jit(lambda arrays: cases.call(op, arrays, "fused_recurrent", implementation="pallas", scale=0.7))
+    run = jax.jit(
+        lambda arrays: cases.call(op, arrays, "fused_recurrent", implementation="pallas", scale=0.7)
+    )
     arrays = {name: jnp.asarray(a) for name, a in x.arrays.items()}
     o, final = run(arrays)
     np.testing.assert_array_equal(o, want.o)

@@ -15,7 +15,10 @@ C, N, L, V = 64, 16, 4, 160
 
 def vectors7(layer):
     down, up = 1 - layer / L, layer / (L - 1)
-    out = {f"x_{n}": [1 - (i / C) ** (e * down) for i in range(C)] for n, e in zip("rwkvag", (0.2, 0.9, 0.7, 0.7, 0.9, 0.2))}
+    out = {
+        f"x_{n}": [1 - (i / C) ** (e * down) for i in range(C)]
+        for n, e in zip("rwkvag", (0.2, 0.9, 0.7, 0.7, 0.9, 0.2))
+    }
     line = [n / (C - 1) - 0.5 for n in range(C)]
     zig = [((n % N) - (N - 1) / 2) / ((N - 1) / 2) for n in range(C)]
     zig = [z * abs(z) for z in zig]
@@ -35,7 +38,9 @@ def vectors6(layer):
     out = {f"time_maa_{n}": mix(e * down) for n, e in zip("xwkrg", (1, 1, 1, 0.5, 0.5))}
     out["time_maa_v"] = [x - 0.3 * up for x in mix(down)]
     out["time_decay"] = [-6 + 5 * (n / (C - 1)) ** (0.7 + 1.3 * up) for n in range(C)]
-    out["time_faaaa"] = np.reshape([up * (1 - n / (C - 1)) + 0.1 * ((n + 1) % 3 - 1) for n in range(C)], (C // N, N))
+    out["time_faaaa"] = np.reshape(
+        [up * (1 - n / (C - 1)) + 0.1 * ((n + 1) % 3 - 1) for n in range(C)], (C // N, N)
+    )
     return out, {"time_maa_k": mix(down**3), "time_maa_r": mix(down**3)}
 
 
@@ -49,7 +54,9 @@ def orthogonality(kernel):
 
 def made(version, scan):
     model = small.model(version, vocab_size=V, hidden_size=C, head_dim=N, num_layers=L, scan_layers=scan)
-    return jax.jit(model.init, compiler_options=small.FAST_COMPILE)(jax.random.key(1), jnp.zeros((1, 1), jnp.int32))["params"]
+    return jax.jit(model.init, compiler_options=small.FAST_COMPILE)(
+        jax.random.key(1), jnp.zeros((1, 1), jnp.int32)
+    )["params"]
 
 
 @pytest.mark.parametrize("version", small.VERSIONS)
@@ -65,13 +72,25 @@ def test_official_formulas(version, scan):
                 if name == "v0" and layer == 0:  # layer 0 has no value residual
                     assert not tree[name].any() if scan else name not in tree
                 else:
-                    np.testing.assert_allclose(tree[name], value, rtol=2e-6, atol=2e-6, err_msg=f"{layer} {name}")
+                    np.testing.assert_allclose(
+                        tree[name], value, rtol=2e-6, atol=2e-6, err_msg=f"{layer} {name}"
+                    )
         np.testing.assert_allclose(att["ln_x"]["scale"], ((1 + layer) / L) ** 0.7, rtol=1e-6)
-        gains = {"receptance": 1, "key": 0.1, "value": 1, "output": 0, **({"gate": 0.1} if version == 6 else {})}
+        gains = {
+            "receptance": 1,
+            "key": 0.1,
+            "value": 1,
+            "output": 0,
+            **({"gate": 0.1} if version == 6 else {}),
+        }
         kernels = [(att[name]["kernel"], gain) for name, gain in gains.items()]
-        kernels += [(ffn["key"]["kernel"], 1), (ffn["value"]["kernel"], 0)] + ([(ffn["receptance"]["kernel"], 0)] if version == 6 else [])
+        kernels += [(ffn["key"]["kernel"], 1), (ffn["value"]["kernel"], 0)] + (
+            [(ffn["receptance"]["kernel"], 0)] if version == 6 else []
+        )
         if version == 7:
-            kernels += [(att[f"{n}1"], 0) for n in "wavg" if f"{n}1" in att] + [(att[f"{n}2"], 0.1) for n in "wavg" if layer > 0 or n != "v"]
+            kernels += [(att[f"{n}1"], 0) for n in "wavg" if f"{n}1" in att] + [
+                (att[f"{n}2"], 0.1) for n in "wavg" if layer > 0 or n != "v"
+            ]
         else:
             kernels += [(att["time_maa_w1"], 0), (att["time_decay_w1"], 0)]
             for name in ("time_maa_w2", "time_decay_w2"):
@@ -82,20 +101,38 @@ def test_official_formulas(version, scan):
         seen.append(np.asarray(att["value"]["kernel"]))
         for norm in (block["ln1"], block["ln2"], att["ln_x"]):
             assert not norm["bias"].any()
-    assert all(np.abs(seen[0] - other).max() > 0.1 for other in seen[1:]), "layers must not share their random values"
+    assert all(np.abs(seen[0] - other).max() > 0.1 for other in seen[1:]), (
+        "layers must not share their random values"
+    )
     gain, off = orthogonality(params["head"]["kernel"])
     assert abs(gain - 0.5 * math.sqrt(V / C)) < 1e-5 and off < 1e-5
     emb = np.asarray(params["emb"]["embedding"])
     assert 0.99e-4 < emb.max() <= 1e-4 and -1e-4 <= emb.min() < -0.99e-4 and abs(emb.mean()) < 2e-6
 
 
-@pytest.mark.parametrize("hidden, want", [(768, (64, 64, 32, 128)), (1024, (64, 64, 64, 160)), (2048, (128, 128, 64, 224)), (4096, (160, 160, 96, 320))])
+@pytest.mark.parametrize(
+    "hidden, want",
+    [
+        (768, (64, 64, 32, 128)),
+        (1024, (64, 64, 64, 160)),
+        (2048, (128, 128, 64, 224)),
+        (4096, (160, 160, 96, 320)),
+    ],
+)
 def test_official_ranks(hidden, want):
-    model = small.model(7, hidden_size=hidden, head_dim=64, **dict.fromkeys(("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")))
+    model = small.model(
+        7,
+        hidden_size=hidden,
+        head_dim=64,
+        **dict.fromkeys(("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")),
+    )
     params = small.shapes(model, jnp.zeros((1, 1), jnp.int32))
     assert tuple(params["blocks_1"]["att"][f"{n}1"].shape[1] for n in "wavg") == want
     assert params["blocks_1"]["ffn"]["key"]["kernel"].shape == (hidden, 4 * hidden)
-    params = small.shapes(small.model(6, hidden_size=hidden, head_dim=64, proj_low_rank_dim=None, decay_low_rank_dim=None), jnp.zeros((1, 1), jnp.int32))
+    params = small.shapes(
+        small.model(6, hidden_size=hidden, head_dim=64, proj_low_rank_dim=None, decay_low_rank_dim=None),
+        jnp.zeros((1, 1), jnp.int32),
+    )
     att, large = params["blocks_0"]["att"], hidden >= 4096
     assert att["time_maa_w2"].shape == (5, 64 if large else 32, hidden)
     assert att["time_decay_w2"].shape == (128 if large else 64, hidden)
@@ -105,6 +142,8 @@ def test_official_ranks(hidden, want):
 def test_a_rank_above_the_width():
     """Official: then the gain grows by sqrt(rank / out)."""
     model = small.model(7, num_layers=1, gate_low_rank_dim=72)
-    params = jax.jit(model.init, compiler_options=small.FAST_COMPILE)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    params = jax.jit(model.init, compiler_options=small.FAST_COMPILE)(
+        jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+    )["params"]
     gain, off = orthogonality(params["blocks_0"]["att"]["g2"])
     assert abs(gain - 0.1 * math.sqrt(72 / 32)) < 1e-5 and off < 1e-5

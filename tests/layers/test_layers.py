@@ -1,4 +1,6 @@
-"""Layers on their own: official equations, standing at any depth, the op they call, arguments that do not fit, low precision."""
+"""Layers on their own: official equations, standing at any depth, the op they call, arguments that do not
+fit, low precision.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,33 @@ import pytest
 import small_models as small
 
 import fla_jax
-from fla_jax.layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward, RWKVState, rwkv6, rwkv7, token_shift
+from fla_jax.layers import (
+    RWKV6Attention,
+    RWKV6FeedForward,
+    RWKV7Attention,
+    RWKV7FeedForward,
+    RWKVState,
+    rwkv6,
+    rwkv7,
+    token_shift,
+)
 from fla_jax.layers.rwkv7 import normalise
 
 B, T, C, N = 2, 6, 32, 16
 FIELDS = {"hidden_size": C, "num_layers": 3}
 X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, C)), jnp.float32)
 V_FIRST = X[::-1]
-STATE = RWKVState(X[:, 0], X[:, 1], jnp.asarray(np.random.default_rng(1).normal(size=(B, C // N, N, N)), jnp.float32))
+STATE = RWKVState(
+    X[:, 0], X[:, 1], jnp.asarray(np.random.default_rng(1).normal(size=(B, C // N, N, N)), jnp.float32)
+)
 
 
 def attention(version, layer=1, **options):
     """The layer, and its positional inputs between state and segment_ids."""
     cls = {6: RWKV6Attention, 7: RWKV7Attention}[version]
-    return cls(**{**FIELDS, "head_dim": N, "layer_index": layer, **options}), ((V_FIRST if layer else None,) if version == 7 else ())
+    return cls(**{**FIELDS, "head_dim": N, "layer_index": layer, **options}), (
+        (V_FIRST if layer else None,) if version == 7 else ()
+    )
 
 
 def drawn(layer, *inputs):
@@ -59,7 +74,9 @@ def test_attention(version, layer):
     np.testing.assert_array_equal(state.ffn_shift, STATE.ffn_shift)
 
 
-@pytest.mark.parametrize("cls, mix", [(RWKV6FeedForward, official.channel_mix6), (RWKV7FeedForward, official.channel_mix7)])
+@pytest.mark.parametrize(
+    "cls, mix", [(RWKV6FeedForward, official.channel_mix6), (RWKV7FeedForward, official.channel_mix7)]
+)
 def test_feed_forward(cls, mix):
     ffn = cls(**FIELDS)
     params = drawn(ffn, X)
@@ -81,7 +98,9 @@ def test_a_traced_index_is_the_same_layer():
 
     @jax.jit
     def traced(index):
-        return RWKV7Attention(**FIELDS, head_dim=N, layer_index=index).apply({"params": full}, X, STATE, V_FIRST)
+        return RWKV7Attention(**FIELDS, head_dim=N, layer_index=index).apply(
+            {"params": full}, X, STATE, V_FIRST
+        )
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), traced(0), want)
     assert small.error(traced(1)[0], want[0]) > 1e-3
@@ -110,25 +129,41 @@ def test_which_op_is_called(version, module, monkeypatch):
 @pytest.fixture(scope="module", params=small.VERSIONS)
 def initial(request):
     model = small.model(request.param, scan_layers=True)
-    return request.param, jax.jit(model.init, compiler_options=small.FAST_COMPILE)(jax.random.key(0), small.tokens(1, 1))["params"]
+    return request.param, jax.jit(model.init, compiler_options=small.FAST_COMPILE)(
+        jax.random.key(0), small.tokens(1, 1)
+    )["params"]
 
 
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
 def test_bfloat16_is_finite_at_initialisation(initial, param_dtype):
-    """Whole models: values and gradients, for a row with a repeated token too, whose token shift is all zero."""
+    """Whole models: values and gradients, for a row with a repeated token too, whose token shift is all
+    zero.
+    """
     version, params = initial
-    model = small.model(version, scan_layers=True, dtype=jnp.bfloat16, param_dtype=param_dtype, implementation="reference")
+    model = small.model(
+        version, scan_layers=True, dtype=jnp.bfloat16, param_dtype=param_dtype, implementation="reference"
+    )
     tokens = small.tokens(2, 6).at[1].set(3)
     params = jax.tree.map(lambda x: x.astype(param_dtype), params)
     made = small.shapes(model, tokens)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), params
+    )
 
     def loss(params, state):
         logits, state = model.apply({"params": params}, tokens, state)
-        assert logits.dtype == jnp.float32 and state.wkv.dtype == jnp.float32 and state.att_shift.dtype == jnp.bfloat16
-        return jnp.mean(jax.nn.logsumexp(logits, -1)) + sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(state))
+        assert (
+            logits.dtype == jnp.float32
+            and state.wkv.dtype == jnp.float32
+            and state.att_shift.dtype == jnp.bfloat16
+        )
+        return jnp.mean(jax.nn.logsumexp(logits, -1)) + sum(
+            jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(state)
+        )
 
-    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=small.FAST_COMPILE)(params, model.init_state(2))
+    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=small.FAST_COMPILE)(
+        params, model.init_state(2)
+    )
     assert np.isfinite(value)
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(grads))
 
@@ -137,7 +172,10 @@ def test_bfloat16_is_finite_at_initialisation(initial, param_dtype):
 def test_bfloat16_is_near_float32(version):
     params = small.params(small.model(version))
     tokens = small.tokens(2, 8)
-    run = lambda dtype: jax.jit(small.model(version, dtype=dtype, implementation="reference").apply, compiler_options=small.FAST_COMPILE)
+    run = lambda dtype: jax.jit(
+        small.model(version, dtype=dtype, implementation="reference").apply,
+        compiler_options=small.FAST_COMPILE,
+    )
     full, half = (run(dtype)({"params": params}, tokens)[0] for dtype in (jnp.float32, jnp.bfloat16))
     assert 1e-4 < np.sqrt(np.mean((full - half) ** 2)) / np.std(full) < 0.05
 
@@ -146,7 +184,9 @@ def test_extreme_decay_has_finite_gradients():
     """RWKV-6: exp(x) overflows from x = 89 on."""
     att, _ = attention(6, implementation="reference")
     params = {**drawn(att, X), "time_decay": jnp.full(C, 100.0)}
-    grads = jax.jit(jax.grad(lambda p: jnp.sum(att.apply({"params": p}, X)[0])), compiler_options=small.FAST_COMPILE)(params)
+    grads = jax.jit(
+        jax.grad(lambda p: jnp.sum(att.apply({"params": p}, X)[0])), compiler_options=small.FAST_COMPILE
+    )(params)
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(grads))
 
 
@@ -195,7 +235,13 @@ def test_promises_to_the_op_hold():
 )
 def test_errors_name_the_argument(change, error, message):
     names = ("x", "state", "v_first", "segment_ids")
-    inputs = {"x": X, "state": STATE, "v_first": V_FIRST, "segment_ids": None, **{k: v for k, v in change.items() if k in names}}
+    inputs = {
+        "x": X,
+        "state": STATE,
+        "v_first": V_FIRST,
+        "segment_ids": None,
+        **{k: v for k, v in change.items() if k in names},
+    }
     fields = {k: v for k, v in change.items() if k not in names}
     with pytest.raises(error, match=message):
         jax.eval_shape(lambda: attention(7, **fields)[0].init(jax.random.key(0), **inputs))

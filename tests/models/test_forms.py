@@ -1,4 +1,6 @@
-"""One model in many forms: prefill, steps and splits; packed documents; scanned, unscanned and rematerialised layers."""
+"""One model in many forms: prefill, steps and splits; packed documents; scanned, unscanned and rematerialised
+layers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module", params=small.VERSIONS)
 def setup(request):
     model = small.model(request.param)
-    return request.param, model, small.params(model), jax.jit(model.apply, compiler_options=small.FAST_COMPILE)
+    return (
+        request.param,
+        model,
+        small.params(model),
+        jax.jit(model.apply, compiler_options=small.FAST_COMPILE),
+    )
 
 
 def close(got, want, tolerance=TOLERANCE):
@@ -41,16 +48,24 @@ def test_no_state_is_zeros(setup):
     _, model, params, apply = setup
     tokens = small.tokens(2, 4)
     assert jax.tree.structure(model.init_state(2)) == jax.tree.structure(apply({"params": params}, tokens)[1])
-    jax.tree.map(np.testing.assert_array_equal, apply({"params": params}, tokens), apply({"params": params}, tokens, model.init_state(2)))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        apply({"params": params}, tokens),
+        apply({"params": params}, tokens, model.init_state(2)),
+    )
 
 
 def test_packed_documents(setup):
-    """Rows of documents give what the documents alone give; only the first one continues the incoming state."""
+    """Rows of documents give what the documents alone give; only the first one continues the incoming
+    state.
+    """
     _, model, params, apply = setup
     tokens, state = small.tokens(2, 9), small.random_state(model, 2)
     ids = jnp.array([[0, 0, 0, 1, 1, 1, 1, 1, 1], [7, 7, 7, 3, 3, 3, 7, 7, 7]])
     logits, new = apply({"params": params}, tokens, state, ids)
-    alone = lambda start, state=None: apply({"params": params}, tokens[:, start : start + 3], model.init_state(2) if state is None else state)
+    alone = lambda start, state=None: apply(
+        {"params": params}, tokens[:, start : start + 3], model.init_state(2) if state is None else state
+    )
     first, _ = alone(0, state)
     middle, between = alone(3)
     close(logits[:, :3], first)
@@ -58,7 +73,9 @@ def test_packed_documents(setup):
     for row, start in enumerate((between, None)):  # row 0 goes on, row 1 has a third document
         end, last = alone(6, start)
         close(logits[row, 6:], end[row])
-        close(jax.tree.map(lambda x, row=row: x[:, row], new), jax.tree.map(lambda x, row=row: x[:, row], last))
+        close(
+            jax.tree.map(lambda x, row=row: x[:, row], new), jax.tree.map(lambda x, row=row: x[:, row], last)
+        )
     # and it matters: without the ids everything after the first document differs
     plain, _ = apply({"params": params}, tokens, state)
     assert small.error(plain[:, 3], logits[:, 3]) > 1e-2
@@ -69,7 +86,9 @@ def test_hidden_and_head(setup):
     tokens = small.tokens(2, 4)
     hidden, state = model.apply({"params": params}, tokens, method="hidden")
     assert hidden.shape == (2, 4, 32)
-    close((model.apply({"params": params}, hidden, method="logits"), state), apply({"params": params}, tokens))
+    close(
+        (model.apply({"params": params}, hidden, method="logits"), state), apply({"params": params}, tokens)
+    )
     assert hidden.dtype == jnp.float32
 
 
@@ -90,7 +109,9 @@ def test_scan_and_remat(version):
     model, tokens = small.model(version, num_layers=2, implementation="reference"), small.tokens(2, 7)
     params = small.params(model)
     results, (dparams, dstate) = value_and_grad(model, params, tokens)
-    assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(dparams)), "a parameter without gradient is not tested"
+    assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(dparams)), (
+        "a parameter without gradient is not tested"
+    )
     for scan, remat in ((False, True), (True, True), (True, "dense")):
         other = small.model(version, num_layers=2, implementation="reference", scan_layers=scan, remat=remat)
         got, (dp, ds) = value_and_grad(other, stack_layers(params) if scan else params, tokens)
@@ -104,7 +125,9 @@ def test_stacking_is_exact(setup):
     stacked = stack_layers(params)
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
     scanned = small.shapes(small.model(version, scan_layers=True), jnp.zeros((1, 2), jnp.int32))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), stacked) == jax.tree.map(lambda x: (x.shape, x.dtype), scanned)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), stacked) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), scanned
+    )
     jax.tree.map(np.testing.assert_array_equal, stack_layers(unstack_layers(stacked)), stacked)
 
 
@@ -118,13 +141,20 @@ def test_stacking_refuses_the_wrong_form(setup):
 
 @pytest.mark.parametrize("version, scan", [(6, False), (7, True)])
 def test_remat_runs_the_op_once(version, scan, monkeypatch):
-    """In the compiled gradient: the token loops of the reference implementation are as many with remat as without, one forward and its backward a layer."""
+    """In the compiled gradient: the token loops of the reference implementation are as many with remat as
+    without, one forward and its backward a layer.
+    """
     tokens = small.tokens(1, 5)
 
     def loops(remat):
-        model = small.model(version, num_layers=2 if scan else 1, scan_layers=scan, remat=remat, implementation="reference")
+        model = small.model(
+            version, num_layers=2 if scan else 1, scan_layers=scan, remat=remat, implementation="reference"
+        )
         params = small.shapes(model, tokens)
-        gradient = jax.jit(jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens)[0])), compiler_options=small.FAST_COMPILE)
+        gradient = jax.jit(
+            jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens)[0])),
+            compiler_options=small.FAST_COMPILE,
+        )
         return gradient.lower(params).compile().as_text().count(" while(")
 
     kept = loops(True)
@@ -135,12 +165,17 @@ def test_remat_runs_the_op_once(version, scan, monkeypatch):
 
 @pytest.mark.parametrize("version, ups", [(6, 2), (7, 3)])
 def test_dense_remat_runs_no_projection_twice(version, ups):
-    """Products in the compiled gradient of one layer: only the second halves of the low-rank pairs come again."""
+    """Products in the compiled gradient of one layer: only the second halves of the low-rank pairs come
+    again.
+    """
     tokens = small.tokens(1, 5)
 
     def products(remat):
         model = small.model(version, num_layers=1, remat=remat, implementation="reference")
-        gradient = jax.jit(jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens)[0])), compiler_options=small.FAST_COMPILE)
+        gradient = jax.jit(
+            jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens)[0])),
+            compiler_options=small.FAST_COMPILE,
+        )
         return gradient.lower(small.shapes(model, tokens)).compile().as_text().count(" dot(")
 
     none, dense, blocks = map(products, (False, "dense", True))
@@ -153,10 +188,15 @@ def test_logical_axes(version):
     tokens = small.tokens(1, 2)
     for scan in (False, True):
         plain = small.shapes(small.model(version, scan_layers=scan), tokens)
-        assert not any(isinstance(x, nn.LogicallyPartitioned) for x in jax.tree.leaves(plain, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)))
+        assert not any(
+            isinstance(x, nn.LogicallyPartitioned)
+            for x in jax.tree.leaves(plain, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+        )
         boxed = small.shapes(small.model(version, scan_layers=scan, logical_axes=True), tokens)
         assert jax.tree.structure(nn.meta.unbox(boxed)) == jax.tree.structure(plain)
-        leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+        leaves = jax.tree_util.tree_leaves_with_path(
+            boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
+        )
         for path, box in leaves:
             assert isinstance(box, nn.LogicallyPartitioned), jax.tree_util.keystr(path)
             assert len(box.names) == box.value.ndim, jax.tree_util.keystr(path)

@@ -1,4 +1,6 @@
-"""Whole models against the official equations (NumPy, float64); test_runtime.py compares with the packages that people run."""
+"""Whole models against the official equations (NumPy, float64); test_runtime.py compares with the packages
+that people run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_official_equations(version, rate_scale):
     z = official.checkpoint(params, version)
     for b in range(2):
         row = tuple(np.asarray(x)[:, b] for x in (state.att_shift, state.ffn_shift, state.wkv))
-        want, (att_shift, ffn_shift, wkv) = official.run(z, version, tokens[b], row, heads=small.HEADS, rate_scale=rate_scale)
+        want, (att_shift, ffn_shift, wkv) = official.run(
+            z, version, tokens[b], row, heads=small.HEADS, rate_scale=rate_scale
+        )
         assert small.error(logits[b], want) < TOLERANCE
         assert small.error(new.att_shift[:, b], att_shift) < TOLERANCE
         assert small.error(new.ffn_shift[:, b], ffn_shift) < TOLERANCE
@@ -28,10 +32,14 @@ def test_official_equations(version, rate_scale):
 
 
 def test_oracle_notices_the_group_norm_eps(monkeypatch):
-    """FLA's RWKV-6 default of 1e-5 must be far outside the tolerance, or the comparison above means little."""
+    """FLA's RWKV-6 default of 1e-5 must be far outside the tolerance, or the comparison above means
+    little.
+    """
     model = small.model(6, num_layers=1)
     params, tokens = small.params(model), small.tokens(1, 5)
-    params = jax.tree_util.tree_map_with_path(lambda path, x: x * 0.02 if "value" in str(path) and "att" in str(path) else x, params)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: x * 0.02 if "value" in str(path) and "att" in str(path) else x, params
+    )
     z = official.checkpoint(params, 6)
     want, _ = official.run(z, 6, tokens[0], heads=small.HEADS)
     norm = official.norm

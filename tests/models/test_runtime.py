@@ -1,4 +1,6 @@
-"""Loaded checkpoints against the packages that RWKV users run: PyPI rwkv (both versions) and, for gradients, rwkv7-hf."""
+"""Loaded checkpoints against the packages that RWKV users run: PyPI rwkv (both versions) and, for gradients,
+rwkv7-hf.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ CASES = {
     "heads64": ({"hidden_size": 128, "head_dim": 64}, "float32", ()),
     "heads32": ({"hidden_size": 64, "head_dim": 32}, "float32", ("time_state",)),
     "one_layer": ({"hidden_size": 64, "head_dim": 32, "num_layers": 1}, "bfloat16", ()),
-    "bfloat16": ({"hidden_size": 128, "head_dim": 64, "num_layers": 3}, "bfloat16", ("time_state", "layer0_v")),
+    "bfloat16": (
+        {"hidden_size": 128, "head_dim": 64, "num_layers": 3},
+        "bfloat16",
+        ("time_state", "layer0_v"),
+    ),
     "layer0_v": ({"hidden_size": 64, "head_dim": 64}, "float32", ("layer0_v",)),
 }
 
@@ -66,7 +72,10 @@ def weights(model, version, extras):
     z, rng = official.checkpoint(small.params(model), version), np.random.default_rng(0)
     C, N = model.config.hidden_size, model.config.head_dim
     if "time_state" in extras:
-        z |= {f"blocks.{i}.att.time_state": rng.normal(size=(C // N, N, N)).astype(np.float32) for i in range(model.config.num_layers)}
+        z |= {
+            f"blocks.{i}.att.time_state": rng.normal(size=(C // N, N, N)).astype(np.float32)
+            for i in range(model.config.num_layers)
+        }
     if "layer0_v" in extras and version == 7:
         z |= {f"blocks.0.att.{name}": z[f"blocks.1.att.{name}"] for name in ("v0", "v1", "v2")}
     return z
@@ -74,7 +83,9 @@ def weights(model, version, extras):
 
 @pytest.fixture(scope="module", params=small.VERSIONS)
 def runtime(request, tmp_path_factory):
-    """Folder with {case}.pth, and {case}.out.npz, what the package makes of it; torch.save writes the files, save_checkpoint that with one layer."""
+    """Folder with {case}.pth, and {case}.out.npz, what the package makes of it; torch.save writes the files,
+    save_checkpoint that with one layer.
+    """
     for package in ("torch", "rwkv"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed (pip install 'fla-jax[parity]')")
@@ -86,7 +97,13 @@ def runtime(request, tmp_path_factory):
         if name == "one_layer":
             save_checkpoint(folder / "one_layer.pth", model, small.params(model))
     env = {**os.environ, "RWKV_V7_ON": "1" if version == 7 else "0", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
-    done = subprocess.run([sys.executable, "-c", RUNTIME, str(version), *CASES], env=env, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RUNTIME, str(version), *CASES],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return version, folder
 
@@ -108,14 +125,19 @@ def test_rwkv(runtime, name):
     version, folder = runtime
     model, params = load_checkpoint(folder / f"{name}.pth", scan_layers=name == "heads64")
     sizes, dtype, extras = CASES[name]
-    assert {field: getattr(model.config, field) for field in sizes} == sizes and model.config.param_dtype == jnp.dtype(dtype)
+    assert {
+        field: getattr(model.config, field) for field in sizes
+    } == sizes and model.config.param_dtype == jnp.dtype(dtype)
     tuned = {key: x for key, x in load_extras(folder / f"{name}.pth").items() if key.endswith("time_state")}
     assert bool(tuned) == ("time_state" in extras)
     want = np.load(folder / f"{name}.out.npz")
     for split, lengths in SPLITS.items():
         state = model.init_state(1)
         if tuned:
-            wkv = [tuned[f"blocks.{i}.att.time_state"].astype(np.float32).swapaxes(1, 2) for i in range(model.config.num_layers)]
+            wkv = [
+                tuned[f"blocks.{i}.att.time_state"].astype(np.float32).swapaxes(1, 2)
+                for i in range(model.config.num_layers)
+            ]
             state = state.replace(wkv=jnp.asarray(wkv)[:, None])
         rows = []
         for tokens in np.split(TOKENS, np.cumsum(lengths)[:-1]):
@@ -124,7 +146,10 @@ def test_rwkv(runtime, name):
         wkv = want[f"{split}.wkv"]
         wanted = {"logits": want[f"{split}.logits"], "wkv": wkv.swapaxes(2, 3) if version == 7 else wkv}
         wanted |= {part: want[f"{split}.{part}"] for part in ("att_shift", "ffn_shift")}
-        got = {"logits": np.concatenate(rows), **{part: np.asarray(getattr(state, part))[:, 0] for part in ("att_shift", "ffn_shift", "wkv")}}
+        got = {
+            "logits": np.concatenate(rows),
+            **{part: np.asarray(getattr(state, part))[:, 0] for part in ("att_shift", "ffn_shift", "wkv")},
+        }
         for part, x in wanted.items():
             assert relative(got[part], x) < TOLERANCE, (split, part, relative(got[part], x))
 
@@ -156,7 +181,9 @@ def test_gradients_of_rwkv7_hf(tmp_path):
     params, tokens = small.params(model), small.tokens(2, 33)
     weights = np.random.default_rng(0).normal(size=(2, 33, 24)).astype(np.float32)
     save_checkpoint(tmp_path / "model", model, params)
-    theirs, info = rwkv7_hf.RWKV7ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, output_loading_info=True)
+    theirs, info = rwkv7_hf.RWKV7ForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info.values()), info
     want = theirs(torch.from_numpy(np.asarray(tokens, np.int64)), use_cache=False).logits
     (torch.tanh(want) * torch.from_numpy(weights)).sum().backward()
@@ -165,7 +192,9 @@ def test_gradients_of_rwkv7_hf(tmp_path):
         logits, _ = model.apply({"params": params}, tokens)
         return jnp.sum(jnp.tanh(logits) * weights), logits
 
-    (_, logits), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=small.FAST_COMPILE)(params)
+    (_, logits), gradient = jax.jit(
+        jax.value_and_grad(loss, has_aux=True), compiler_options=small.FAST_COMPILE
+    )(params)
     assert relative(np.asarray(logits), want.detach().numpy()) < TOLERANCE
     # gradients have the parameters' shapes, so the same names and layouts
     save_checkpoint(tmp_path / "gradient", model, gradient)

@@ -1,4 +1,6 @@
-"""The checked mode: what it reports, that good inputs pass unchanged, and that it reaches into every transformation."""
+"""The checked mode: what it reports, that good inputs pass unchanged, and that it reaches into every
+transformation.
+"""
 
 import cases
 import jax
@@ -40,7 +42,9 @@ def test_positive_log_decay(op):
     x = cases.build(Case(op, **SMALL))
     f = fla_jax.checked(jax.jit(_call(op)))
     f(x.arrays)
-    with pytest.raises(JaxRuntimeError, match=rf"chunk_{op}: w, the log decay, must be <= 0, got a largest value of 0.25"):
+    with pytest.raises(
+        JaxRuntimeError, match=rf"chunk_{op}: w, the log decay, must be <= 0, got a largest value of 0.25"
+    ):
         f(_spoiled(x, "w", 0.25))
     with pytest.raises(ValueError, match="w, the log decay"):
         f(_spoiled(x, "w", np.inf))
@@ -61,7 +65,9 @@ def test_broken_lower_bound(op):
     f = fla_jax.checked(jax.jit(_call(op, lower_bound=-0.6)))
     f(x.arrays)
     f({**x.arrays, "w": x.arrays["w"].astype(cases.dtype_of("bfloat16"))})  # rounds to just below the bound
-    with pytest.raises(JaxRuntimeError, match=rf"chunk_{op}: lower_bound promises w >= -0.6, got a smallest value of -0.75"):
+    with pytest.raises(
+        JaxRuntimeError, match=rf"chunk_{op}: lower_bound promises w >= -0.6, got a smallest value of -0.75"
+    ):
         f(_spoiled(x, "w", -0.75))
 
 
@@ -69,11 +75,15 @@ def test_broken_lower_bound(op):
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8])
 def test_cu_seqlens_that_are_known_only_at_run_time(op, dtype):
     x = cases.build(Case(op, layout="packed", lengths=(2, 4)))
-    f = fla_jax.checked(jax.jit(lambda arrays, cu: cases.call(op, arrays, implementation="reference", cu_seqlens=cu)))
+    f = fla_jax.checked(
+        jax.jit(lambda arrays, cu: cases.call(op, arrays, implementation="reference", cu_seqlens=cu))
+    )
     f(x.arrays, np.array([0, 2, 6], dtype))
     f(x.arrays, np.array([0, 6, 6], dtype))
     for bad in ([0, 7, 6], [1, 2, 6], [0, 2, 5], [0, 2, 7]):
-        with pytest.raises(JaxRuntimeError, match=f"chunk_{op}: cu_seqlens must rise from 0 to T = 6 without falling"):
+        with pytest.raises(
+            JaxRuntimeError, match=f"chunk_{op}: cu_seqlens must rise from 0 to T = 6 without falling"
+        ):
             f(x.arrays, np.array(bad, dtype))
 
 
@@ -106,22 +116,41 @@ loss = lambda f: lambda arrays: jnp.sum(f(arrays)[0])
 INSIDE = {
     "plain": lambda f: f,
     "jit of grad": lambda f: jax.jit(jax.grad(loss(f))),
-    "vmap of grad": lambda f: lambda x: jax.vmap(jax.grad(loss(f)))(jax.tree.map(lambda a: jnp.stack([a, a]), x)),
+    "vmap of grad": lambda f: (
+        lambda x: jax.vmap(jax.grad(loss(f)))(jax.tree.map(lambda a: jnp.stack([a, a]), x))
+    ),
     "grad of scan": lambda f: jax.grad(_scan(f)),
-    "grad of checkpoint with the policy": lambda f: jax.grad(jax.checkpoint(loss(f), policy=fla_jax.remat_policy())),
-    "grad of scan of checkpoint": lambda f: jax.jit(jax.grad(_scan(jax.checkpoint(f, policy=fla_jax.remat_policy())))),
-    "cond": lambda f: lambda x: jax.lax.cond(x["r"][0, 0, 0, 0] < 100, f, lambda y: jax.tree.map(jnp.zeros_like, f(y)), x),
+    "grad of checkpoint with the policy": lambda f: jax.grad(
+        jax.checkpoint(loss(f), policy=fla_jax.remat_policy())
+    ),
+    "grad of scan of checkpoint": lambda f: jax.jit(
+        jax.grad(_scan(jax.checkpoint(f, policy=fla_jax.remat_policy())))
+    ),
+    "cond": lambda f: (
+        lambda x: jax.lax.cond(x["r"][0, 0, 0, 0] < 100, f, lambda y: jax.tree.map(jnp.zeros_like, f(y)), x)
+    ),
 }
 
 
 # the two ops share all that matters here: RWKV-6 goes through the most used ones
-@pytest.mark.parametrize("op, transformation", [*(("rwkv7", name) for name in INSIDE), ("rwkv6", "jit of grad"), ("rwkv6", "grad of scan of checkpoint")])
+@pytest.mark.parametrize(
+    "op, transformation",
+    [
+        *(("rwkv7", name) for name in INSIDE),
+        ("rwkv6", "jit of grad"),
+        ("rwkv6", "grad of scan of checkpoint"),
+    ],
+)
 def test_inside_transformations(op, transformation):
     x = cases.build(Case(op, **SMALL))
     f = INSIDE[transformation](_call(op))
     want = jax.device_get(jax.jit(f)(x.arrays))
     checking = fla_jax.checked(f)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), jax.device_get(checking(x.arrays)), want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        jax.device_get(checking(x.arrays)),
+        want,
+    )
     with pytest.raises(JaxRuntimeError, match=rf"chunk_{op}: w, the log decay, must be <= 0"):
         checking(_spoiled(x, "w", 0.5))
 

@@ -1,4 +1,6 @@
-"""`jax.export`: the default implementations and the models with a symbolic number of rows, for every platform."""
+"""`jax.export`: the default implementations and the models with a symbolic number of rows, for every
+platform.
+"""
 
 import cases
 import jax
@@ -18,7 +20,9 @@ def symbolic(op: str, B="b", T=7):
     """Abstract arrays of a call by name, sizes as numbers or as names."""
     names = [name for name in cases.INPUTS[op] if name != "initial_state"]
     tokens = (*export.symbolic_shape(f"{B}, {T}"), 2, 4)
-    return {name: jax.ShapeDtypeStruct(tokens if name in TOKENS[op] else (2, 4), jnp.float32) for name in names}
+    return {
+        name: jax.ShapeDtypeStruct(tokens if name in TOKENS[op] else (2, 4), jnp.float32) for name in names
+    }
 
 
 @each_op
@@ -45,7 +49,10 @@ def test_a_symbolic_number_of_tokens_says_why_not(op):
 def test_kernels_say_why_not(op):
     """On a GPU the plain form serves a symbolic number of rows, and a warning says so."""
     arrays = symbolic(op)
-    with lowering_for(90), pytest.warns(UserWarning, match="much slower: its kernels are made for a known number of rows"):
+    with (
+        lowering_for(90),
+        pytest.warns(UserWarning, match="much slower: its kernels are made for a known number of rows"),
+    ):
         export.export(jax.jit(lambda arrays: cases.call(op, arrays)), platforms=("cuda",))(arrays)
 
 
@@ -55,7 +62,11 @@ def test_models(version):
     params = draw(shapes(module, jnp.zeros((1, 2), jnp.int32)))
     (rows,) = export.symbolic_shape("b")
     run = jax.jit(lambda params, tokens: module.apply({"params": params}, tokens))
-    exported = export.export(run, platforms=("cpu", "cuda"))(params, jax.ShapeDtypeStruct((rows, 6), jnp.int32))
+    exported = export.export(run, platforms=("cpu", "cuda"))(
+        params, jax.ShapeDtypeStruct((rows, 6), jnp.int32)
+    )
     tokens = jax.random.randint(jax.random.key(1), (3, 6), 0, 24)
-    for got, want in zip(jax.tree.leaves(exported.call(params, tokens)), jax.tree.leaves(run(params, tokens))):
+    for got, want in zip(
+        jax.tree.leaves(exported.call(params, tokens)), jax.tree.leaves(run(params, tokens))
+    ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

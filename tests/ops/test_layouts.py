@@ -1,4 +1,6 @@
-"""Segments and packed sequences: against the oracle, against separate calls, and drawn at random by hypothesis."""
+"""Segments and packed sequences: against the oracle, against separate calls, and drawn at random by
+hypothesis.
+"""
 
 import cases
 import chex
@@ -13,7 +15,12 @@ each_op = pytest.mark.parametrize("op", OPS)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 bounded = lambda n: hypothesis.settings(max_examples=n, deadline=None, derandomize=True, database=None)
 
-SEGMENTS = {"few": (10, 17, 16, 9), "single tokens": (1,) * 52, "one": (52,), "short and long": (1, 30, 1, 1, 16, 3)}
+SEGMENTS = {
+    "few": (10, 17, 16, 9),
+    "single tokens": (1,) * 52,
+    "one": (52,),
+    "short and long": (1, 30, 1, 1, 16, 3),
+}
 PACKED = {  # seven sequences each, so that one compilation serves them; and a single one
     "several": (16, 1, 14, 3, 2, 1, 3),
     "empty ones": (0, 5, 0, 0, 17, 18, 0),
@@ -52,7 +59,10 @@ def test_recurrent_form_takes_the_layouts(op):
 
 def _cut(x: cases.Inputs, op: str, n: int, lo: int, hi: int) -> cases.Inputs:
     """The tokens [lo, hi) of row 0 with state row n, as a call of their own."""
-    arrays = {name: a[:, lo:hi] if name in TOKENS[op] else a[n : n + 1] if name == "initial_state" else a for name, a in x.arrays.items()}
+    arrays = {
+        name: a[:, lo:hi] if name in TOKENS[op] else a[n : n + 1] if name == "initial_state" else a
+        for name, a in x.arrays.items()
+    }
     return cases.Inputs(arrays, x.do[:, lo:hi], x.ds[n : n + 1], None, None)
 
 
@@ -80,13 +90,18 @@ def test_both_layouts_equal_separate_calls(op, implementation):
         du += got.grads.get("u", 0)
         first, last = n == 0, n == 2
         zero = np.zeros_like(one.ds)
-        one = one._replace(arrays={**one.arrays, "initial_state": one.arrays["initial_state"] if first else zero}, ds=one.ds if last else zero)
+        one = one._replace(
+            arrays={**one.arrays, "initial_state": one.arrays["initial_state"] if first else zero},
+            ds=one.ds if last else zero,
+        )
         got = jax.device_get(run(*one))
         cases.assert_close("segment o", segments.o[:, lo:hi], got.o, 1e-6)
         for name in TOKENS[op]:
             cases.assert_close(f"segment d{name}", segments.grads[name][:, lo:hi], got.grads[name], 3e-6)
         if first:
-            cases.assert_close("segment dstate", segments.grads["initial_state"], got.grads["initial_state"], 3e-6)
+            cases.assert_close(
+                "segment dstate", segments.grads["initial_state"], got.grads["initial_state"], 3e-6
+            )
         if last:
             cases.assert_close("segment state", segments.final, got.final, 1e-6)
     if op == "rwkv6":
@@ -97,9 +112,15 @@ def test_both_layouts_equal_separate_calls(op, implementation):
 @each_op
 def test_layout_arguments_come_as_lists_numpy_and_any_integer_type(op, implementation):
     x = cases.build(Case(op, layout="packed", lengths=(3, 5), K=2, V=2))
-    results = [cases.call(op, x.arrays, implementation=implementation, cu_seqlens=cu) for cu in ([0, 3, 8], (0, 3, 8), np.array([0, 3, 8], np.uint8))]
+    results = [
+        cases.call(op, x.arrays, implementation=implementation, cu_seqlens=cu)
+        for cu in ([0, 3, 8], (0, 3, 8), np.array([0, 3, 8], np.uint8))
+    ]
     one = {**x.arrays, "initial_state": x.arrays["initial_state"][:1]}
-    results += [cases.call(op, one, implementation=implementation, segment_ids=ids) for ids in ([[1, 1, 1] + [2] * 5], np.int8([[3, 3, 3] + [-1] * 5]))]
+    results += [
+        cases.call(op, one, implementation=implementation, segment_ids=ids)
+        for ids in ([[1, 1, 1] + [2] * 5], np.int8([[3, 3, 3] + [-1] * 5]))
+    ]
     chex.assert_trees_all_equal(results[0], results[1], results[2])
     chex.assert_trees_all_equal(results[3], results[4])
 
@@ -130,10 +151,19 @@ def test_any_segments_and_decays(op, implementation):
     run = cases.runner(op, implementation, **cases.options_of(base))
 
     @bounded(12)
-    @hypothesis.given(ids=st.lists(st.lists(st.integers(-2, 2), min_size=21, max_size=21), min_size=2, max_size=2), levels=some_levels, seed=seeds)
+    @hypothesis.given(
+        ids=st.lists(st.lists(st.integers(-2, 2), min_size=21, max_size=21), min_size=2, max_size=2),
+        levels=some_levels,
+        seed=seeds,
+    )
     def examples(ids, levels, seed):
-        x = _with_decay(cases.build(base), np.random.default_rng(seed), levels)._replace(segment_ids=np.array(ids, np.int32))
-        cases.compare(jax.device_get(run(*x)), cases.Outputs(*(lambda out, grads: (*out, grads))(*cases.ask_oracle(op, x))))
+        x = _with_decay(cases.build(base), np.random.default_rng(seed), levels)._replace(
+            segment_ids=np.array(ids, np.int32)
+        )
+        cases.compare(
+            jax.device_get(run(*x)),
+            cases.Outputs(*(lambda out, grads: (*out, grads))(*cases.ask_oracle(op, x))),
+        )
 
     examples()
 
@@ -145,10 +175,17 @@ def test_any_packing_and_decays(op, implementation):
     run = cases.runner(op, implementation, **cases.options_of(base))
 
     @bounded(12)
-    @hypothesis.given(cuts=st.lists(st.integers(0, 21), min_size=3, max_size=3), levels=some_levels, seed=seeds)
+    @hypothesis.given(
+        cuts=st.lists(st.integers(0, 21), min_size=3, max_size=3), levels=some_levels, seed=seeds
+    )
     def examples(cuts, levels, seed):
-        x = _with_decay(cases.build(base), np.random.default_rng(seed), levels)._replace(cu_seqlens=np.array([0, *sorted(cuts), 21], np.int32))
-        cases.compare(jax.device_get(run(*x)), cases.Outputs(*(lambda out, grads: (*out, grads))(*cases.ask_oracle(op, x))))
+        x = _with_decay(cases.build(base), np.random.default_rng(seed), levels)._replace(
+            cu_seqlens=np.array([0, *sorted(cuts), 21], np.int32)
+        )
+        cases.compare(
+            jax.device_get(run(*x)),
+            cases.Outputs(*(lambda out, grads: (*out, grads))(*cases.ask_oracle(op, x))),
+        )
 
     examples()
 

@@ -28,7 +28,9 @@ def _residual_floats(op, implementation, chunk_size, T, K=32, V=16):
 @each_op
 @pytest.mark.parametrize("chunk_size", [None, 16])
 def test_residuals_hold_one_state_per_chunk(op, implementation, chunk_size):
-    """Inputs, and no more than a state [K, V] for every 16 tokens and one row of values for every token (a state for every token would be 10 times more)."""
+    """Inputs, and no more than a state [K, V] for every 16 tokens and one row of values for every token (a
+    state for every token would be 10 times more).
+    """
     K, V, T = 32, 16, 256
     kept, shapes = _residual_floats(op, implementation, chunk_size, T)
     assert kept <= (T // 16 + 2) * K * V + T * V, shapes
@@ -51,16 +53,24 @@ def _whiles(f, *args) -> int:
 
 
 @each_op
-@pytest.mark.parametrize("policy, implementation", [*(("ours", i) for i in IMPLEMENTATIONS), ("combined", "xla")])
+@pytest.mark.parametrize(
+    "policy, implementation", [*(("ours", i) for i in IMPLEMENTATIONS), ("combined", "xla")]
+)
 def test_remat_policy_runs_the_forward_once(op, implementation, policy):
-    """Loops in the gradient of two blocks: without remat and with the policy the same number, with plain remat more (so the count sees what it should)."""
+    """Loops in the gradient of two blocks: without remat and with the policy the same number, with plain
+    remat more (so the count sees what it should).
+    """
     x = cases.build(Case(op, B=1, T=64, H=1, K=4, V=4))
     ours = fla_jax.remat_policy()
     if policy == "combined":
-        ours = jax.checkpoint_policies.save_from_both_policies(ours, jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        ours = jax.checkpoint_policies.save_from_both_policies(
+            ours, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        )
 
     def block(v, scale):
-        o, final = cases.call(op, {**x.arrays, "v": jnp.tanh(v * scale)}, implementation=implementation, chunk_size=4)
+        o, final = cases.call(
+            op, {**x.arrays, "v": jnp.tanh(v * scale)}, implementation=implementation, chunk_size=4
+        )
         return v + jnp.tanh(o) * jnp.sum(final)
 
     def loss(scales, wrap):
@@ -78,7 +88,11 @@ def test_checkpoint_names_are_on_output_final_state_and_states(op):
     """Layers may name these in policies of their own."""
     x = cases.build(Case(op, B=1, T=32, H=1))
     f = lambda arrays: jax.vjp(lambda a: cases.call(op, a), arrays)[0]
-    names = {e.params["name"] for e in _equations(jax.make_jaxpr(f)(x.arrays).jaxpr, []) if e.primitive.name == "name"}
+    names = {
+        e.params["name"]
+        for e in _equations(jax.make_jaxpr(f)(x.arrays).jaxpr, [])
+        if e.primitive.name == "name"
+    }
     assert names == set(fla_jax.CHECKPOINT_NAMES)
 
 
@@ -86,7 +100,9 @@ def test_checkpoint_names_are_on_output_final_state_and_states(op):
 @each_op
 def test_remat_with_the_policy_changes_no_value(op, implementation):
     x = cases.build(Case(op, T=33))
-    f = jax.checkpoint(lambda a: cases.call(op, a, implementation=implementation), policy=fla_jax.remat_policy())
+    f = jax.checkpoint(
+        lambda a: cases.call(op, a, implementation=implementation), policy=fla_jax.remat_policy()
+    )
 
     def run(arrays):
         (o, final), pull = jax.vjp(f, arrays)

@@ -1,4 +1,6 @@
-"""The one-product form of plain JAX, where a promise or the decays themselves allow it, against the float64 oracle."""
+"""The one-product form of plain JAX, where a promise or the decays themselves allow it, against the float64
+oracle.
+"""
 
 import cases
 import jax
@@ -14,7 +16,9 @@ PROMISE = dict(decay="layer", lower_bound=-0.61)
 
 
 @each_op
-@pytest.mark.parametrize("layout, lengths", [("segments", (5, 9, 1, 17, 16)), ("packed", (0, 7, 16, 0, 1, 20, 0))])
+@pytest.mark.parametrize(
+    "layout, lengths", [("segments", (5, 9, 1, 17, 16)), ("packed", (0, 7, 16, 0, 1, 20, 0))]
+)
 def test_promise_with_layouts(op, layout, lengths):
     check(Case(op, T=40, layout=layout, lengths=lengths, **PROMISE), "xla")
 
@@ -26,7 +30,9 @@ def test_promise_in_float64(op):
 
 
 def _halves_of_two_kinds(op, seed):
-    """T = 1024 makes four groups of chunks here: the decays of the first half are mild, those of the second are not."""
+    """T = 1024 makes four groups of chunks here: the decays of the first half are mild, those of the second
+    are not.
+    """
     x = cases.build(Case(op, B=2, T=1024, H=2, K=8, V=4, decay="layer", seed=seed))
     w = x.arrays["w"].copy()
     w[:, 512:] = cases.log_decay(np.random.default_rng(seed), "mixed", w[:, 512:].shape)
@@ -48,7 +54,9 @@ def test_groups_go_by_their_own_decays(op):
 
 @each_op
 def test_mapped_groups_stay_one_branch(op):
-    """One entry with strong decays everywhere, one with mild ones in its first half: no group may take the one-product form for both."""
+    """One entry with strong decays everywhere, one with mild ones in its first half: no group may take the
+    one-product form for both.
+    """
     xs = [_halves_of_two_kinds(op, 0), cases.build(Case(op, B=2, T=1024, H=2, K=8, V=4, decay="mixed"))]
     stacked = jax.tree.map(lambda *a: jnp.stack(a), *xs)
     run = jax.jit(jax.vmap(cases.runner(op, "xla", chunk_size=8)))
@@ -59,7 +67,9 @@ def test_mapped_groups_stay_one_branch(op):
 
 
 def test_where_the_limit_is():
-    """The weakest decay that still counts as mild keeps every tolerance; its sum over a chunk is the limit."""
+    """The weakest decay that still counts as mild keeps every tolerance; its sum over a chunk is the
+    limit.
+    """
     weakest = -bounded.LIMIT / 16
     for op in OPS:
         x = cases.build(Case(op, T=64, H=2, decay="layer"))

@@ -1,4 +1,6 @@
-"""`fla_jax.ops.Op` on a toy op: whoever writes one gets sharding, vmap, rematerialisation and the checked mode for nothing."""
+"""`fla_jax.ops.Op` on a toy op: whoever writes one gets sharding, vmap, rematerialisation and the checked
+mode for nothing.
+"""
 
 import json
 import os
@@ -64,12 +66,20 @@ def test_checked_mode():
 
 def test_choice():
     call = lambda implementation=None: toy.running_sum(X, SCALE, implementation)
-    with pytest.raises(ValueError, match=r"running_sum: implementation must be one of \['kernel', 'plain'\] or None, got 'fast'"):
+    with pytest.raises(
+        ValueError,
+        match=r"running_sum: implementation must be one of \['kernel', 'plain'\] or None, got 'fast'",
+    ):
         call("fast")
-    refused = Implementation("refused", lambda: 1 / 0, supports=lambda call: f"no {call.inputs.x.shape} on {call.platform}")
+    refused = Implementation(
+        "refused", lambda: 1 / 0, supports=lambda call: f"no {call.inputs.x.shape} on {call.platform}"
+    )
     toy.OP.implementations.insert(0, refused)
     try:
-        with pytest.raises(ValueError, match=r"running_sum: implementation='refused' cannot run this call: no \(3, 4, 5\) on cpu"):
+        with pytest.raises(
+            ValueError,
+            match=r"running_sum: implementation='refused' cannot run this call: no \(3, 4, 5\) on cpu",
+        ):
             call("refused")
         np.testing.assert_allclose(call(), want(X, SCALE), rtol=1e-6)  # the next one serves
     finally:
@@ -90,7 +100,9 @@ def test_an_implementation_from_outside_serves_a_recurrence():
     try:
         x = jax.random.normal(jax.random.key(1), (6, 1, 5, 1, 4)) / 4
         args = (x[0], -jnp.exp(x[1]), *x[2:])
-        one, two = (fla_jax.ops.chunk_rwkv7(*args, implementation=name)[0] for name in ("reference", "doubled"))
+        one, two = (
+            fla_jax.ops.chunk_rwkv7(*args, implementation=name)[0] for name in ("reference", "doubled")
+        )
         np.testing.assert_array_equal(2 * one, two)
         np.testing.assert_array_equal(two, fla_jax.ops.chunk_rwkv7(*args)[0])
     finally:
@@ -98,16 +110,32 @@ def test_an_implementation_from_outside_serves_a_recurrence():
 
 
 def test_every_sharding_mode():
-    """Eight devices in a process of its own: right results, no collective but the sum of the gradient of ``scale``."""
+    """Eight devices in a process of its own: right results, no collective but the sum of the gradient of
+    ``scale``.
+    """
     here = pathlib.Path(__file__).parent
     path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu", PYTHONPATH=path)
-    done = subprocess.run([sys.executable, str(here.parent / "toy_op.py")], env=env, capture_output=True, text=True, timeout=300)
+    env = dict(
+        os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu", PYTHONPATH=path
+    )
+    done = subprocess.run(
+        [sys.executable, str(here.parent / "toy_op.py")], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
-    assert set(report) == {"auto", "explicit", "shard_map", "shard_map, unchecked", "tokens, auto", "tokens, explicit"}
+    assert set(report) == {
+        "auto",
+        "explicit",
+        "shard_map",
+        "shard_map, unchecked",
+        "tokens, auto",
+        "tokens, explicit",
+    }
     for name in ("auto", "explicit", "shard_map", "shard_map, unchecked"):
         assert report[name]["error"] < 1e-5, (name, report[name])
         assert report[name]["collectives"] == ["all-reduce"], (name, report[name])
     assert report["tokens, auto"]["error"] < 1e-5
-    assert "axis T of x [B, T, C] must be whole" in report["tokens, explicit"]["error"] and "'data'" in report["tokens, explicit"]["error"]
+    assert (
+        "axis T of x [B, T, C] must be whole" in report["tokens, explicit"]["error"]
+        and "'data'" in report["tokens, explicit"]["error"]
+    )

@@ -1,4 +1,6 @@
-"""The five reports about other RWKV-6 kernels that this library grew from, one test each, with whatever implementation is the default here."""
+"""The five reports about other RWKV-6 kernels that this library grew from, one test each, with whatever
+implementation is the default here.
+"""
 
 import cases
 import jax
@@ -12,7 +14,9 @@ from fla_jax.ops import chunk_rwkv6, fused_recurrent_rwkv6
 
 
 def test_training_at_strong_decay_stays_finite():
-    """NaN in training with ``w = -exp(x)``: x is learned here, starts where a decay is e^-55 and is pushed further."""
+    """NaN in training with ``w = -exp(x)``: x is learned here, starts where a decay is e^-55 and is pushed
+    further.
+    """
     x = {n: jnp.asarray(a) for n, a in cases.build(Case("rwkv6", B=2, T=64, K=16, V=16)).arrays.items()}
     target = jnp.asarray(cases.build(Case("rwkv6", B=2, T=64, K=16, V=16)).do)
 
@@ -22,7 +26,10 @@ def test_training_at_strong_decay_stays_finite():
 
     def step(p, _):
         value, g = jax.value_and_grad(loss)(p)
-        return jax.tree.map(lambda a, b: a - 0.3 * b, p, g), (value, jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda a: jnp.all(jnp.isfinite(a)), g)))
+        return jax.tree.map(lambda a, b: a - 0.3 * b, p, g), (
+            value,
+            jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda a: jnp.all(jnp.isfinite(a)), g)),
+        )
 
     start = {"k": x["k"], "u": x["u"], "x": jnp.linspace(-6.0, 4.0, 16) * jnp.ones((2, 64, 2, 1))}
     _, (losses, finite) = jax.jit(lambda p: jax.lax.scan(step, p, length=30))(start)
@@ -46,7 +53,9 @@ def test_a_positive_decay_is_reported():
     def gradient(w):
         return jax.grad(lambda k: jnp.sum(chunk_rwkv6(x["r"], k, x["v"], w, x["u"])[0]))(x["k"])
 
-    with pytest.raises(ValueError, match=r"chunk_rwkv6: w, the log decay, must be <= 0, got a largest value of"):
+    with pytest.raises(
+        ValueError, match=r"chunk_rwkv6: w, the log decay, must be <= 0, got a largest value of"
+    ):
         fla_jax.checked(gradient)(-x["w"])
     assert np.all(np.isfinite(fla_jax.checked(gradient)(x["w"])))
 
@@ -56,10 +65,21 @@ def test_chunks_and_recurrence_agree_on_the_same_arrays_twice():
     case = Case("rwkv6", B=2, T=100, K=16, V=16, decay="mixed")
     x = {n: jnp.asarray(a) for n, a in cases.build(case).arrays.items()}
     before = jax.tree.map(np.array, x)
-    call = lambda op: op(*(x[n] for n in ("r", "k", "v", "w", "u")), initial_state=x["initial_state"], output_final_state=True)
-    chunks, tokens, chunks_again, tokens_again = call(chunk_rwkv6), call(fused_recurrent_rwkv6), call(chunk_rwkv6), call(fused_recurrent_rwkv6)
+    call = lambda op: op(
+        *(x[n] for n in ("r", "k", "v", "w", "u")), initial_state=x["initial_state"], output_final_state=True
+    )
+    chunks, tokens, chunks_again, tokens_again = (
+        call(chunk_rwkv6),
+        call(fused_recurrent_rwkv6),
+        call(chunk_rwkv6),
+        call(fused_recurrent_rwkv6),
+    )
     want = cases.expected(case)
     for got in (chunks, tokens):
         cases.assert_close("o", got[0], want.o, 3e-6)
         cases.assert_close("final state", got[1], want.final, 3e-6)
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, (chunks, tokens, x), (chunks_again, tokens_again, before))))
+    assert all(
+        jax.tree.leaves(
+            jax.tree.map(np.array_equal, (chunks, tokens, x), (chunks_again, tokens_again, before))
+        )
+    )

@@ -1,4 +1,6 @@
-"""Two guards with wide margins: the chunked form compiles quickly and is much faster than the scan it replaces."""
+"""Two guards with wide margins: the chunked form compiles quickly and is much faster than the scan it
+replaces.
+"""
 
 import time
 
@@ -13,11 +15,15 @@ SIZE = dict(B=2, T=1024, H=4, K=64, V=64)
 
 
 def _compiled(op, decay="smooth"):
-    """The compiled call and the seconds that compiling takes on two cores: CPU time where other processes hold them meanwhile."""
+    """The compiled call and the seconds that compiling takes on two cores: CPU time where other processes
+    hold them meanwhile.
+    """
     x = jax.tree.map(jnp.asarray, cases.build(Case(op, decay=decay, **SIZE)))
     wall, cpu = time.perf_counter(), time.process_time()
     f = cases.runner(op, "xla").lower(*x).compile()
-    return (lambda: jax.block_until_ready(f(*x))), min(time.perf_counter() - wall, (time.process_time() - cpu) / 2)
+    return (lambda: jax.block_until_ready(f(*x))), min(
+        time.perf_counter() - wall, (time.process_time() - cpu) / 2
+    )
 
 
 def _compile_seconds(op):
@@ -50,9 +56,15 @@ def _naive(op, x):
     def step(S, t):
         if op == "rwkv6":
             kv = t["k"][..., None] * t["v"][..., None, :]
-            return jnp.exp(t["w"])[..., None] * S + kv, jnp.einsum("bhk,bhkv->bhv", t["r"], S + x.arrays["u"][..., None] * kv)
+            return jnp.exp(t["w"])[..., None] * S + kv, jnp.einsum(
+                "bhk,bhkv->bhv", t["r"], S + x.arrays["u"][..., None] * kv
+            )
         sa = jnp.einsum("bhk,bhkv->bhv", t["a"], S)
-        S = jnp.exp(t["w"])[..., None] * S + t["b"][..., None] * sa[..., None, :] + t["k"][..., None] * t["v"][..., None, :]
+        S = (
+            jnp.exp(t["w"])[..., None] * S
+            + t["b"][..., None] * sa[..., None, :]
+            + t["k"][..., None] * t["v"][..., None, :]
+        )
         return S, jnp.einsum("bhk,bhkv->bhv", t["r"], S)
 
     def loss(arrays):
@@ -64,12 +76,16 @@ def _naive(op, x):
     return lambda: jax.block_until_ready(f(x.arrays))
 
 
-@pytest.mark.parametrize("op, decay, times", [("rwkv6", "smooth", 5), ("rwkv7", "layer", 4), ("rwkv7", "smooth", 2)])
+@pytest.mark.parametrize(
+    "op, decay, times", [("rwkv6", "smooth", 5), ("rwkv7", "layer", 4), ("rwkv7", "smooth", 2)]
+)
 def test_chunks_are_faster_than_the_scan(op, decay, times):
-    """Forward and backward, by CPU time, which other processes on the machine change least; the chunked form also spreads over cores, the scan does not.
+    """Forward and backward, by CPU time, which other processes on the machine change least; the chunked form
+    also spreads over cores, the scan does not.
 
-    Guards with a margin: measured 13 times for RWKV-6, 5.1 for RWKV-7's decays and 2.8 for stronger ones (by the clock on two cores 10, 5.3 and 3.2). The two
-    alternate, and the shortest times count, of as many rounds as it takes up to ten.
+    Guards with a margin: measured 13 times for RWKV-6, 5.1 for RWKV-7's decays and 2.8 for stronger ones (by
+    the clock on two cores 10, 5.3 and 3.2). The two alternate, and the shortest times count, of as many
+    rounds as it takes up to ten.
     """
     x = jax.tree.map(jnp.asarray, cases.build(Case(op, decay=decay, **SIZE)))
     fast, slow = _compiled(op, decay)[0], _naive(op, x)
@@ -79,4 +95,6 @@ def test_chunks_are_faster_than_the_scan(op, decay, times):
         slowest, fastest = min(slowest, _seconds(slow, 2)), min(fastest, _seconds(fast, 6))
         if i >= 2 and slowest / fastest >= times:
             return
-    raise AssertionError(f"xla takes {fastest:.3f} s and the scan {slowest:.3f} s: {slowest / fastest:.1f} times")
+    raise AssertionError(
+        f"xla takes {fastest:.3f} s and the scan {slowest:.3f} s: {slowest / fastest:.1f} times"
+    )

@@ -1,4 +1,6 @@
-"""The ops under jit, vmap, checkpoint, scan, donation, and what they say to forward mode and to a second derivative."""
+"""The ops under jit, vmap, checkpoint, scan, donation, and what they say to forward mode and to a second
+derivative.
+"""
 
 import functools
 
@@ -13,14 +15,25 @@ from cases import IMPLEMENTATIONS, INPUTS, OPS, Case, Outputs
 each_op = pytest.mark.parametrize("op", OPS)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 SMALL = dict(B=2, T=9, H=2, K=4, V=3, decay="smooth")
-LAYOUTS = {"rows": {}, "segments": dict(layout="segments", lengths=(3, 1, 5)), "packed": dict(B=1, layout="packed", lengths=(4, 0, 5))}
+LAYOUTS = {
+    "rows": {},
+    "segments": dict(layout="segments", lengths=(3, 1, 5)),
+    "packed": dict(B=1, layout="packed", lengths=(4, 0, 5)),
+}
 
 
 def _loss(op, implementation, x: cases.Inputs, **options):
     """A scalar that feeds back non-trivial cotangents of o and of the final state."""
 
     def loss(arrays):
-        o, final = cases.call(op, arrays, implementation=implementation, segment_ids=x.segment_ids, cu_seqlens=x.cu_seqlens, **options)
+        o, final = cases.call(
+            op,
+            arrays,
+            implementation=implementation,
+            segment_ids=x.segment_ids,
+            cu_seqlens=x.cu_seqlens,
+            **options,
+        )
         return jnp.sum(jnp.sin(o) * x.do) + jnp.sum(jnp.cos(final) * x.ds)
 
     return loss
@@ -34,16 +47,28 @@ def test_gradients_by_finite_differences(op, layout, implementation="xla"):
         if layout == "segments":
             x = x._replace(segment_ids=jnp.array([[1, 1, 2, 3, 3]] * 2))
         if layout == "packed":
-            one = {name: a[:1] if a.ndim == 4 and name != "initial_state" else a for name, a in x.arrays.items()}
+            one = {
+                name: a[:1] if a.ndim == 4 and name != "initial_state" else a for name, a in x.arrays.items()
+            }
             x = x._replace(arrays=one, do=x.do[:1], cu_seqlens=jnp.array([0, 2, 5]))
         loss = _loss(op, implementation, x, scale=0.5, chunk_size=2)
         f = jax.jit(lambda *a: loss(dict(zip(x.arrays, a))))
-        chex.assert_numerical_grads(f, tuple(jnp.asarray(a) for a in x.arrays.values()), order=1, modes=("rev",), atol=1e-7, rtol=1e-5, eps=1e-5)
+        chex.assert_numerical_grads(
+            f,
+            tuple(jnp.asarray(a) for a in x.arrays.values()),
+            order=1,
+            modes=("rev",),
+            atol=1e-7,
+            rtol=1e-5,
+            eps=1e-5,
+        )
 
 
 def _take(x: cases.Inputs, i: int, mapped: frozenset[str]) -> cases.Inputs:
     pick = lambda name, a: a[i] if name in mapped and a is not None else a
-    return cases.Inputs({n: pick(n, a) for n, a in x.arrays.items()}, *(pick(n, a) for n, a in zip(x._fields[1:], x[1:])))
+    return cases.Inputs(
+        {n: pick(n, a) for n, a in x.arrays.items()}, *(pick(n, a) for n, a in zip(x._fields[1:], x[1:]))
+    )
 
 
 def _check_vmap(op, implementation, case: Case, mapped: frozenset[str]):
@@ -60,7 +85,10 @@ def _check_vmap(op, implementation, case: Case, mapped: frozenset[str]):
         *(None if getattr(x, f) is None else choose(f, lambda y, f=f: getattr(y, f)) for f in x._fields[1:]),
     )
     axis = lambda name: 0 if name in mapped else None
-    axes = ({name: axis(name) for name in x.arrays}, *(None if getattr(x, f) is None else axis(f) for f in x._fields[1:]))
+    axes = (
+        {name: axis(name) for name in x.arrays},
+        *(None if getattr(x, f) is None else axis(f) for f in x._fields[1:]),
+    )
     run = cases.runner(op, implementation, chunk_size=4)
     got = jax.device_get(jax.jit(jax.vmap(run, in_axes=axes), compiler_options=cases.FAST_COMPILE)(*stacked))
     for i in range(2):
@@ -70,7 +98,13 @@ def _check_vmap(op, implementation, case: Case, mapped: frozenset[str]):
 
 
 # the reference differs from others in no argument's way of being batched but these
-ONE = [(op, name, i) for i in IMPLEMENTATIONS for op in OPS for name in INPUTS[op] if i != "reference" or name in ("w", "u", "initial_state")]
+ONE = [
+    (op, name, i)
+    for i in IMPLEMENTATIONS
+    for op in OPS
+    for name in INPUTS[op]
+    if i != "reference" or name in ("w", "u", "initial_state")
+]
 
 
 @pytest.mark.parametrize("op, name, implementation", ONE)
@@ -82,7 +116,9 @@ def test_vmap_over_one_argument(op, implementation, name):
 @pytest.mark.parametrize("layout", ["segments", "packed"])
 def test_vmap_over_the_layout(op, layout, implementation="xla"):
     case = Case(op, **{**SMALL, **LAYOUTS[layout]})
-    _check_vmap(op, implementation, case, frozenset(["segment_ids" if layout == "segments" else "cu_seqlens"]))
+    _check_vmap(
+        op, implementation, case, frozenset(["segment_ids" if layout == "segments" else "cu_seqlens"])
+    )
 
 
 @each_op
@@ -97,14 +133,19 @@ def test_vmap_over_everything(op, layout, implementation="xla"):
 def test_vmap_of_grad_and_of_two_axes(op, implementation):
     x = cases.build(Case(op, **{**SMALL, "T": 5, "B": 1}))
     grad = jax.grad(_loss(op, implementation, x))
-    twice = jax.tree.map(lambda a: np.stack([np.stack([a, 2 * a]), np.stack([-a, a])]) if a.ndim else a, {k: v for k, v in x.arrays.items() if k != "w"})
+    twice = jax.tree.map(
+        lambda a: np.stack([np.stack([a, 2 * a]), np.stack([-a, a])]) if a.ndim else a,
+        {k: v for k, v in x.arrays.items() if k != "w"},
+    )
     f = lambda arrays: grad({**arrays, "w": x.arrays["w"]})
     got = jax.device_get(jax.jit(jax.vmap(jax.vmap(f)), compiler_options=cases.FAST_COMPILE)(twice))
     for i, j in np.ndindex(2, 2):
         arrays = {**jax.tree.map(lambda a, i=i, j=j: a[i, j], twice), "w": x.arrays["w"]}
         arrays = {name: arrays[name] for name in x.arrays}
         (o, final), _ = cases.ask_oracle(op, x._replace(arrays=arrays))
-        _, want = cases.ask_oracle(op, x._replace(arrays=arrays, do=np.cos(o) * x.do, ds=-np.sin(final) * x.ds))
+        _, want = cases.ask_oracle(
+            op, x._replace(arrays=arrays, do=np.cos(o) * x.do, ds=-np.sin(final) * x.ds)
+        )
         for name, g in want.items():
             cases.assert_close(f"d{name}", got[name][i, j], g, 2e-5)
 
@@ -135,7 +176,9 @@ def test_eager_calls_compile_once(op, implementation, caplog):
     grad(x.arrays)
     with jax.log_compiles():
         grad(x.arrays)
-    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
+    compiled = [
+        r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")
+    ]
     assert not compiled, compiled
 
 
@@ -162,11 +205,15 @@ def test_scan_that_carries_the_state(op, implementation, form):
     tokens = cases.TOKENS[op]
 
     def whole(arrays):
-        pieces = {n: jnp.moveaxis(jnp.reshape(arrays[n], (2, 3, 4, *arrays[n].shape[2:])), 1, 0) for n in tokens}
+        pieces = {
+            n: jnp.moveaxis(jnp.reshape(arrays[n], (2, 3, 4, *arrays[n].shape[2:])), 1, 0) for n in tokens
+        }
         rest = {n: a for n, a in arrays.items() if n not in (*tokens, "initial_state")}
 
         def step(state, piece):
-            o, state = cases.call(op, {**piece, **rest, "initial_state": state}, form, implementation=implementation)
+            o, state = cases.call(
+                op, {**piece, **rest, "initial_state": state}, form, implementation=implementation
+            )
             return state, o
 
         final, o = jax.lax.scan(step, arrays["initial_state"], pieces)
@@ -188,7 +235,9 @@ def test_donated_state(op, implementation):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, arrays):
-        return cases.call(op, {**arrays, "initial_state": state}, "fused_recurrent", implementation=implementation)
+        return cases.call(
+            op, {**arrays, "initial_state": state}, "fused_recurrent", implementation=implementation
+        )
 
     state = jnp.array(x.arrays["initial_state"])
     o, new = step(state, {n: a for n, a in x.arrays.items() if n != "initial_state"})
@@ -208,7 +257,8 @@ def test_forward_mode_is_refused(op, implementation):
         jax.jacfwd(f)(x.arrays)
     with pytest.raises(TypeError, match=rf"chunk_{op} can be differentiated in reverse mode only"):
         jax.linearize(f, x.arrays)  # at once, not when the linear function is called
-    jax.linearize(jax.grad(lambda arrays: jnp.sum(f(arrays)[0])), x.arrays)  # forward over reverse stays possible
+    # forward over reverse stays possible
+    jax.linearize(jax.grad(lambda arrays: jnp.sum(f(arrays)[0])), x.arrays)
 
 
 @each_implementation
@@ -219,4 +269,12 @@ def test_second_derivatives_are_right(op, implementation):
         x = cases.build(Case(op, B=1, T=5, H=1, K=2, V=2, dtype="float64"))
         grad = jax.grad(_loss(op, implementation, x))
         f = jax.jit(lambda *a: sum(jnp.sum(jnp.sin(g)) for g in grad(dict(zip(x.arrays, a))).values()))
-        chex.assert_numerical_grads(f, tuple(jnp.asarray(a) for a in x.arrays.values()), order=1, modes=("rev",), atol=1e-7, rtol=1e-5, eps=1e-5)
+        chex.assert_numerical_grads(
+            f,
+            tuple(jnp.asarray(a) for a in x.arrays.values()),
+            order=1,
+            modes=("rev",),
+            atol=1e-7,
+            rtol=1e-5,
+            eps=1e-5,
+        )

@@ -37,7 +37,9 @@ def test_decays(op, implementation, decay):
 
 
 @each_op
-@pytest.mark.parametrize("implementation, T", [("reference", 1), ("reference", 17), *(("xla", T) for T in (1, 15, 17, 100))])
+@pytest.mark.parametrize(
+    "implementation, T", [("reference", 1), ("reference", 17), *(("xla", T) for T in (1, 15, 17, 100))]
+)
 def test_lengths(op, implementation, T):
     check(Case(op, B=1, T=T, decay="mixed", scale=0.35), implementation)
 
@@ -47,8 +49,9 @@ def test_lengths(op, implementation, T):
     ("reference", 1, 9), ("reference", 24, 16), *(("xla", *KV) for KV in [(1, 1), (16, 24), (256, 5), (7, 256)])
 ])  # fmt: skip
 def test_head_sizes(op, implementation, K, V):
-    # eight rows and heads: with K = V = 1 and one of them, dS0 is a single number, a product of differences exp(w) - gate that may nearly all cancel,
-    # and its relative error would judge the numbers drawn and not the op
+    # eight rows and heads: with K = V = 1 and one of them, dS0 is a single number, a product of differences
+    # exp(w) - gate that may nearly all cancel, and its relative error would judge the numbers drawn and not
+    # the op
     check(Case(op, B=2, T=9, H=4, K=K, V=V, decay="smooth", chunk_size=4), implementation)
 
 
@@ -62,7 +65,9 @@ def test_chunk_sizes(op, chunk_size):
 @each_op
 @pytest.mark.parametrize("lower_bound", [-20.0, -0.6])
 def test_a_kept_promise_on_the_decay_changes_nothing(op, implementation, lower_bound):
-    case = Case(op, T=37, K=8, V=6, decay="strong" if lower_bound == -20 else "layer", lower_bound=lower_bound)
+    case = Case(
+        op, T=37, K=8, V=6, decay="strong" if lower_bound == -20 else "layer", lower_bound=lower_bound
+    )
     check(case, implementation)
 
 
@@ -70,7 +75,9 @@ def test_a_kept_promise_on_the_decay_changes_nothing(op, implementation, lower_b
 @each_op
 @pytest.mark.parametrize("dtype, w_dtype", [("bfloat16", None), ("float16", None), ("bfloat16", "float32")])
 def test_sixteen_bit_inputs_cost_only_the_rounding_of_the_results(op, implementation, dtype, w_dtype):
-    """Arithmetic and state are float32: on the rounded inputs nothing but the rounding of o and of each gradient may differ."""
+    """Arithmetic and state are float32: on the rounded inputs nothing but the rounding of o and of each
+    gradient may differ.
+    """
     check(Case(op, T=37, decay="smooth", dtype=dtype, w_dtype=w_dtype), implementation)
 
 
@@ -99,7 +106,9 @@ def test_one_float64_input_makes_the_arithmetic_float64(op, implementation):
 @pytest.mark.parametrize("decay", ["none", "layer"])
 @pytest.mark.parametrize("chunk_size", [None, 64])
 def test_nearly_parallel_kk_with_gate_one(implementation, decay, chunk_size):
-    """The triangular inverse of RWKV-7 at its worst: every token removes what nearly the same direction of the one before holds."""
+    """The triangular inverse of RWKV-7 at its worst: every token removes what nearly the same direction of
+    the one before holds.
+    """
     check(Case("rwkv7", T=100, K=16, V=16, decay=decay, parallel=True, chunk_size=chunk_size), implementation)
 
 
@@ -120,7 +129,12 @@ def test_state_in_bfloat16_and_default_state(op, implementation):
     (want_o, want_final), _ = cases.ask_oracle(op, zero)
     cases.assert_close("o", o, want_o, 3e-6)
     cases.assert_close("final state", final, want_final, 3e-6)
-    assert jax.eval_shape(lambda a: cases.call(op, a, implementation=implementation, output_final_state=False), without)[1] is None
+    assert (
+        jax.eval_shape(
+            lambda a: cases.call(op, a, implementation=implementation, output_final_state=False), without
+        )[1]
+        is None
+    )
     rounded = {**x.arrays, "initial_state": x.arrays["initial_state"].astype(cases.dtype_of("bfloat16"))}
     (want_o, want_final), _ = cases.ask_oracle(op, x._replace(arrays=rounded))
     o, final = f(rounded)
@@ -149,6 +163,10 @@ def test_no_tokens_or_no_rows(op, implementation):
         assert got.o.shape == (B, T, 2, 4)
         np.testing.assert_array_equal(got.final, x.arrays["initial_state"])
         np.testing.assert_array_equal(got.grads["initial_state"], x.ds)
-        assert all(g.shape == x.arrays[name].shape and not np.any(g) for name, g in got.grads.items() if name != "initial_state")
+        assert all(
+            g.shape == x.arrays[name].shape and not np.any(g)
+            for name, g in got.grads.items()
+            if name != "initial_state"
+        )
         without = {name: a for name, a in x.arrays.items() if name != "initial_state"}
         assert not np.any(cases.call(op, without, implementation=implementation)[1])

@@ -1,7 +1,9 @@
-"""Scores and their gradients within a chunk where decays are mild: what `tree.Tree` does, with one matrix product. And the choice between the two.
+"""Scores and their gradients within a chunk where decays are mild: what `tree.Tree` does, with one matrix
+product. And the choice between the two.
 
-With P_t the product of a chunk's decays up to token t, the decay between two tokens is P_t / P_i: rows times P and columns over P give all scores at once.
-While P >= exp(-LIMIT), nothing overflows and all factors are exact to a few roundings. At stronger decays only the tree is safe.
+With P_t the product of a chunk's decays up to token t, the decay between two tokens is P_t / P_i: rows times
+P and columns over P give all scores at once. While P >= exp(-LIMIT), nothing overflows and all factors are
+exact to a few roundings. At stronger decays only the tree is safe.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ LIMIT = 24.0  # largest sum of -w over a chunk
 
 
 class Bounded(NamedTuple):
-    """See `tree.Tree`. ``rows`` are decayed from the chunk's start, ``cols`` undone back to it, ``cols_out`` decayed to its end."""
+    """See `tree.Tree`. ``rows`` are decayed from the chunk's start, ``cols`` undone back to it, ``cols_out``
+    decayed to its end.
+    """
 
     inclusive: tuple[bool, ...]
     prefix: jax.Array  # P [..., C, K], and without the token's own decay
@@ -33,7 +37,13 @@ class Bounded(NamedTuple):
     total: jax.Array
 
     @classmethod
-    def build(cls, w: jax.Array, rows: tuple[jax.Array, ...], cols: tuple[jax.Array, ...], inclusive: tuple[bool, ...]) -> Bounded:
+    def build(
+        cls,
+        w: jax.Array,
+        rows: tuple[jax.Array, ...],
+        cols: tuple[jax.Array, ...],
+        inclusive: tuple[bool, ...],
+    ) -> Bounded:
         """From log decays ``w`` [..., C, K] and kinds of rows and columns [..., C, K]."""
         logs = _sum(np.tril(np.ones((w.shape[-2],) * 2)), w)
         prefix, before = jnp.exp(logs), jnp.exp(logs - w)
@@ -61,10 +71,15 @@ class Bounded(NamedTuple):
         dA = jnp.where(self._mask(), dA, 0)
         drows = drows + dot("...ij,...jk->...ik", dA, flat(self.cols)).reshape(drows.shape)
         inner = dot("...ij,...ik->...jk", dA, flat(self.rows)).reshape(dcols.shape)
-        # dg_j: what later rows read from anywhere, less what they read from j on, and what earlier columns hand to the state
+        # dg_j: what later rows read from anywhere, less what they read from j on, and what earlier columns
+        # hand to the state
         ones = np.ones((dg.shape[-2],) * 2)
         read = self.rows * drows
-        dg = dg + _sum(np.triu(ones), sum_kinds(read) - sum_kinds(self.cols * inner)) + _sum(np.tril(ones, -1), sum_kinds(self.cols_out * dcols))
+        dg = (
+            dg
+            + _sum(np.triu(ones), sum_kinds(read) - sum_kinds(self.cols * inner))
+            + _sum(np.tril(ones, -1), sum_kinds(self.cols_out * dcols))
+        )
         for i, own in enumerate(self.inclusive):
             dg = dg if own else dg - pick(read, i)
         factors = [self.prefix if own else self.before for own in self.inclusive]
@@ -73,15 +88,25 @@ class Bounded(NamedTuple):
 
 
 def _sum(which: np.ndarray, x: jax.Array) -> jax.Array:
-    """Sums over the tokens of ``x`` [..., C, K] that each row of ``which`` [C, C] names: a product, which a CPU does faster than a cumulative sum."""
+    """Sums over the tokens of ``x`` [..., C, K] that each row of ``which`` [C, C] names: a product, which a
+    CPU does faster than a cumulative sum.
+    """
     # one copy per batch entry: a product with a shared left operand transposes the right one to and fro
-    return dot("...ij,...jk->...ik", jnp.broadcast_to(jnp.asarray(which, x.dtype), (*x.shape[:-2], *which.shape)), x)
+    return dot(
+        "...ij,...jk->...ik", jnp.broadcast_to(jnp.asarray(which, x.dtype), (*x.shape[:-2], *which.shape)), x
+    )
 
 
 Scores = Tree | Bounded
 
 
-def build(mild: bool, w: jax.Array, rows: tuple[jax.Array, ...], cols: tuple[jax.Array, ...], inclusive: tuple[bool, ...]) -> Scores:
+def build(
+    mild: bool,
+    w: jax.Array,
+    rows: tuple[jax.Array, ...],
+    cols: tuple[jax.Array, ...],
+    inclusive: tuple[bool, ...],
+) -> Scores:
     """`Bounded` where ``w`` [..., C, K] is ``mild``, else `Tree`."""
     return (Bounded if mild else Tree).build(w, rows, cols, inclusive)
 
@@ -98,10 +123,12 @@ def _(n: int, mapped: list[bool], x: jax.Array):
 
 
 def by_strength(cfg: Recurrence, chunks: Chunks, group: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """The step for `layout.Chunks.walk` made of ``group(mild, carry, tokens, xs)``; ``tokens[at]`` are the log decays.
+    """The step for `layout.Chunks.walk` made of ``group(mild, carry, tokens, xs)``; ``tokens[at]`` are the
+    log decays.
 
-    A promise (``lower_bound``) decides once. Without one, each group of chunks goes by its own decays: RWKV-7's are always mild. Nobody looks at the decays
-    of a few groups, for which a second branch would cost more to compile than it saves, nor with several devices, which would all have to be asked.
+    A promise (``lower_bound``) decides once. Without one, each group of chunks goes by its own decays:
+    RWKV-7's are always mild. Nobody looks at the decays of a few groups, for which a second branch would cost
+    more to compile than it saves, nor with several devices, which would all have to be asked.
     """
     weakest = -LIMIT / chunks.size
     if cfg.lower_bound is not None and cfg.lower_bound >= weakest:
@@ -111,6 +138,8 @@ def by_strength(cfg: Recurrence, chunks: Chunks, group: Callable[..., Any], at: 
 
     def step(carry, tokens, xs):
         mild = _all(tokens[at] >= weakest)
-        return jax.lax.cond(mild, functools.partial(group, True), functools.partial(group, False), carry, tokens, xs)
+        return jax.lax.cond(
+            mild, functools.partial(group, True), functools.partial(group, False), carry, tokens, xs
+        )
 
     return step

@@ -50,7 +50,9 @@ def _inputs(call: Call[Recurrence], x: Any) -> None:
 
 
 def _finite(op: str, name: str, array: jax.Array) -> None:
-    """Reports the first NaN or infinity by its position; ``w`` may be -inf, and +inf there has a check of its own."""
+    """Reports the first NaN or infinity by its position; ``w`` may be -inf, and +inf there has a check of its
+    own.
+    """
     bad = jnp.isnan(array) if name == "w" else ~jnp.isfinite(array)
     what = "NaN" if name == "w" else "NaN or infinity"
     position = jnp.unravel_index(jnp.argmax(bad), bad.shape)
@@ -61,8 +63,8 @@ def _finite(op: str, name: str, array: jax.Array) -> None:
 def _growth(op: str, x: RWKV7Inputs, final: jax.Array) -> None:
     """Reports rows whose state outgrew what went into it.
 
-    Transitions that do not expand keep ``|S_T| <= |S_0| + sum_t |k_t| |v_t|``; a state `GROWTH_SLACK` times larger was
-    amplified by a and b.
+    Transitions that do not expand keep ``|S_T| <= |S_0| + sum_t |k_t| |v_t|``; a state `GROWTH_SLACK` times
+    larger was amplified by a and b.
     """
 
     def norm(x: jax.Array, axes: Any) -> jax.Array:

@@ -1,17 +1,21 @@
 """Scores and their gradients within a chunk, exact at every decay, by a binary tree over the tokens.
 
-A pair (t, i), i < t, is split at the one block boundary m (block size s = 1, 2, 4, ..., C / 2) that has i in the left and t in the right half of a block of 2s
-tokens. Its decay is the product of two factors, both products of decays, hence both in [0, 1]::
+A pair (t, i), i < t, is split at the one block boundary m (block size s = 1, 2, 4, ..., C / 2) that has i in
+the left and t in the right half of a block of 2s tokens. Its decay is the product of two factors, both
+products of decays, hence both in [0, 1]::
 
     prod_{i < j <= t} d_j  =  prod_{i < j < m} d_j  *  prod_{m <= j <= t} d_j
 
-No exponential can overflow, nothing is divided, no large sums are subtracted, d = 0 (w = -inf) is legal. "Rows" are the tokens t (r, a), "columns" the tokens
-i (k, b). Level s holds the rows decayed from the start of their s-block and the columns decayed to the end of theirs; one matrix product per level, masked to
-its pairs, gives the scores. A row kind is inclusive if its own decay d_t counts (r in RWKV-7) and exclusive if not (r in RWKV-6, a in RWKV-7).
+No exponential can overflow, nothing is divided, no large sums are subtracted, d = 0 (w = -inf) is legal.
+"Rows" are the tokens t (r, a), "columns" the tokens i (k, b). Level s holds the rows decayed from the start
+of their s-block and the columns decayed to the end of theirs; one matrix product per level, masked to its
+pairs, gives the scores. A row kind is inclusive if its own decay d_t counts (r in RWKV-7) and exclusive if
+not (r in RWKV-6, a in RWKV-7).
 
 A token's product with itself counts for inclusive rows only, undecayed: the diagonal.
 
-Shapes: decays [..., C, K]; p row kinds [..., p, C, K]; q column kinds [..., q, C, K]; scores [..., p * C, q * C].
+Shapes: decays [..., C, K]; p row kinds [..., p, C, K]; q column kinds [..., q, C, K]; scores
+[..., p * C, q * C].
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ def dot(spec: str, *operands: jax.Array) -> jax.Array:
 
 
 def stack(xs: Sequence[jax.Array]) -> jax.Array:
-    """One or two kinds [..., C, K] to [..., 1 or 2, C, K]. By selection: concatenation inside a fusion is slow on a CPU."""
+    """One or two kinds [..., C, K] to [..., 1 or 2, C, K]. By selection: concatenation inside a fusion is
+    slow on a CPU.
+    """
     if len(xs) == 1:
         return xs[0][..., None, :, :]
     return jnp.where(np.array([True, False])[:, None, None], xs[0][..., None, :, :], xs[1][..., None, :, :])
@@ -47,7 +53,9 @@ def kinds(x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def sum_kinds(x: jax.Array) -> jax.Array:
-    """Sum over the kinds. Not a reduction: jaxlib 0.10's CPU backend crashes in reductions of such high rank."""
+    """Sum over the kinds. Not a reduction: jaxlib 0.10's CPU backend crashes in reductions of such high
+    rank.
+    """
     return sum(kinds(x)[1:], kinds(x)[0])
 
 
@@ -57,9 +65,15 @@ def flat(x: jax.Array) -> jax.Array:
 
 
 def pairs(C: int, s: int) -> np.ndarray:
-    """[C, C] mask of the pairs (t, i) of level ``s``: t in the right, i in the left half of one block of 2s."""
+    """[C, C] mask of the pairs (t, i) of level ``s``: t in the right, i in the left half of one block of
+    2s.
+    """
     t = np.arange(C)
-    return (t[:, None] // (2 * s) == t[None, :] // (2 * s)) & ((t[:, None] // s) % 2 == 1) & ((t[None, :] // s) % 2 == 0)
+    return (
+        (t[:, None] // (2 * s) == t[None, :] // (2 * s))
+        & ((t[:, None] // s) % 2 == 1)
+        & ((t[None, :] // s) % 2 == 0)
+    )
 
 
 def _halves(x: jax.Array, s: int) -> jax.Array:
@@ -93,7 +107,13 @@ class Tree(NamedTuple):
     levels: tuple[Level, ...]
 
     @classmethod
-    def build(cls, w: jax.Array, rows: tuple[jax.Array, ...], cols: tuple[jax.Array, ...], inclusive: tuple[bool, ...]) -> Tree:
+    def build(
+        cls,
+        w: jax.Array,
+        rows: tuple[jax.Array, ...],
+        cols: tuple[jax.Array, ...],
+        inclusive: tuple[bool, ...],
+    ) -> Tree:
         """From log decays ``w`` [..., C, K] and kinds of rows and columns [..., C, K]."""
         d = jnp.exp(w)
         first = stack(rows), stack(cols)
@@ -101,7 +121,14 @@ class Tree(NamedTuple):
         while levels[-1].s < w.shape[-2]:
             s, r, c, total = levels[-1]
             halves = total.reshape(*total.shape[:-2], -1, 2, total.shape[-1])
-            levels.append(Level(2 * s, _scale_half(r, total, s, True), _scale_half(c, total, s, False), halves[..., 0, :] * halves[..., 1, :]))
+            levels.append(
+                Level(
+                    2 * s,
+                    _scale_half(r, total, s, True),
+                    _scale_half(c, total, s, False),
+                    halves[..., 0, :] * halves[..., 1, :],
+                )
+            )
         return cls(inclusive, first, tuple(levels))
 
     @property
@@ -123,7 +150,11 @@ class Tree(NamedTuple):
         """[..., p * C, q * C], zero above the diagonal; on it, the undecayed products of inclusive rows."""
         first, cols = self.first
         p, C, q = first.shape[-3], first.shape[-2], cols.shape[-3]
-        own = [jnp.sum(pick(first, i) * col, -1, keepdims=True) if self.inclusive[i] else None for i in range(p) for col in kinds(cols)]
+        own = [
+            jnp.sum(pick(first, i) * col, -1, keepdims=True) if self.inclusive[i] else None
+            for i in range(p)
+            for col in kinds(cols)
+        ]
         eye = np.eye(C, dtype=bool)
         A = jnp.zeros((), first.dtype)
         for n, x in enumerate(own):
@@ -132,41 +163,60 @@ class Tree(NamedTuple):
                 A = jnp.where(place, jnp.tile(x, (p, 1)), A)
         A = jnp.broadcast_to(A, (*flat(first).shape[:-1], q * C))
         for level in self.levels[:-1]:
-            A = jnp.where(np.tile(pairs(C, level.s), (p, q)), dot("...ik,...jk->...ij", flat(level.rows), flat(level.cols)), A)
+            A = jnp.where(
+                np.tile(pairs(C, level.s), (p, q)),
+                dot("...ik,...jk->...ij", flat(level.rows), flat(level.cols)),
+                A,
+            )
         return A
 
     def gradients(self, dA: jax.Array, drows: jax.Array, dcols: jax.Array, dg: jax.Array):
         """Gradients of the rows and columns given to `build` and of the log decays.
 
-        ``dA`` [..., p * C, q * C] are the cotangents of the scores (those above the diagonal are not read); ``drows``, ``dcols`` [..., p or q, C, K] those of
-        `rows_in` and `cols_out`, and ``dg`` [..., C, K] the part of the state that passes through.
+        ``dA`` [..., p * C, q * C] are the cotangents of the scores (those above the diagonal are not read);
+        ``drows``, ``dcols`` [..., p or q, C, K] those of `rows_in` and `cols_out`, and ``dg`` [..., C, K] the
+        part of the state that passes through.
 
-        dg_j collects every term whose decay contains d_j. At each level these are the rows right of j's block whose factor spans the block, and the columns
-        left of it: sums over half blocks, walked from the whole chunk down. Nothing is added that must be subtracted again.
+        dg_j collects every term whose decay contains d_j. At each level these are the rows right of j's block
+        whose factor spans the block, and the columns left of it: sums over half blocks, walked from the whole
+        chunk down. Nothing is added that must be subtracted again.
         """
         p, C, q = drows.shape[-3], drows.shape[-2], dcols.shape[-3]
         left = np.array([True, False])[:, None, None]
         for above, level in zip(self.levels[:0:-1], self.levels[-2::-1]):
             s = level.s
-            spans = jnp.sum(_halves(sum_kinds(above.rows * drows), s), -2, keepdims=True)[..., 1:, :, :]  # the right half's rows reach over the left
+            # the right half's rows reach over the left
+            spans = jnp.sum(_halves(sum_kinds(above.rows * drows), s), -2, keepdims=True)[..., 1:, :, :]
             spanned = jnp.sum(_halves(sum_kinds(above.cols * dcols), s), -2, keepdims=True)[..., :1, :, :]
             dg = (_halves(dg, s) + jnp.where(left, spans, spanned)).reshape(dg.shape)
             D = jnp.where(np.tile(pairs(C, s), (p, q)), dA, 0)
-            drows = _scale_half(drows, level.total, s, True) + dot("...ij,...jk->...ik", D, flat(level.cols)).reshape(drows.shape)
-            dcols = _scale_half(dcols, level.total, s, False) + dot("...ij,...ik->...jk", D, flat(level.rows)).reshape(dcols.shape)
+            drows = _scale_half(drows, level.total, s, True) + dot(
+                "...ij,...jk->...ik", D, flat(level.cols)
+            ).reshape(drows.shape)
+            dcols = _scale_half(dcols, level.total, s, False) + dot(
+                "...ij,...ik->...jk", D, flat(level.rows)
+            ).reshape(dcols.shape)
         dr, dc, d = list(kinds(drows)), list(kinds(dcols)), self.levels[0].total
         for i in range(p):
             if self.inclusive[i]:
                 dg = dg + pick(self.levels[0].rows, i) * dr[i]
                 dr[i] = d * dr[i]
                 for j in range(q):
-                    own = jnp.sum(jnp.where(np.eye(C, dtype=bool), dA[..., i * C : (i + 1) * C, j * C : (j + 1) * C], 0), -1, keepdims=True)
+                    own = jnp.sum(
+                        jnp.where(
+                            np.eye(C, dtype=bool), dA[..., i * C : (i + 1) * C, j * C : (j + 1) * C], 0
+                        ),
+                        -1,
+                        keepdims=True,
+                    )
                     dr[i], dc[j] = dr[i] + own * pick(self.first[1], j), dc[j] + own * pick(self.first[0], i)
         return tuple(dr), tuple(dc), dg
 
 
 def inverse(A: jax.Array) -> jax.Array:
-    """(I - A)^-1 for strictly lower triangular ``A`` [..., C, C], by merging blocks (never by nilpotent doubling over many rows: that is unstable)."""
+    """(I - A)^-1 for strictly lower triangular ``A`` [..., C, C], by merging blocks (never by nilpotent
+    doubling over many rows: that is unstable).
+    """
     C = A.shape[-1]
     T = jnp.broadcast_to(jnp.eye(C, dtype=A.dtype), A.shape)
     s = 1

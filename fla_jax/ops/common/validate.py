@@ -37,7 +37,9 @@ def _floating(name: str, x: Any) -> jax.Array:
 def _integers(name: str, x: Any) -> jax.Array:
     x = np.asarray(x) if isinstance(x, list | tuple) else x
     if not _is_array(x) or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be an integer array (int32), got {getattr(x, 'dtype', type(x).__name__)}")
+        raise TypeError(
+            f"{name} must be an integer array (int32), got {getattr(x, 'dtype', type(x).__name__)}"
+        )
     return jnp.asarray(x)
 
 
@@ -50,12 +52,16 @@ def _check_cu_seqlens(cu: jax.Array, B: int, T: int) -> None:
         return  # the values are known only at run time: the checked mode looks at them
     values = np.asarray(cu).astype(np.int64)
     if values[0] != 0 or values[-1] != T or (np.diff(values) < 0).any():
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {T} without falling, got {values.tolist()[:8]}{' ...' if values.size > 8 else ''}")
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to T = {T} without falling, got {values.tolist()[:8]}{' ...' if values.size > 8 else ''}"
+        )
 
 
 def _static_float(name: str, x: Any) -> float:
     if isinstance(x, jax.core.Tracer):
-        raise TypeError(f"{name} must be a Python number, known when the function is traced, got a traced value; multiply o by it instead")
+        raise TypeError(
+            f"{name} must be a Python number, known when the function is traced, got a traced value; multiply o by it instead"
+        )
     if isinstance(x, str | bytes | bool):  # which float() would take
         raise TypeError(f"{name} must be a Python number, got {type(x).__name__} {x!r}")
     try:
@@ -90,7 +96,8 @@ def check(
         warn_layout: whether to warn where axes seem to be swapped.
 
     Returns:
-        All arrays by name, the initial state made where none was given and in the compute dtype, and the settings.
+        All arrays by name, the initial state made where none was given and in the compute dtype, and the
+        settings.
     """
     arrays = {name: _floating(name, x) for name, x in tokens.items()}
     B, T, H, K, V = _sizes(arrays)

@@ -1,7 +1,8 @@
 """Walks token by token with `jax.lax.scan`, forward and backward, for the definitions of both recurrences.
 
-The states that enter every chunk are kept; the backward runs each chunk forward again and then walks it in reverse, so memory is linear in T / chunk.
-Nothing is divided by a decay and no two large sums are subtracted, so every gradient is exact at every decay.
+The states that enter every chunk are kept; the backward runs each chunk forward again and then walks it in
+reverse, so memory is linear in T / chunk. Nothing is divided by a decay and no two large sums are subtracted,
+so every gradient is exact at every decay.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def _restart(seg: Segments | None, like: jax.Array) -> jax.Array:
 
 
 def walk_forward(step, chunks: Chunks, s0: jax.Array, xs):
-    """Runs ``step(S, token) -> (S, y)`` over all chunks. Returns y in chunks, the states that enter the chunks, the final states."""
+    """Runs ``step(S, token) -> (S, y)`` over all chunks. Returns y in chunks, the states that enter the
+    chunks, the final states.
+    """
 
     def chunk(carry, x):
         sequence, x = x
@@ -44,7 +47,9 @@ def walk_forward(step, chunks: Chunks, s0: jax.Array, xs):
 
 
 def walk_backward(step, back, chunks: Chunks, ds: jax.Array, states, xs, dy):
-    """Walks the chunks in reverse with ``back(dS, (S_before, token, dy)) -> (dS, gradients)``. Returns token gradients in chunks and the final dS."""
+    """Walks the chunks in reverse with ``back(dS, (S_before, token, dy)) -> (dS, gradients)``. Returns token
+    gradients in chunks and the final dS.
+    """
 
     def chunk(carry, x):
         sequence, entering, x, dy = x

@@ -47,8 +47,8 @@ XLA = Implementation("xla", _chunked)
 TRITON = Implementation("triton", _triton, triton.supports, triton.automatic, opaque=True)
 PALLAS = Implementation("pallas", _pallas, pallas.supports, _several_tokens, opaque=True)
 
-# The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones go
-# token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
+# The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones
+# go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
 CHUNK = Op(
     "chunk_rwkv6", RWKV6Inputs, Outputs, AXES, [TRITON, XLA, REFERENCE, PALLAS], check=check.rwkv6, **NAMES
 )
@@ -108,57 +108,66 @@ def chunk_rwkv6(
         o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T r_t
         S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T
 
-    Differentiable in reverse mode in every array, u and the initial state included, from the cotangents of ``o`` and of
-    the final state; the rule is written by hand and keeps a state and the scores of each chunk. Forward mode
-    (``jax.jvp``, ``jax.linearize``) raises a TypeError. Devices may share rows and heads (B, H), in every sharding mode
-    without communication but for the sum of u's gradient. T, K and V must be whole: with automatic axes XLA gathers
-    them, explicit ones are refused; inside `jax.shard_map` a call is about the tokens of its own device, which nothing
-    can check there.
+    Differentiable in reverse mode in every array, u and the initial state included, from the cotangents of
+    ``o`` and of the final state; the rule is written by hand and keeps a state and the scores of each chunk.
+    Forward mode (``jax.jvp``, ``jax.linearize``) raises a TypeError. Devices may share rows and heads (B, H),
+    in every sharding mode without communication but for the sum of u's gradient. T, K and V must be whole:
+    with automatic axes XLA gathers them, explicit ones are refused; inside `jax.shard_map` a call is about
+    the tokens of its own device, which nothing can check there.
 
-    Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6 whatever the
-    decays, the gradient of w channel by channel included. ``"reference"``, ``"pallas"`` and, where a chunk holds strong decays,
-    ``"xla"`` multiply by decays only. Where decays are weak, chunked forms refer all tokens to the chunk's start and
-    divide keys by products of decays, which stay above e^-24 (``"xla"``, looked up or promised) or e^-80
-    (``"triton"``: no w of the row and head below -5, looked up or promised). The Triton kernels' form for stronger
-    decays counts a log decay between two tokens of a chunk down to -16 at most: 1.1e-7 of what a chunk's own tokens
-    wrote outlives a stronger one until the chunk ends. The state that enters a chunk is decayed exactly.
+    Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6
+    whatever the decays, the gradient of w channel by channel included. ``"reference"``, ``"pallas"`` and,
+    where a chunk holds strong decays, ``"xla"`` multiply by decays only. Where decays are weak, chunked forms
+    refer all tokens to the chunk's start and divide keys by products of decays, which stay above e^-24
+    (``"xla"``, looked up or promised) or e^-80 (``"triton"``: no w of the row and head below -5, looked up or
+    promised). The Triton kernels' form for stronger decays counts a log decay between two tokens of a chunk
+    down to -16 at most: 1.1e-7 of what a chunk's own tokens wrote outlives a stronger one until the chunk
+    ends. The state that enters a chunk is decayed exactly.
 
-    NaN and infinity in an input of one token reach, in the chunked form, every output of its chunk (16 tokens unless
-    ``chunk_size`` says otherwise), those of earlier tokens and of another document under ``segment_ids`` included:
-    masks multiply by zero. Token by token, and between sequences of ``cu_seqlens``, they stay where they belong.
-    `fla_jax.checked` names the array and the position.
+    NaN and infinity in an input of one token reach, in the chunked form, every output of its chunk (16 tokens
+    unless ``chunk_size`` says otherwise), those of earlier tokens and of another document under
+    ``segment_ids`` included: masks multiply by zero. Token by token, and between sequences of ``cu_seqlens``,
+    they stay where they belong. `fla_jax.checked` names the array and the position.
 
     Args:
-        r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which may differ in dtype.
+        r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which
+            may differ in dtype.
         k: key [B, T, H, K].
         v: value [B, T, H, V].
-        w: natural log of the decay [B, T, H, K], <= 0; ``-inf`` forgets. RWKV-6 passes ``-exp(x)``. Values above 0 or NaN give undefined results: see
-            `fla_jax.checked`.
+        w: natural log of the decay [B, T, H, K], <= 0; ``-inf`` forgets. RWKV-6 passes ``-exp(x)``. Values
+            above 0 or NaN give undefined results: see `fla_jax.checked`.
         u: bonus [H, K].
         scale: Python number, factor on the output; 1 in every form.
-        initial_state: [B, H, K, V] ([N, H, K, V] with cu_seqlens), zeros if None. Cast to float32 (float64 if any input is).
+        initial_state: [B, H, K, V] ([N, H, K, V] with cu_seqlens), zeros if None. Cast to float32 (float64 if
+            any input is).
         output_final_state: whether to return the last state.
-        segment_ids: [B, T] integers. The state restarts from zero wherever the id changes; ``initial_state`` belongs to each row's first segment and the
-            final state is the last segment's.
-        cu_seqlens: [N + 1] integers from 0 to T, FLA's packed form: B = 1 and sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``, possibly none.
-        chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's own choice. The Triton kernels take 16 whatever is asked.
-        lower_bound: a promise that ``w >= lower_bound`` everywhere. An implementation may be faster for it and gives the same result; a broken promise
-            gives undefined results outside `fla_jax.checked`.
-        implementation: None for the best that qualifies, or by name. On any platform: ``"reference"`` (token by token, `jax.lax.scan`) and ``"xla"`` (chunked,
-            plain JAX). On NVIDIA GPUs of compute capability 8.0 and up, not for float64, and the defaults there: ``"triton"`` (chunked), its products with
-            bfloat16 operands where r, v, k all have 16 bits, else float32 ones (three TF32 passes, about three times slower), and ``"pallas"`` (token by
-            token in float32). Inside `jax.jit`, None goes by JAX's default device, not by where the arrays will be.
+        segment_ids: [B, T] integers. The state restarts from zero wherever the id changes; ``initial_state``
+            belongs to each row's first segment and the final state is the last segment's.
+        cu_seqlens: [N + 1] integers from 0 to T, FLA's packed form: B = 1 and sequence n is tokens
+            ``cu_seqlens[n]:cu_seqlens[n + 1]``, possibly none.
+        chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's own choice.
+            The Triton kernels take 16 whatever is asked.
+        lower_bound: a promise that ``w >= lower_bound`` everywhere. An implementation may be faster for it
+            and gives the same result; a broken promise gives undefined results outside `fla_jax.checked`.
+        implementation: None for the best that qualifies, or by name. On any platform: ``"reference"`` (token
+            by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX). On NVIDIA GPUs of compute capability
+            8.0 and up, not for float64, and the defaults there: ``"triton"`` (chunked), its products with
+            bfloat16 operands where r, v, k all have 16 bits, else float32 ones (three TF32 passes, about
+            three times slower), and ``"pallas"`` (token by token in float32). Inside `jax.jit`, None goes by
+            JAX's default device, not by where the arrays will be.
 
     Returns:
-        ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32 (float64), or None unless asked for. With
-        T = 0 or B = 0, o is empty and the final state is the initial one.
+        ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32
+        (float64), or None unless asked for. With T = 0 or B = 0, o is empty and the final state is the
+        initial one.
 
     Raises:
         ValueError: a shape or a value does not fit, or ``implementation`` is unknown or cannot run here.
         TypeError: a dtype does not fit.
 
-    Source: Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence", 2024, section on Finch; official code RWKV-LM
-    ``RWKV-v5/cuda/wkv6_cuda.cu``; FLA's ``chunk_rwkv6`` for the argument order.
+    Source: Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence", 2024,
+    section on Finch; official code RWKV-LM ``RWKV-v5/cuda/wkv6_cuda.cu``; FLA's ``chunk_rwkv6`` for the
+    argument order.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -221,7 +230,8 @@ def fused_recurrent_rwkv6(
 ) -> tuple[jax.Array, jax.Array | None]:
     """RWKV-6 token by token: for decoding, short sequences, and exact checks.
 
-    The same op as `chunk_rwkv6`, which documents every argument, result and error; only the choice that ``implementation=None`` makes differs.
+    The same op as `chunk_rwkv6`, which documents every argument, result and error; only the choice that
+    ``implementation=None`` makes differs.
     """
     return run(
         RECURRENT,

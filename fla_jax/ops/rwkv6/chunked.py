@@ -1,9 +1,11 @@
-"""RWKV-6 by chunks in plain JAX. With C tokens a chunk, S0 the state that enters it, S1 the state that leaves it, and scores A of `tree.Tree`::
+"""RWKV-6 by chunks in plain JAX. With C tokens a chunk, S0 the state that enters it, S1 the state that leaves
+it, and scores A of `tree.Tree`::
 
     Y = Q S0 + A V,   Q = r decayed from the chunk's start, A with r . (u k) on its diagonal
     S1 = gam S0 + K'^T V,   K' = k decayed to the chunk's end
 
-All but the state's own recurrence is computed for a group of chunks at once. The backward gets the states and A from the forward.
+All but the state's own recurrence is computed for a group of chunks at once. The backward gets the states and
+A from the forward.
 """
 
 from __future__ import annotations
@@ -22,9 +24,15 @@ INCLUSIVE = (False,)  # r reads the state before its own decay
 
 
 def _reach(x: Scores, seg: Segments | None):
-    """Rows from the entering state, columns to the leaving one [..., C, K], and what passes through [..., K, 1], cut at restarts."""
+    """Rows from the entering state, columns to the leaving one [..., C, K], and what passes through
+    [..., K, 1], cut at restarts.
+    """
     rows, cols, through = tree.pick(x.rows_in, 0), tree.pick(x.cols_out, 0), jnp.swapaxes(x.total, -1, -2)
-    return (rows, cols, through) if seg is None else (jnp.where(seg.start, rows, 0), jnp.where(seg.end, cols, 0), jnp.where(seg.through, through, 0))
+    return (
+        (rows, cols, through)
+        if seg is None
+        else (jnp.where(seg.start, rows, 0), jnp.where(seg.end, cols, 0), jnp.where(seg.through, through, 0))
+    )
 
 
 def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
@@ -43,7 +51,10 @@ def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, 
         def step(carry, chunk):
             sequence, rows, cols, v, through = chunk
             S = chunks.read(carry, sequence)
-            return chunks.write(carry, through * S + dot("bhck,bhcv->bhkv", cols, v), sequence), (S, dot("bhck,bhkv->bhcv", rows, S))
+            return chunks.write(carry, through * S + dot("bhck,bhcv->bhkv", cols, v), sequence), (
+                S,
+                dot("bhck,bhkv->bhcv", rows, S),
+            )
 
         carry, (states, y) = chunks.each(step, carry, (sequences, rows, cols, v, through))
         return carry, (y + dot("...ij,...jv->...iv", A, v),), (states, A)
@@ -72,9 +83,15 @@ def backward(
             sequence, S, rows, cols, v, through, dy = chunk
             dS = chunks.read(carry, sequence)
             new = through * dS + dot("bhck,bhcv->bhkv", rows, dy)
-            return chunks.write(carry, new, sequence), (dot("bhck,bhkv->bhcv", cols, dS), dot("bhjv,bhkv->bhjk", v, dS), jnp.sum(S * dS, -1))
+            return chunks.write(carry, new, sequence), (
+                dot("bhck,bhkv->bhcv", cols, dS),
+                dot("bhjv,bhkv->bhjk", v, dS),
+                jnp.sum(S * dS, -1),
+            )
 
-        carry, (dv, dk, passed) = chunks.each(step, carry, (sequences, states, rows, cols, v, through, dy), reverse=True)
+        carry, (dv, dk, passed) = chunks.each(
+            step, carry, (sequences, states, rows, cols, v, through, dy), reverse=True
+        )
         dv = dv + dot("...ij,...iv->...jv", A, dy)
         dA, dr = dot("...iv,...jv->...ij", dy, v), dot("...iv,...kv->...ik", dy, states)
         own = jnp.sum(dy * v, -1, keepdims=True)
@@ -90,5 +107,7 @@ def backward(
     xs = (chunks.sequence, segments(chunks, x.segment_ids), (kept["states"], kept["A"]))
     step = by_strength(cfg, chunks, group, 3)
     tokens = (x.r, x.k, x.v, x.w)
-    (ds0, du), (dr, dk, dv, dw), _ = chunks.walk(step, carry, (*tokens, do), xs, tokens, cfg.compute, reverse=True)
+    (ds0, du), (dr, dk, dv, dw), _ = chunks.walk(
+        step, carry, (*tokens, do), xs, tokens, cfg.compute, reverse=True
+    )
     return RWKV6Inputs(dr, dk, dv, dw, du.astype(x.u.dtype), ds0)

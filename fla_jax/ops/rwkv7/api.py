@@ -42,8 +42,8 @@ XLA = Implementation("xla", _chunked)
 TRITON = Implementation("triton", _triton, triton.supports, triton.automatic, opaque=True)
 PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.automatic, opaque=True)
 
-# The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones go
-# token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
+# The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones
+# go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
 CHUNK = Op(
     "chunk_rwkv7", RWKV7Inputs, Outputs, AXES, [TRITON, XLA, REFERENCE, PALLAS], check=check.rwkv7, **NAMES
 )
@@ -106,58 +106,71 @@ def chunk_rwkv7(
         S_t = diag(exp(w_t)) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T
         o_t = scale * S_t^T r_t
 
-    The RWKV-7 layer passes ``a = -kk`` and ``b = kk * gate`` with ``|kk| = 1``; a and b drawn at random make the exact recurrence explode.
+    The RWKV-7 layer passes ``a = -kk`` and ``b = kk * gate`` with ``|kk| = 1``; a and b drawn at random make
+    the exact recurrence explode.
 
-    Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o`` and of the
-    final state; the rule is written by hand and keeps one state per chunk. Forward mode (``jax.jvp``, ``jax.linearize``)
-    raises a TypeError. Devices may share rows and heads (B, H), in every sharding mode and without communication. T, K
-    and V must be whole: with automatic axes XLA gathers them, explicit ones are refused; inside `jax.shard_map` a call
-    is about the tokens of its own device, which nothing can check there.
+    Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o``
+    and of the final state; the rule is written by hand and keeps one state per chunk. Forward mode
+    (``jax.jvp``, ``jax.linearize``) raises a TypeError. Devices may share rows and heads (B, H), in every
+    sharding mode and without communication. T, K and V must be whole: with automatic axes XLA gathers them,
+    explicit ones are refused; inside `jax.shard_map` a call is about the tokens of its own device, which
+    nothing can check there.
 
-    Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6 whatever the
-    decays, the gradient of w channel by channel included. ``"reference"``, ``"pallas"`` and, where a chunk holds strong decays,
-    ``"xla"`` multiply by decays only. Where decays are weak, chunked forms refer all tokens to the chunk's start and
-    divide keys by products of decays, which stay above e^-24 (``"xla"``, looked up or promised) or e^-80
-    (``"triton"``: no w of the row and head below -5, looked up or promised). The Triton kernels' form for stronger
-    decays counts a log decay between two tokens of a chunk down to -16 at most: 1.1e-7 of what a chunk's own tokens
-    wrote outlives a stronger one until the chunk ends. The state that enters a chunk is decayed exactly.
+    Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6
+    whatever the decays, the gradient of w channel by channel included. ``"reference"``, ``"pallas"`` and,
+    where a chunk holds strong decays, ``"xla"`` multiply by decays only. Where decays are weak, chunked forms
+    refer all tokens to the chunk's start and divide keys by products of decays, which stay above e^-24
+    (``"xla"``, looked up or promised) or e^-80 (``"triton"``: no w of the row and head below -5, looked up or
+    promised). The Triton kernels' form for stronger decays counts a log decay between two tokens of a chunk
+    down to -16 at most: 1.1e-7 of what a chunk's own tokens wrote outlives a stronger one until the chunk
+    ends. The state that enters a chunk is decayed exactly.
 
-    NaN and infinity in an input of one token reach, in the chunked form, every output of its chunk (16 tokens unless
-    ``chunk_size`` says otherwise), those of earlier tokens and of another document under ``segment_ids`` included:
-    masks multiply by zero. Token by token, and between sequences of ``cu_seqlens``, they stay where they belong.
-    `fla_jax.checked` names the array and the position.
+    NaN and infinity in an input of one token reach, in the chunked form, every output of its chunk (16 tokens
+    unless ``chunk_size`` says otherwise), those of earlier tokens and of another document under
+    ``segment_ids`` included: masks multiply by zero. Token by token, and between sequences of ``cu_seqlens``,
+    they stay where they belong. `fla_jax.checked` names the array and the position.
 
     Args:
-        r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which may differ in dtype.
-        w: natural log of the decay [B, T, H, K], <= 0; ``-inf`` forgets. Values above 0 or NaN give undefined results: see `fla_jax.checked`.
+        r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which
+            may differ in dtype.
+        w: natural log of the decay [B, T, H, K], <= 0; ``-inf`` forgets. Values above 0 or NaN give undefined
+            results: see `fla_jax.checked`.
         k: key [B, T, H, K].
         v: value [B, T, H, V].
         a: direction that is read from the old state [B, T, H, K].
         b: direction that it is written to [B, T, H, K].
         scale: Python number, factor on the output; 1 in every form.
-        initial_state: [B, H, K, V] ([N, H, K, V] with cu_seqlens), zeros if None. Cast to float32 (float64 if any input is).
+        initial_state: [B, H, K, V] ([N, H, K, V] with cu_seqlens), zeros if None. Cast to float32 (float64 if
+            any input is).
         output_final_state: whether to return the last state.
-        segment_ids: [B, T] integers. The state restarts from zero wherever the id changes; ``initial_state`` belongs to each row's first segment and the
-            final state is the last segment's.
-        cu_seqlens: [N + 1] integers from 0 to T, FLA's packed form: B = 1 and sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``, possibly none.
-        chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's own choice. The Triton kernels take 16 whatever is asked.
-        lower_bound: a promise that ``w >= lower_bound`` everywhere (RWKV-7's layer: -0.61). An implementation may be faster for it and gives the same
-            result; a broken promise gives undefined results outside `fla_jax.checked`.
-        implementation: None for the best that qualifies, or by name. On any platform: ``"reference"`` (token by token, `jax.lax.scan`) and ``"xla"`` (chunked,
-            plain JAX). On NVIDIA GPUs of compute capability 8.0 and up, not for float64, and the defaults there: ``"triton"`` (chunked), its products with
-            bfloat16 operands where r, v, k, a, b all have 16 bits, else float32 ones (three TF32 passes, about three times slower), and ``"pallas"`` (token by
-            token in float32). Inside `jax.jit`, None goes by JAX's default device, not by where the arrays will be.
+        segment_ids: [B, T] integers. The state restarts from zero wherever the id changes; ``initial_state``
+            belongs to each row's first segment and the final state is the last segment's.
+        cu_seqlens: [N + 1] integers from 0 to T, FLA's packed form: B = 1 and sequence n is tokens
+            ``cu_seqlens[n]:cu_seqlens[n + 1]``, possibly none.
+        chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's own choice.
+            The Triton kernels take 16 whatever is asked.
+        lower_bound: a promise that ``w >= lower_bound`` everywhere (RWKV-7's layer: -0.61). An implementation
+            may be faster for it and gives the same result; a broken promise gives undefined results outside
+            `fla_jax.checked`.
+        implementation: None for the best that qualifies, or by name. On any platform: ``"reference"`` (token
+            by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX). On NVIDIA GPUs of compute capability
+            8.0 and up, not for float64, and the defaults there: ``"triton"`` (chunked), its products with
+            bfloat16 operands where r, v, k, a, b all have 16 bits, else float32 ones (three TF32 passes,
+            about three times slower), and ``"pallas"`` (token by token in float32). Inside `jax.jit`, None
+            goes by JAX's default device, not by where the arrays will be.
 
     Returns:
-        ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32 (float64), or None unless asked for. With
-        T = 0 or B = 0, o is empty and the final state is the initial one.
+        ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32
+        (float64), or None unless asked for. With T = 0 or B = 0, o is empty and the final state is the
+        initial one.
 
     Raises:
         ValueError: a shape or a value does not fit, or ``implementation`` is unknown or cannot run here.
         TypeError: a dtype does not fit.
 
-    Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025, eq. of the state update; official code
-    RWKV-LM ``RWKV-v7/rwkv_v7_demo.py`` (there the state is [V, K]); FLA's ``chunk_rwkv7`` for the argument order.
+    Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025, eq. of the state
+    update; official code RWKV-LM ``RWKV-v7/rwkv_v7_demo.py`` (there the state is [V, K]); FLA's
+    ``chunk_rwkv7`` for the argument order.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -223,7 +236,8 @@ def fused_recurrent_rwkv7(
 ) -> tuple[jax.Array, jax.Array | None]:
     """RWKV-7 token by token: for decoding, short sequences, and exact checks.
 
-    The same op as `chunk_rwkv7`, which documents every argument, result and error; only the choice that ``implementation=None`` makes differs.
+    The same op as `chunk_rwkv7`, which documents every argument, result and error; only the choice that
+    ``implementation=None`` makes differs.
     """
     return run(
         RECURRENT,

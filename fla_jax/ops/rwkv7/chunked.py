@@ -1,11 +1,12 @@
-"""RWKV-7 by chunks in plain JAX. With C tokens a chunk, S0 the state that enters it, S1 the state that leaves it, and scores A of `tree.Tree`::
+"""RWKV-7 by chunks in plain JAX. With C tokens a chunk, S0 the state that enters it, S1 the state that leaves
+it, and scores A of `tree.Tree`::
 
     U = T (A' S0 + A_ak V),   T = (I - A_ab)^-1          what the tokens write through b
     Y = Q S0 + A_qk V + A_qb U                           Q, A' = r, a decayed from the chunk's start
     S1 = gam S0 + K'^T V + B'^T U                        K', B' = k, b decayed to the chunk's end
 
-All but the state's own recurrence is computed for a group of chunks at once. The backward transposes these lines (dU = A_qb^T dY + B' dS1, dZ = T^T dU, ...);
-it gets the states and U from the forward.
+All but the state's own recurrence is computed for a group of chunks at once. The backward transposes these
+lines (dU = A_qb^T dY + B' dS1, dZ = T^T dU, ...); it gets the states and U from the forward.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def _intra(cfg: Recurrence, mild: bool, r, w, k, a, b, seg: Segments | None) -> 
     A, rows, cols, through = x.scores(), x.rows_in, x.cols_out, jnp.swapaxes(x.total, -1, -2)
     if seg is not None:
         A, through = jnp.where(jnp.tile(seg.pairs, (2, 2)), A, 0), jnp.where(seg.through, through, 0)
-        rows, cols = jnp.where(seg.start[..., None, :, :], rows, 0), jnp.where(seg.end[..., None, :, :], cols, 0)
+        rows, cols = (
+            jnp.where(seg.start[..., None, :, :], rows, 0),
+            jnp.where(seg.end[..., None, :, :], cols, 0),
+        )
     C = w.shape[-2]
     T = tree.inverse(A[..., C:, C:])
     readers = tree.stack([tree.pick(rows, 0), dot("...ij,...jk->...ik", T, tree.pick(rows, 1))])
@@ -65,7 +69,9 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
             vu = jnp.concatenate([v, own + U], -2)
             return chunks.write(carry, through * S + dot("bhck,bhcv->bhkv", cols, vu), sequence), (S, y, vu)
 
-        carry, (states, y, vu) = chunks.each(step, carry, (sequences, readers, own, v, tree.flat(cols), through))
+        carry, (states, y, vu) = chunks.each(
+            step, carry, (sequences, readers, own, v, tree.flat(cols), through)
+        )
         return carry, (y + dot("...ij,...jv->...iv", A[..., :C, :], vu),), (states, vu[..., C:, :])
 
     xs = (chunks.sequence, segments(chunks, x.segment_ids))
@@ -93,7 +99,11 @@ def backward(
             dS = chunks.read(carry, sequence)
             dvu = from_y + dot("bhck,bhkv->bhcv", cols, dS)
             new = through * dS + dot("bhck,bhcv->bhkv", readers, jnp.concatenate([dy, dvu[..., C:, :]], -2))
-            return chunks.write(carry, new, sequence), (dvu, dot("bhjv,bhkv->bhjk", vu, dS), jnp.sum(S * dS, -1))
+            return chunks.write(carry, new, sequence), (
+                dvu,
+                dot("bhjv,bhkv->bhjk", vu, dS),
+                jnp.sum(S * dS, -1),
+            )
 
         each = (sequences, states, readers, tree.flat(cols), vu, through, dy, from_y)
         carry, (dvu, dcols, passed) = chunks.each(step, carry, each, reverse=True)
@@ -104,7 +114,10 @@ def backward(
         drows, dcols = dot("...iv,...kv->...ik", dout, states).reshape(rows.shape), dcols.reshape(cols.shape)
         if seg is not None:
             dA = jnp.where(jnp.tile(seg.pairs, (2, 2)), dA, 0)
-            drows, dcols = jnp.where(seg.start[..., None, :, :], drows, 0), jnp.where(seg.end[..., None, :, :], dcols, 0)
+            drows, dcols = (
+                jnp.where(seg.start[..., None, :, :], drows, 0),
+                jnp.where(seg.end[..., None, :, :], dcols, 0),
+            )
         dg = jnp.broadcast_to(jnp.swapaxes(through, -1, -2) * passed[..., None, :], w.shape)
         (dr, da), (dk, db), dw = scores.gradients(dA, drows, dcols, dg)
         return carry, (dr * cfg.scale, dw, dk, dv, da, db), None
@@ -113,5 +126,7 @@ def backward(
     step = by_strength(cfg, chunks, group, 1)
     tokens = (x.r, x.w, x.k, x.v, x.a, x.b)
     do, ds = cotangents
-    ds0, (dr, dw, dk, dv, da, db), _ = chunks.walk(step, ds, (*tokens, do), xs, tokens, cfg.compute, reverse=True)
+    ds0, (dr, dw, dk, dv, da, db), _ = chunks.walk(
+        step, ds, (*tokens, do), xs, tokens, cfg.compute, reverse=True
+    )
     return RWKV7Inputs(dr, dw, dk, dv, da, db, ds0)

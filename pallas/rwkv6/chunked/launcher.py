@@ -1,4 +1,6 @@
-"""RWKV-6, chunked, on NVIDIA GPUs: the functions that the op loads (fla_jax/ops/op.py); they launch the Triton kernels."""
+"""RWKV-6, chunked, on NVIDIA GPUs: the functions that the op loads (fla_jax/ops/op.py); they launch the
+Triton kernels.
+"""
 
 from __future__ import annotations
 

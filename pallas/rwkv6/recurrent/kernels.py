@@ -1,7 +1,8 @@
 """RWKV-6, token by token in Pallas: a walk for both directions, and the gradients over K.
 
-The state S, and its gradient D, evolve element by element: ``o = S^T r + (r . u k) v``, ``S <- diag(d) S + k v^T``, and backwards the same with r, k and v, do
-in each other's place: ``dv = D^T k + (r . u k) do``, ``D <- diag(d) D + r do^T``. device/pairs.py has the rest.
+The state S, and its gradient D, evolve element by element: ``o = S^T r + (r . u k) v``,
+``S <- diag(d) S + k v^T``, and backwards the same with r, k and v, do in each other's place:
+``dv = D^T k + (r . u k) do``, ``D <- diag(d) D + r do^T``. device/pairs.py has the rest.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ def rwkv6_walk(
     y_: Any, end_: Any, states_: Any,
     *, sizes: Sizes, reverse: bool, keep: bool, scale: float,
 ) -> None:  # fmt: skip
-    """Grid (blocks of V, heads, sequences): ``y = S^T read + (read . u write) x``, ``S <- diag(decay) S + write x^T``.
+    """Grid (blocks of V, heads, sequences): ``y = S^T read + (read . u write) x``,
+    ``S <- diag(decay) S + write x^T``.
 
-    Forward (read, write, x, y) are r, k, v, o, in reverse k, r, do, dv; ``scale`` multiplies r. read, write, decay are [B * T' * H, parts, width], u is
-    [H, parts, width], x and y are [B * T' * H, V], start and end [N * H, parts, V, width].
+    Forward (read, write, x, y) are r, k, v, o, in reverse k, r, do, dv; ``scale`` multiplies r. read, write,
+    decay are [B * T' * H, parts, width], u is [H, parts, width], x and y are [B * T' * H, V], start and end
+    [N * H, parts, V, width].
     """
     vs = pl.ds(pl.program_id(0) * sizes.walk.own, sizes.walk.own)
     u = along(u_[pl.program_id(1)])
@@ -39,11 +42,14 @@ def rwkv6_walk(
         return fma(S, along(decay), across(x) * write)
 
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
-    end_[state, :, vs] = walk_stretches(load, token, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep)
+    end_[state, :, vs] = walk_stretches(
+        load, token, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep
+    )
 
 
 def rwkv6_gradients(decay_: Any, r_: Any, k_: Any, u_: Any, *refs: Any, sizes: Sizes, size: int) -> None:
-    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k and of u by stretch, ``size`` rows of K a program.
+    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k and of u by stretch, ``size`` rows of K
+    a program.
 
     The references begin with all sums over V (`sum_over_values`).
     """

@@ -1,4 +1,6 @@
-"""RWKV-6, token by token, on NVIDIA GPUs: the functions that the op loads (fla_jax/ops/op.py); they launch the Pallas kernels."""
+"""RWKV-6, token by token, on NVIDIA GPUs: the functions that the op loads (fla_jax/ops/op.py); they launch
+the Pallas kernels.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def _walk(
     keep: bool,
     scale: float,
 ):
-    """(y, end, states) of a walk; ``rates`` are read, write, decay, u. Without ``keep``, states hold nothing."""
+    """(y, end, states) of a walk; ``rates`` are read, write, decay, u. Without ``keep``, states hold
+    nothing.
+    """
     s = plan.sizes
     states = _float32(*plan.entries, s.K, s.V) if keep else _float32(1, 1, 1)
     kernel = functools.partial(rwkv6_walk, sizes=s, reverse=reverse, keep=keep, scale=scale)

@@ -1,4 +1,6 @@
-"""RWKV-7, chunked, on NVIDIA GPUs: the functions that the op loads (fla_jax/ops/op.py); they launch the Triton kernels."""
+"""RWKV-7, chunked, on NVIDIA GPUs: the functions that the op loads (fla_jax/ops/op.py); they launch the
+Triton kernels.
+"""
 
 from __future__ import annotations
 
@@ -100,9 +102,7 @@ def _transfer(plan: Plan, x: RWKV7Inputs):
         EVEN=plan.options["EVEN"] and K % BV == 0,
         PARTS=plan.parts,
     )
-    reads, M, N = launch(
-        rwkv7_transfer_kernel, *_tokens(x), *plan.ranges, *plan.lengths, out=out, **options
-    )
+    reads, M, N = launch(rwkv7_transfer_kernel, *_tokens(x), *plan.ranges, *plan.lengths, out=out, **options)
     return M, N, reads
 
 

@@ -1,8 +1,10 @@
 """RWKV-7, token by token in Pallas: a walk for both directions, and the gradients over K.
 
-The state S, and its gradient D, evolve column by column of V: ``S <- diag(d) S + b (a^T S)``, then ``S <- S + k v^T`` and ``o = S^T r``. Backwards the same two
-halves come in the other order: ``D <- D + r do^T`` and ``dv = D^T k``, then ``D <- diag(d) D + a (b^T D)``. With ``a^T S`` and ``b^T D`` of every token known,
-b and a are a second writer and a second reader beside k and r: see device/pairs.py for the rest.
+The state S, and its gradient D, evolve column by column of V: ``S <- diag(d) S + b (a^T S)``, then
+``S <- S + k v^T`` and ``o = S^T r``. Backwards the same two halves come in the other order:
+``D <- D + r do^T`` and ``dv = D^T k``, then ``D <- diag(d) D + a (b^T D)``. With ``a^T S`` and ``b^T D`` of
+every token known, b and a are a second writer and a second reader beside k and r: see device/pairs.py for the
+rest.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ def rwkv7_walk(
 ) -> None:  # fmt: skip
     """Grid (blocks of V, heads, sequences).
 
-    Exchange: ``inner = S^T first``, ``S <- diag(decay) S + second inner^T``. Token: ``S <- S + write x^T``, ``y = S^T read``. Forward (first, second, write,
-    read, x) are a, b, k, r, v and y, inner are o, a^T S; in reverse b, a, r, k, do and dv, b^T D. ``scales`` multiply x and y. The first five are
-    [B * T' * H, parts, width], x, y and inner [B * T' * H, V], start and end [N * H, parts, V, width].
+    Exchange: ``inner = S^T first``, ``S <- diag(decay) S + second inner^T``. Token: ``S <- S + write x^T``,
+    ``y = S^T read``. Forward (first, second, write, read, x) are a, b, k, r, v and y, inner are o, a^T S; in
+    reverse b, a, r, k, do and dv, b^T D. ``scales`` multiply x and y. The first five are [B * T' * H, parts,
+    width], x, y and inner [B * T' * H, V], start and end [N * H, parts, V, width].
     """
     vs = pl.ds(pl.program_id(0) * sizes.walk.own, sizes.walk.own)
 
@@ -47,13 +50,17 @@ def rwkv7_walk(
     first, second = (token, exchange) if reverse else (exchange, token)
     both = lambda S, loaded, at: second(first(S, loaded, at), loaded, at)
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
-    end_[state, :, vs] = walk_stretches(load, both, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep)
+    end_[state, :, vs] = walk_stretches(
+        load, both, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep
+    )
 
 
 def rwkv7_gradients(
     decay_: Any, r_: Any, a_: Any, k_: Any, b_: Any, *refs: Any, sizes: Sizes, size: int
 ) -> None:  # fmt: skip
-    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k, a, b from all sums over V (`sum_over_values`); ``size`` rows of K a program."""
+    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k, a, b from all sums over V
+    (`sum_over_values`); ``size`` rows of K a program.
+    """
     *sums_, product_, scores_, same_, lines_, restart_, gr_, gw_, gk_, ga_, gb_ = refs
     pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, lines_, restart_, 2)
 

@@ -1,4 +1,6 @@
-"""RWKV-7, token by token, on NVIDIA GPUs: the functions that the op loads (fla_jax/ops/op.py); they launch the Pallas kernels."""
+"""RWKV-7, token by token, on NVIDIA GPUs: the functions that the op loads (fla_jax/ops/op.py); they launch
+the Pallas kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""RWKV-7, one token, in Pallas: the state is read once and written once, in its own memory where the caller donates it.
+"""RWKV-7, one token, in Pallas: the state is read once and written once, in its own memory where the caller
+donates it.
 
-Plain JAX reads it twice, for a^T S and for the new state, which takes 1.9 times as long as a copy of it, measured on an H200 (RWKV-6, which needs no such
-sum first: 1.3 times, as this kernel).
+Plain JAX reads it twice, for a^T S and for the new state, which takes 1.9 times as long as a copy of it,
+measured on an H200 (RWKV-6, which needs no such sum first: 1.3 times, as this kernel).
 """
 
 from __future__ import annotations
@@ -23,7 +24,20 @@ def takes(K: int, V: int) -> bool:
     return all(n >= 16 and n & (n - 1) == 0 for n in (K, V))
 
 
-def rwkv7_step(r_: Any, w_: Any, k_: Any, a_: Any, b_: Any, v_: Any, state_: Any, o_: Any, new_: Any, *, block: int, scale: float) -> None:
+def rwkv7_step(
+    r_: Any,
+    w_: Any,
+    k_: Any,
+    a_: Any,
+    b_: Any,
+    v_: Any,
+    state_: Any,
+    o_: Any,
+    new_: Any,
+    *,
+    block: int,
+    scale: float,
+) -> None:
     """Grid (blocks of V, heads, rows): r, w, k, a, b [B, H, K], v and o [B, H, V], states [B, H, K, V]."""
     vs, at = pl.ds(pl.program_id(0) * block, block), (pl.program_id(2), pl.program_id(1))
     r, w, k, a, b = (x_[at].astype(jnp.float32)[:, None] for x_ in (r_, w_, k_, a_, b_))
