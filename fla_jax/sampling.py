@@ -1,4 +1,6 @@
-"""Choosing the next token as the official ``rwkv`` package's PIPELINE does: penalties, bans, top-p, top-k, temperature, in this order.
+"""Choosing the next token by the rules of the official ``rwkv`` package's PIPELINE.
+
+In this order: penalties, bans, top-p, top-k, temperature.
 
 Source: PyPI ``rwkv`` 0.8.32, ``rwkv/utils.py`` (``PIPELINE.generate`` and ``PIPELINE.sample_logits``).
 """
@@ -6,7 +8,7 @@ Source: PyPI ``rwkv`` 0.8.32, ``rwkv/utils.py`` (``PIPELINE.generate`` and ``PIP
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from typing import Any
 
 import jax
@@ -14,21 +16,43 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from .core.arguments import as_integers, check_integer, check_number, shown
+
+UNDEFINED = -2  # instead of a token, where there are no logits to choose from
+_FLOAT32 = np.finfo(np.float32)
+_LARGEST = float(_FLOAT32.max)
+_NUMBERS = {
+    "temperature": (0, np.inf),
+    "top_p": (0, 1),
+    "presence_penalty": (-_LARGEST, _LARGEST),
+    "frequency_penalty": (-_LARGEST, _LARGEST),
+    "penalty_decay": (0, 1),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How to choose the next token. The default values are PIPELINE's.
 
     Attributes:
-        temperature: divides the logits of the tokens that top-p and top-k leave, so after them; 0 always takes the most probable token.
-        top_k: only the ``top_k`` most probable tokens; 0 for all. Tokens as probable as the last of them stay in as well.
-        top_p: only the most probable tokens that together reach this probability; 1 for all. It is judged at temperature 1.
-        presence_penalty: taken off the logit of every token that was generated before (PIPELINE's ``alpha_presence``).
-        frequency_penalty: taken off once more for every time that it was (``alpha_frequency``); the prompt does not count.
-        penalty_decay: factor on those counts at every step: what was said long ago is forgotten (``alpha_decay``).
+        temperature: divides the logits of the tokens that top-p and top-k leave, so after them; any finite
+            number >= 0. 0 always takes the most probable token.
+        top_k: only the ``top_k`` most probable tokens; 0 for all. Tokens as probable as the last of them stay
+            in too.
+        top_p: only the most probable tokens that together reach this probability; 1 for all. It is judged at
+            temperature 1.
+        presence_penalty: taken off the logit of every token that was generated before (PIPELINE's
+            ``alpha_presence``); like the next, of a size that float32 holds.
+        frequency_penalty: taken off once more for every time that it was (``alpha_frequency``); the prompt
+            does not count.
+        penalty_decay: factor on those counts at every step: what was said long ago is forgotten
+            (``alpha_decay``).
         banned: tokens that are never chosen (``token_ban``).
         stop: tokens that end a row; they are not part of its result (``token_stop``).
-        uncounted: tokens that get the presence penalty but are not counted. PIPELINE has blanks, tabs and digits here: `fla_jax.tokenizer.uncounted`.
+        uncounted: tokens that get the presence penalty but are not counted. PIPELINE has blanks, tabs and
+            digits here: `fla_jax.tokenizer.uncounted`.
+
+    The three last take any sequence of integers, arrays too, and hold a tuple.
 
     Raises:
         ValueError: a value does not fit; the message names it.
@@ -45,16 +69,13 @@ class Sampling:
     uncounted: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "penalty_decay"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
-        if self.top_k != int(self.top_k) or self.top_k < 0:
-            raise ValueError(f"top_k must be an integer >= 0, got {self.top_k}")
-        for name in ("top_p", "penalty_decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+        # one spelling of each value: equal settings are equal
+        keep = functools.partial(object.__setattr__, self)
+        for name, (low, high) in _NUMBERS.items():
+            keep(name, check_number(name, getattr(self, name), low, high))
+        keep("top_k", check_integer("top_k", self.top_k, 0))
+        for name in ("banned", "stop", "uncounted"):
+            keep(name, _integers(name, getattr(self, name)))
 
     def arrays(self, vocab_size: int) -> Rules:
         """The same for a vocabulary, as arrays.
@@ -64,26 +85,39 @@ class Sampling:
         """
         masks = {}
         for name in ("banned", "stop", "uncounted"):
-            ids = np.asarray(getattr(self, name), dtype=np.int64).reshape(-1)
-            if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-                raise ValueError(f"{name} must hold tokens from 0 to {vocab_size - 1}, got {ids[(ids < 0) | (ids >= vocab_size)][0]}")
+            ids = getattr(self, name)
+            wrong = [token for token in ids if not 0 <= token < vocab_size]
+            if wrong:
+                raise ValueError(f"{name} must hold tokens from 0 to {vocab_size - 1}, got {shown(wrong[0])}")
             masks[name] = np.zeros(vocab_size, bool)
-            masks[name][ids] = True
+            masks[name][list(ids)] = True
         if masks["banned"].all():
             raise ValueError(f"banned holds all {vocab_size} tokens: none is left to choose")
+        # What float32 has no number for is hotter or colder than makes a difference, but for 0, which has a
+        # meaning.
+        temperature = self.temperature and min(max(self.temperature, float(_FLOAT32.tiny)), _LARGEST)
         return Rules(
-            temperature=np.float32(self.temperature),
+            temperature=np.float32(temperature),
             top_p=np.float32(self.top_p),
             presence_penalty=np.float32(self.presence_penalty),
             frequency_penalty=np.float32(self.frequency_penalty),
             penalty_decay=np.float32(self.penalty_decay),
-            top_k=np.int32(self.top_k or vocab_size),
+            top_k=np.int32(min(self.top_k or vocab_size, vocab_size)),
             **masks,
         )
 
 
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    """A sequence of integers as a tuple; their range is checked when the vocabulary is known."""
+    ids = as_integers(values)
+    if ids is None:
+        raise ValueError(f"{name} must be a sequence of tokens, which are integers, got {shown(values)}")
+    return ids
+
+
 class Rules(struct.PyTreeNode):
-    """`Sampling` as arrays, an argument of compiled functions: one program serves all settings. The masks are [V]."""
+    """`Sampling` as arrays, an argument of compiled functions: one program serves all settings. The masks are
+    [V]."""
 
     temperature: Any
     top_p: Any
@@ -116,13 +150,15 @@ class Occurrences(struct.PyTreeNode):
 def allowed(rules: Rules, logits: jax.Array) -> jax.Array:
     """Which tokens top-p and top-k leave: booleans like ``logits`` [B, V], at least one a row.
 
-    Top-p: the probability at which the sum over falling probabilities reaches ``top_p`` is the smallest that stays. PIPELINE at ``top_p = 1`` keeps the
-    most probable token alone whenever rounding leaves that sum below 1; here 1 means all.
+    Top-p: the probability at which the sum over falling probabilities reaches ``top_p`` is the smallest that
+    stays. PIPELINE at ``top_p = 1`` keeps the most probable token alone whenever rounding leaves that sum
+    below 1; here 1 means all.
     """
-    probabilities = jax.nn.softmax(logits.astype(jnp.float32), -1)
+    probabilities = jax.nn.softmax(_wide(logits), -1)
     falling = -jnp.sort(-probabilities, axis=-1)
     reached = jnp.sum(jnp.cumsum(falling, -1) < rules.top_p, -1, keepdims=True)
-    by_p = jnp.where(rules.top_p < 1, jnp.take_along_axis(falling, jnp.minimum(reached, logits.shape[-1] - 1), -1), 0)
+    threshold = jnp.take_along_axis(falling, jnp.minimum(reached, logits.shape[-1] - 1), -1)
+    by_p = jnp.where(rules.top_p < 1, threshold, 0)
     last = jnp.minimum(rules.top_k, logits.shape[-1]) - 1
     return (probabilities >= by_p) & (probabilities >= jnp.take(falling, last, axis=-1)[..., None])
 
@@ -136,23 +172,52 @@ def adjusted(rules: Rules, logits: jax.Array, occurrences: Occurrences) -> jax.A
         occurrences: of the tokens before.
 
     Returns:
-        [B, V] float32, -inf where a token cannot come.
+        [B, V] float32 (float64 for float64 logits): 0 for the most probable token, -inf for those that cannot
+        come. NaN throughout for a row with a NaN or with infinity as its largest logit.
     """
+    logits = _wide(logits)
     penalties = occurrences.seen * rules.presence_penalty + occurrences.count * rules.frequency_penalty
-    logits = jnp.where(rules.banned, -jnp.inf, logits.astype(jnp.float32) - penalties)
+    # penalties near float32's largest number must not add up to infinity, which is for what is forbidden
+    logits = logits - jnp.clip(penalties, -_LARGEST, _LARGEST)
+    logits = jnp.where(rules.banned, -jnp.inf, logits)
+    largest = jnp.max(logits, -1, keepdims=True)
 
     def best(x: jax.Array) -> jax.Array:
-        return jnp.where(jnp.arange(x.shape[-1]) == jnp.argmax(x, -1, keepdims=True), 0.0, -jnp.inf)
+        return jnp.arange(x.shape[-1]) == jnp.argmax(x, -1, keepdims=True)
 
-    def tempered(x: jax.Array) -> jax.Array:
+    def some(x: jax.Array) -> jax.Array:
         # sorting is most of the work here; without top-p and top-k there is nothing to sort
         everything = (rules.top_p >= 1) & (rules.top_k >= x.shape[-1])
-        keep = jax.lax.cond(everything, lambda x: jnp.ones(x.shape, bool), lambda x: allowed(rules, x), x)
-        return jnp.where(keep, x, -jnp.inf) / rules.temperature
+        return jax.lax.cond(everything, _everything, functools.partial(allowed, rules), x)
 
-    return jax.lax.cond(rules.temperature == 0, best, tempered, logits)
+    keep = jax.lax.cond(rules.temperature == 0, best, some, logits) & (logits > -jnp.inf)
+    # The largest logit is taken off first: whatever the temperature, it stays 0, and the others at most
+    # overflow to -inf. What may not come is masked last: -inf divided by a large temperature can be NaN on a
+    # GPU or a CPU, which multiply by the reciprocal and flush that to 0.
+    tempered = (logits - largest) / jnp.where(rules.temperature == 0, 1, rules.temperature)
+    return jnp.where(jnp.isfinite(largest), jnp.where(keep, tempered, -jnp.inf), jnp.nan)
+
+
+def _everything(logits: jax.Array) -> jax.Array:
+    return jnp.ones(logits.shape, bool)
+
+
+def _wide(logits: jax.Array) -> jax.Array:
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 def sample(rules: Rules, logits: jax.Array, occurrences: Occurrences, keys: jax.Array) -> jax.Array:
-    """One token a row, [B] int32; ``keys`` [B] is one key a row, so that a row's choice does not depend on its neighbours. The rest: `adjusted`."""
-    return jax.vmap(jax.random.categorical)(keys, adjusted(rules, logits, occurrences)).astype(jnp.int32)
+    """Chooses one token a row.
+
+    Args:
+        rules: from `Sampling.arrays`.
+        logits: [B, V], the model's.
+        occurrences: of the tokens before.
+        keys: [B], one a row, so that a row's choice does not depend on its neighbours.
+
+    Returns:
+        [B] int32; `UNDEFINED` for rows whose logits hold NaN or have no finite largest one.
+    """
+    scores = adjusted(rules, logits, occurrences)
+    tokens = jax.vmap(jax.random.categorical)(keys, scores)
+    return jnp.where(jnp.isnan(scores[:, 0]), UNDEFINED, tokens).astype(jnp.int32)

@@ -1,7 +1,8 @@
 """State tuning: a frozen model learns a task through its initial states alone.
 
-Source: RWKV-PEFT, ``--train_type state``: one state a layer, zero at first, learning rate from 1 to 0.01. Its files, and those that the ``rwkv`` package reads,
-hold ``blocks.{i}.att.time_state`` as [H, V, K], transposed relative to the states here.
+Source: RWKV-PEFT, ``--train_type state``: one state a layer, zero at first, learning rate from 1 to 0.01. Its
+files, and those that the ``rwkv`` package reads, hold ``blocks.{i}.att.time_state`` as [H, V, K], transposed
+relative to the states here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .core.arguments import check_integer, check_model, check_number, shown
 from .layers.state import RWKVState
 from .models.pth import read_pth, write_pth
 from .training import chunked_cross_entropy, rwkv_optimizer, rwkv_schedule
@@ -25,6 +27,7 @@ _NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
 
 def zero_states(model: Any) -> jax.Array:
     """The states that tuning starts from: zeros [L, H, K, V], one state a layer, in float32."""
+    check_model(model)
     return model.init_state(1).wkv[:, 0]
 
 
@@ -37,19 +40,46 @@ def initial_state(model: Any, states: jax.Array, batch: int) -> RWKVState:
         batch: number of rows, B.
 
     Returns:
-        The state for ``model.apply(..., tokens, state)``, `fla_jax.generate.generate(..., state=state)` and so on.
+        The state for ``model.apply(..., tokens, state)``, `fla_jax.generate.generate` and so on.
 
     Raises:
-        ValueError: ``states`` do not have the model's shape.
+        ValueError: ``states`` do not have the model's shape, or ``batch`` is no positive integer.
+        TypeError: ``states`` are no array of numbers.
     """
-    zeros = model.init_state(batch)
-    want = (zeros.wkv.shape[0], *zeros.wkv.shape[2:])
-    if np.shape(states) != want:
-        raise ValueError(f"states must have shape [L, H, K, V] = {list(want)}, got {list(np.shape(states))}")
+    check_model(model)
+    zeros = model.init_state(check_integer("batch", batch, 1))
+    _check_states(states, (zeros.wkv.shape[0], *zeros.wkv.shape[2:]))
     return zeros.replace(wkv=jnp.broadcast_to(jnp.asarray(states, zeros.wkv.dtype)[:, None], zeros.wkv.shape))
 
 
-def state_loss(model: Any, params: Any, states: jax.Array, tokens: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+def _check_states(states: Any, want: tuple[int, ...] | None) -> None:
+    if not jnp.issubdtype(getattr(states, "dtype", object), jnp.floating):
+        raise TypeError(f"states must be an array of floating-point numbers, got {shown(states)}")
+    if want is None and states.ndim != 4:
+        raise ValueError(f"states must have shape [L, H, K, V], got {list(states.shape)}")
+    if want is not None and states.shape != want:
+        raise ValueError(f"states must have shape [L, H, K, V] = {list(want)}, got {list(states.shape)}")
+
+
+def _check_batch(where: str, tokens: Any, mask: Any) -> None:
+    """Raises unless shapes and dtypes are those of a batch; ``where`` is put before the argument's name."""
+    if not jnp.issubdtype(getattr(tokens, "dtype", object), jnp.integer):
+        raise TypeError(f"{where}tokens must be an integer array, got {shown(tokens)}")
+    if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
+        raise ValueError(f"{where}tokens must have shape [B, T + 1] with B, T >= 1, got {list(tokens.shape)}")
+    if mask is None:
+        return
+    dtype = getattr(mask, "dtype", object)
+    if not jnp.issubdtype(dtype, jnp.number) and not jnp.issubdtype(dtype, jnp.bool_):
+        raise TypeError(f"{where}mask must be an array of booleans or numbers, got {shown(mask)}")
+    want = (tokens.shape[0], tokens.shape[1] - 1)
+    if mask.shape != want:
+        raise ValueError(f"{where}mask must have shape [B, T] = {list(want)}, got {list(mask.shape)}")
+
+
+def state_loss(
+    model: Any, params: Any, states: jax.Array, tokens: jax.Array, mask: jax.Array | None = None
+) -> jax.Array:
     """Next-token loss from these initial states; to be differentiated in ``states`` alone.
 
     Args:
@@ -57,12 +87,18 @@ def state_loss(model: Any, params: Any, states: jax.Array, tokens: jax.Array, ma
         params: its parameters, as plain arrays.
         states: [L, H, K, V].
         tokens: [B, T + 1] integers: the first T are read, the last T are the labels.
-        mask: [B, T] booleans, or weights of the labels (the answers, say, and not the questions); None for all.
+        mask: [B, T] booleans, or weights of the labels (answers, say, and not questions); None for all.
 
     Returns:
         A float32 scalar.
+
+    Raises:
+        ValueError: a shape does not fit. TypeError: ``tokens`` are no integers, or ``mask`` or ``states`` no
+            numbers.
     """
-    hidden, _ = model.apply({"params": params}, tokens[:, :-1], initial_state(model, states, tokens.shape[0]), method="hidden")
+    _check_batch("", tokens, mask)
+    state = initial_state(model, states, tokens.shape[0])
+    hidden, _ = model.apply({"params": params}, tokens[:, :-1], state, method="hidden")
     return chunked_cross_entropy(hidden, params["head"]["kernel"], tokens[:, 1:], mask, l2wrap=0.0)
 
 
@@ -80,17 +116,20 @@ def tune_states(
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         params: its parameters, as plain arrays.
-        batches: at least ``steps`` batches, each tokens [B, T + 1] or ``(tokens, mask)`` as `state_loss` takes them; one shape for all compiles once.
+        batches: at least ``steps`` batches, each tokens [B, T + 1] or a tuple ``(tokens, mask)`` as
+            `state_loss` takes them; one shape for all compiles once.
         steps: optimiser steps.
-        learning_rate: a number or an optax schedule; None for the official one, from 1 along a cosine to 0.01. States need far larger steps than weights do:
-            0.01 throughout learns next to nothing in a hundred.
+        learning_rate: a number or an optax schedule; None for the official one, from 1 along a cosine to
+            0.01. States need far larger steps than weights do: 0.01 throughout learns next to nothing in a
+            hundred.
         states: [L, H, K, V] to start from; None for zeros.
 
     Returns:
         ``(states, losses)``: the tuned states [L, H, K, V], and the loss [steps] before each step.
 
     Raises:
-        ValueError: ``states`` or a batch do not fit, or there are fewer batches than ``steps``.
+        ValueError, TypeError: an argument or a batch does not fit, a token is not one of the model's, or
+            there are fewer batches than ``steps``; the message names it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -103,47 +142,62 @@ def tune_states(
         >>> states.shape, losses.shape
         ((2, 4, 16, 16), (5,))
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    steps = check_integer("steps", steps, 1)
     if learning_rate is None:
         learning_rate = rwkv_schedule(1.0, 0.01, steps, warmup_steps=min(10, steps // 10))
+    elif not callable(learning_rate):
+        learning_rate = check_number("learning_rate", learning_rate, 0)
     optimizer = rwkv_optimizer(learning_rate, weight_decay=0.0)
-    states = zero_states(model) if states is None else jnp.array(states, jnp.float32)
-    initial_state(model, states, 1)  # checks the shape
+    zeros = zero_states(model)
+    if states is not None:
+        _check_states(states, zeros.shape)
+    states = zeros if states is None else jnp.array(states, zeros.dtype)
+    try:
+        source = iter(batches)
+    except TypeError:
+        raise TypeError(f"batches must be iterable, got {shown(batches)}") from None
 
     @jax.jit
-    def step(states: jax.Array, opt_state: Any, params: Any, tokens: jax.Array, mask: jax.Array | None) -> Any:
+    def step(
+        states: jax.Array, opt_state: Any, params: Any, tokens: jax.Array, mask: jax.Array | None
+    ) -> Any:
         loss, grads = jax.value_and_grad(state_loss, 2)(model, params, states, tokens, mask)
         updates, opt_state = optimizer.update(grads, opt_state, states)
         return optax.apply_updates(states, updates), opt_state, loss
 
-    opt_state, losses, source = optimizer.init(states), [], iter(batches)
+    opt_state, losses = optimizer.init(states), []
     for i in range(steps):
         batch = next(source, None)
         if batch is None:
             raise ValueError(f"batches hold {i} batches, fewer than steps = {steps}")
+        if isinstance(batch, tuple) and len(batch) != 2:
+            raise ValueError(f"batches[{i}] must be tokens or (tokens, mask), got a tuple of {len(batch)}")
         tokens, mask = batch if isinstance(batch, tuple) else (batch, None)
-        if tokens.ndim != 2 or tokens.shape[1] < 2:
-            raise ValueError(f"batches must hold tokens [B, T + 1] with T >= 1, got {list(tokens.shape)}")
+        where = f"batches must hold tokens or (tokens, mask); of batches[{i}] "
+        _check_batch(where, tokens, mask)
+        values = np.asarray(tokens)  # on the host: there the check waits for no earlier step
+        low, high = values.min(), values.max()
+        if low < 0 or high >= model.config.vocab_size:
+            span = f"from 0 to {model.config.vocab_size - 1}"
+            raise ValueError(f"{where}tokens must be {span}, got {low if low < 0 else high}")
         states, opt_state, loss = step(states, opt_state, params, tokens, mask)
         losses.append(loss)
     return states, np.asarray(jnp.stack(losses))
 
 
 def save_states(path: str | os.PathLike[str], states: jax.Array) -> None:
-    """Writes states, and nothing else, as a ``.pth`` that RWKV-PEFT and the programs around the ``rwkv`` package read.
+    """Writes states, and nothing else, as a ``.pth`` that RWKV-PEFT and what is built on ``rwkv`` read.
 
     Args:
         path: of the file.
         states: [L, H, K, V], stored as ``blocks.{i}.att.time_state`` [H, V, K] in float32.
 
     Raises:
-        ValueError: ``states`` do not have four axes.
+        ValueError: ``states`` do not have four axes. TypeError: they are no array of numbers.
     """
-    if np.ndim(states) != 4:
-        raise ValueError(f"states must have shape [L, H, K, V], got {list(np.shape(states))}")
+    _check_states(states, None)
     transposed = np.asarray(states, np.float32).swapaxes(2, 3)
-    write_pth(path, {f"blocks.{i}.att.time_state": np.ascontiguousarray(state) for i, state in enumerate(transposed)})
+    write_pth(path, {f"blocks.{i}.att.time_state": np.ascontiguousarray(x) for i, x in enumerate(transposed)})
 
 
 def load_states(path: str | os.PathLike[str], model: Any) -> jax.Array:
@@ -157,9 +211,12 @@ def load_states(path: str | os.PathLike[str], model: Any) -> jax.Array:
         [L, H, K, V] float32.
 
     Raises:
-        ValueError: the file holds no states, or not those of this model's layers and shapes; the message names the file and the tensor.
+        ValueError: the file holds no states, or not those of this model's layers and shapes; the message
+            names the file and the tensor.
     """
-    layers = {int(match[1]): value for name, value in read_pth(path).items() if (match := _NAME.fullmatch(name))}
+    layers = {
+        int(match[1]): value for name, value in read_pth(path).items() if (match := _NAME.fullmatch(name))
+    }
     L, H, K, V = zero_states(model).shape
     for i in sorted(set(layers) | set(range(L))):
         name = f"blocks.{i}.att.time_state"
@@ -168,5 +225,7 @@ def load_states(path: str | os.PathLike[str], model: Any) -> jax.Array:
         if i >= L:
             raise ValueError(f"{path}: {name} is surplus; the model has {L} layers")
         if layers[i].shape != (H, V, K):
-            raise ValueError(f"{path}: {name} must have shape [H, V, K] = {[H, V, K]}, got {list(layers[i].shape)}")
+            raise ValueError(
+                f"{path}: {name} must have shape [H, V, K] = {[H, V, K]}, got {list(layers[i].shape)}"
+            )
     return jnp.stack([jnp.asarray(np.asarray(layers[i], np.float32)).swapaxes(1, 2) for i in range(L)])

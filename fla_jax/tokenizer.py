@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from .core.arguments import check_integer, shown
+
 WORLD_VOCABULARY = "rwkv_vocab_v20230424"
+_UNKNOWN = "\ufffd"
 _WORLD_SIZE = 65536  # of the models; 65530 to 65535 have no bytes, and 0 ends a document
 
 
@@ -19,7 +22,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens. Bytes that are not UTF-8 (half a character, say) and unknown tokens become U+FFFD or nothing."""
+        """The text of tokens; U+FFFD or nothing for unknown ones and for bytes that are not UTF-8."""
         ...
 
 
@@ -40,7 +43,9 @@ class _World:
         try:
             from rwkv import rwkv_tokenizer
         except ImportError as error:
-            raise ImportError(f"the tokenizer {WORLD_VOCABULARY} comes with the package rwkv: pip install rwkv") from error
+            raise ImportError(
+                f"the tokenizer {WORLD_VOCABULARY} comes with the package rwkv: pip install rwkv"
+            ) from error
         path = Path(rwkv_tokenizer.__file__).with_name(f"{WORLD_VOCABULARY}.txt")
         self._trie = rwkv_tokenizer.TRIE_TOKENIZER(str(path))
 
@@ -48,8 +53,11 @@ class _World:
         return self._trie.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        # not the package's decode, which gives one U+FFFD for a whole text with half a character in it, and fails at tokens without bytes
-        return b"".join(self._trie.idx2token.get(int(token), b"") for token in tokens).decode(errors="replace")
+        # not the package's decode, which gives one U+FFFD for a whole text with half a character in it, and
+        # fails at tokens without bytes
+        return b"".join(self._trie.idx2token.get(int(token), b"") for token in tokens).decode(
+            errors="replace"
+        )
 
 
 class _HuggingFace:
@@ -60,7 +68,12 @@ class _HuggingFace:
             from tokenizers import Tokenizer as FromFile
         except ImportError as error:
             raise ImportError(f"{path} is read by the package tokenizers: pip install tokenizers") from error
-        self._tokenizer = FromFile.from_file(str(path))
+        try:
+            self._tokenizer = FromFile.from_file(str(path))
+        except Exception as error:  # the package raises nothing more precise
+            raise ValueError(
+                f"{path} is no tokenizer.json that the package tokenizers reads: {error}"
+            ) from None
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -73,8 +86,9 @@ def load_tokenizer(name: str | os.PathLike[str] | None = None, *, vocab_size: in
     """A tokenizer by name, or the one that a model's vocabulary calls for.
 
     Args:
-        name: ``"bytes"``; ``"rwkv_vocab_v20230424"``, the vocabulary of the World models (PyPI ``rwkv``; PyTorch is not needed for it); or the path of a
-            ``tokenizer.json`` (PyPI ``tokenizers``), such as the Pile models' ``20B_tokenizer.json``.
+        name: ``"bytes"``; ``"rwkv_vocab_v20230424"``, the vocabulary of the World models (PyPI ``rwkv``;
+            PyTorch is not needed for it); or the path of a ``tokenizer.json`` (PyPI ``tokenizers``), such as
+            the Pile models' ``20B_tokenizer.json``.
         vocab_size: of the model, used without ``name``: 256 means bytes, 65529 to 65536 the World vocabulary.
 
     Returns:
@@ -82,7 +96,8 @@ def load_tokenizer(name: str | os.PathLike[str] | None = None, *, vocab_size: in
 
     Raises:
         ImportError: the package that reads it is missing; the message says which.
-        ValueError: neither ``name`` nor ``vocab_size`` says which tokenizer.
+        ValueError: neither ``name`` nor ``vocab_size`` says which tokenizer, one of them has a wrong type, or
+            the file is no ``tokenizer.json``; the message names the argument or the file.
         FileNotFoundError: there is no such file.
 
     Example:
@@ -90,46 +105,80 @@ def load_tokenizer(name: str | os.PathLike[str] | None = None, *, vocab_size: in
         >>> load_tokenizer("bytes").encode("Hi")
         [72, 105]
     """
+    if vocab_size is not None:
+        vocab_size = check_integer("vocab_size", vocab_size, 1)
     if name is None:
         if vocab_size == 256:
             return _Bytes()
         if vocab_size is not None and _WORLD_SIZE - 7 <= vocab_size <= _WORLD_SIZE:
             return _World()
-        raise ValueError(f"name must be given: a vocabulary of {vocab_size} tokens does not say which tokenizer made them (256: bytes, 65536: RWKV World)")
+        raise ValueError(
+            f"name must be given: a vocabulary of {vocab_size} tokens does not say which tokenizer made them "
+            "(256: bytes, 65536: RWKV World)"
+        )
     if name == "bytes":
         return _Bytes()
     if name == WORLD_VOCABULARY:
         return _World()
+    if not isinstance(name, str | os.PathLike):
+        raise ValueError(f"name must be a name or a path, got {shown(name)}")
     path = Path(name)
     if not path.is_file():
-        raise FileNotFoundError(f"name must be 'bytes', {WORLD_VOCABULARY!r} or the path of a tokenizer.json; there is no file {path}")
+        raise FileNotFoundError(
+            f"name must be 'bytes', {WORLD_VOCABULARY!r} or the path of a tokenizer.json; "
+            f"there is no file {path}"
+        )
     return _HuggingFace(path)
 
 
-def decode_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterable[str]:
-    """Text as its tokens come: pieces whose concatenation is the text of all tokens. A character of several tokens comes whole.
+def decode_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """Text as its tokens come: pieces whose concatenation is the text of all tokens.
+
+    A character of several tokens comes whole. The time for a token does not grow with the text: once a piece
+    is complete, only its own tokens are decoded again with the next ones, which their text may depend on
+    (many vocabularies write a space before every word but a text's first).
 
     Args:
-        tokenizer: from `load_tokenizer`.
+        tokenizer: from `load_tokenizer`, or anything that decodes as `Tokenizer` says.
         tokens: one after the other, such as ``int(t[0]) for t in fla_jax.generate.stream(...)``.
 
     Yields:
         A non-empty piece of text.
     """
-    held: list[int] = []
-    shown = 0
-    text = ""
+    before: list[int] = []  # the tokens of the last complete piece
+    known = 0  # characters of their text
+    waiting: list[int] = []  # the tokens after them, whose text may still change
+    text, done = "", 0  # their text, and how much of it was yielded
+    unknown = 0  # U+FFFD between the two that will not change, but may end the text
     for token in tokens:
-        held.append(token)
-        text = tokenizer.decode(held)
-        ready = len(text.rstrip("\ufffd"))  # the end may be the beginning of a character
-        if ready > shown:
-            yield text[shown:ready]
-            shown = ready
-    if len(text) > shown:
-        yield text[shown:]
+        waiting.append(token)
+        text = tokenizer.decode(before + waiting)[known:]
+        ready = len(text.rstrip(_UNKNOWN))  # what ends in U+FFFD may be the beginning of a character
+        if ready > done:
+            yield _UNKNOWN * unknown + text[done:ready]
+            done, unknown = ready, 0
+        if 0 < ready == len(text):
+            before, waiting, text, done = waiting, [], "", 0
+            known = len(tokenizer.decode(before))
+        elif len(waiting) % 16 == 0:
+            # Bytes that are no text, one after the other. A character has at most four, so one of the last
+            # places is between two characters: there the texts of both sides, each by itself, make the whole.
+            for cut in range(len(waiting) - 1, len(waiting) - 5, -1):
+                front = tokenizer.decode(before + waiting[:cut])[known:]
+                if front + tokenizer.decode(waiting[cut:]) == text:
+                    unknown += max(len(front) - done, 0)
+                    done = max(done - len(front), 0)
+                    waiting, text = waiting[cut:], text[len(front) :]
+                    before, known = ([], 0) if front else (before, known)
+                    break
+    if unknown or len(text) > done:
+        yield _UNKNOWN * unknown + text[done:]
 
 
 def uncounted(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that PIPELINE's frequency penalty does not count: those whose text is a part of ``" \\t0123456789"``; for `Sampling.uncounted`."""
+    """Tokens that PIPELINE's frequency penalty does not count, for `Sampling.uncounted`.
+
+    They are those below ``vocab_size`` whose text is a part of ``" \\t0123456789"``.
+    """
+    vocab_size = check_integer("vocab_size", vocab_size, 1)
     return tuple(token for token in range(vocab_size) if tokenizer.decode([token]) in " \t0123456789")

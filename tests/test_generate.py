@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,9 @@ import pytest
 import small_models as small
 import test_sampling
 
+import fla_jax
 from fla_jax import generate as module
+from fla_jax import prefill as reading
 from fla_jax.generate import generate, prefill, stream
 from fla_jax.sampling import Sampling
 
@@ -60,19 +64,6 @@ def test_equals_the_official_model_step_by_step(version):
         assert small.error(getattr(got.state, name)[:, 0], want) < 2e-5
 
 
-def test_prefill_of_different_lengths(setup):
-    """Against one call of the model for each row; the initial states differ from zero and from each other."""
-    model, params = setup
-    state = small.random_state(model, 3)
-    logits, new = prefill(model, params, PROMPTS, state)
-    apply = jax.jit(model.apply, compiler_options=small.FAST_COMPILE)
-    for i, prompt in enumerate(PROMPTS):
-        row = jax.tree.map(lambda x, i=i: x[:, i : i + 1], state)
-        want, want_state = apply({"params": params}, jnp.asarray([prompt]), row)
-        assert small.error(logits[i], want[0, -1]) < 1e-5
-        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_less(small.error(a[:, i], b[:, 0]), 1e-5), new, want_state)
-
-
 def test_rows_equal_themselves_alone(setup, batch):
     assert [len(row) for row in batch.tokens] == [40] * 3
     for i, prompt in enumerate(PROMPTS):
@@ -120,27 +111,84 @@ def test_the_state_is_donated_and_the_callers_is_not(setup):
     state = small.random_state(model, 3)
     generate(model, params, PROMPTS, 2, SAMPLING, state=state)
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-    carry, rules = module._start(model, params, PROMPTS, 2, SAMPLING, 0, state)
+    carry, rules = module._start(model, params, PROMPTS, SAMPLING, 0, state)
     new, _ = module._decode(model, params, rules, carry, np.int32(1))
     assert carry.state.wkv.is_deleted() and not new.state.wkv.is_deleted()
 
 
 def test_one_program_for_all_settings_and_lengths(setup, batch):
     """What is compiled depends on the batch size alone."""
-    before = module._decode._cache_size(), module._read._cache_size()
-    generate(*setup, [PROMPTS[0][:9], PROMPTS[0][:18], PROMPTS[2]], 7, Sampling(temperature=0.0, top_k=2, stop=(9,)))
-    assert (module._decode._cache_size(), module._read._cache_size()) == before
+    before = module._decode._cache_size(), reading._read._cache_size()
+    prompts = [PROMPTS[0][:9], PROMPTS[0][:18], PROMPTS[2]]
+    generate(*setup, prompts, 7, Sampling(temperature=0.0, top_k=2, stop=(9,)), seed=2**40)
+    assert (module._decode._cache_size(), reading._read._cache_size()) == before
 
 
 def test_parameters_placed_by_hand_compile_nothing_twice():
     """As a checkpoint's reader places them: arrays committed to a device."""
     model = small.model(7, num_layers=1, vocab_size=25, implementation="reference")
     params = jax.device_put(small.params(model), jax.devices()[0])
-    before = module._decode._cache_size(), module._read._cache_size()
+    before = module._decode._cache_size(), reading._read._cache_size()
+    longest = reading.piece_sizes(32, 2, jax.devices()[0])[-1]
     for _ in range(2):
-        list(stream(model, params, [[1] * 11, [2]], 3))
+        list(stream(model, params, [[1] * (2 * longest + 3), [2]], 3))
     assert module._decode._cache_size() == before[0] + 1
-    assert module._read._cache_size() == before[1] + 2  # pieces of 8 and of 1
+    assert reading._read._cache_size() == before[1] + 2  # the longest piece, twice, and a short one
+
+
+def test_all_bits_of_a_seed_count(setup, batch):
+    """Row i has seed + i, over the border of 32 bits too; below it the keys are those of `jax.random.key`."""
+    first = 2**32 - 2
+    seeds = [first, first + 1, first + 2]
+    rows = generate(*setup, [PROMPTS[0]] * 3, 12, SAMPLING, seed=first).tokens
+    np.testing.assert_array_equal(rows, generate(*setup, [PROMPTS[0]] * 3, 12, SAMPLING, seed=seeds).tokens)
+    more = generate(*setup, [PROMPTS[0]] * 3, 12, SAMPLING, seed=np.array([0, -1, 2**63 - 1])).tokens
+    assert len({row.tobytes() for row in (*rows, *more)}) == 6
+    data = lambda seed, batch: np.asarray(jax.random.key_data(module._keys(seed, batch)))
+    for seed in (0, 3, 2**31, 2**32 - 1):
+        np.testing.assert_array_equal(data(seed, 1)[0], jax.random.key_data(jax.random.key(np.uint32(seed))))
+    with jax.enable_x64(True):  # JAX's own keys of 64 bits, and the same ones here
+        wide = [0, 2**32, 2**62 + 5, -1, -(2**63)]
+        want = np.stack([jax.random.key_data(jax.random.key(seed)) for seed in wide])
+        np.testing.assert_array_equal(data(wide, 5), want)
+    np.testing.assert_array_equal(data(wide, 5), want)
+    np.testing.assert_array_equal(data([2**64 - 1], 1), data([-1], 1))
+
+
+def test_not_a_number_is_an_error(setup):
+    """In the parameters, at once; in one row's state, that row is named; in a row that is over, never mind."""
+    model, params = setup
+    broken = {**params, "ln_out": jax.tree.map(lambda x: x.at[3].set(jnp.nan), params["ln_out"])}
+    message = "row 0: the logits for new token 0 hold NaN or no finite largest one. Either params or state"
+    for run in (generate, lambda *args, **options: list(stream(*args, **options))):
+        with pytest.raises(FloatingPointError, match=message):
+            run(model, broken, PROMPTS, 3)
+    state = model.init_state(3)
+    with pytest.raises(FloatingPointError, match="row 1: the logits for new token 0"):
+        generate(model, params, PROMPTS, 3, state=state.replace(wkv=state.wkv.at[0, 1, 0, 0, 0].set(jnp.nan)))
+    # a token whose embedding is NaN: nothing happens until it is read, and never in a row that it ends
+    prompts, greedy = [[1], [2], [4]], Sampling(temperature=0.0, presence_penalty=2.0)
+    whole = [row.tolist() for row in generate(model, params, prompts, 5, greedy).tokens]
+    token = whole[0][0]
+    assert token not in (1, 2, 4) and any(token not in row for row in whole)
+    broken = {**params, "emb": {"embedding": params["emb"]["embedding"].at[token].set(jnp.nan)}}
+    with pytest.raises(FloatingPointError, match="row 0: the logits for new token 1"):
+        generate(model, broken, prompts, 5, greedy)
+    stopped = generate(model, broken, prompts, 5, dataclasses.replace(greedy, stop=(token,))).tokens
+    assert [row.tolist() for row in stopped] == [row[: [*row, token].index(token)] for row in whole]
+
+
+def test_it_is_not_to_be_traced(setup):
+    model, params = setup
+    for run in (
+        lambda: fla_jax.checked(lambda: generate(model, params, [[1]], 2).tokens)(),
+        lambda: fla_jax.checked(lambda params: generate(model, params, [[1]], 2).tokens)(params),
+        lambda: jax.jit(lambda params: generate(model, params, [[1]], 2).tokens)(params),
+        lambda: jax.grad(lambda params: generate(model, params, [[1]], 2).state.wkv.sum())(params),
+        lambda: fla_jax.checked(lambda: list(stream(model, params, [[1]], 2)))(),
+    ):
+        with pytest.raises(TypeError, match=r"generate and stream run outside of jax.jit, .* fla_jax"):
+            run()
 
 
 def test_no_tokens(setup):
@@ -158,7 +206,16 @@ def test_no_tokens(setup):
         ([[1.5]], {}, TypeError, r"prompts\[0\] must be integers"),
         ("text", {}, TypeError, "tokenizer"),
         ([[1]], {"max_tokens": -1}, ValueError, "max_tokens must be"),
+        ([[1]], {"max_tokens": True}, ValueError, "max_tokens must be an integer >= 0, got True"),
+        ([[1]], {"max_tokens": 1.0}, ValueError, "max_tokens must be an integer >= 0, got 1.0"),
+        ([[1]], {"sampling": {"temperature": 1}}, TypeError, "sampling must be a Sampling or None, got {'t"),
         ([[1]], {"seed": [1, 2]}, ValueError, "seed must be an integer or one for each of the 1 prompts"),
+        ([[1]], {"seed": "1"}, ValueError, "seed must be an integer or one for each .*, got '1'"),
+        ([[1]], {"seed": True}, ValueError, "seed must be an integer or one for each .*, got True"),
+        ([[1]], {"seed": [0.5]}, ValueError, r"seed must be an integer or one for each .*, got \[0.5\]"),
+        ([[1]], {"seed": 2**64}, ValueError, r"seed must be from -2\*\*63 to 2\*\*64 - 1 for every row, got 18"),
+        ([[1], [1]], {"seed": 2**64 - 1}, ValueError, "seed must be from .* got 18446744073709551616"),
+        ([[1]], {"seed": [-(2**63) - 1]}, ValueError, "seed must be from .* got -9223372036854775809"),
         ([[1]], {"sampling": Sampling(stop=(24,))}, ValueError, "stop must hold tokens"),
         ([[1]], {"state": small.model(7).init_state(2)}, ValueError, "state.att_shift must have shape"),
     ],

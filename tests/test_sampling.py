@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,80 @@ def test_draws_follow_the_probabilities():
     assert (np.abs(got - want) <= 5 * np.sqrt(want * (1 - want) / n)).all(), (got, want)
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def draws(rules, logits, n):
+    """[n] draws from one row of logits."""
+    keys = jax.random.split(jax.random.key(1), n)
+    rows = jnp.broadcast_to(logits, (n, logits.shape[-1]))
+    return sample(rules, rows, Occurrences.none(n, logits.shape[-1]), keys)
+
+
+# tokens 10, 3, 0 and 7 lead
+LOGITS = np.float32([7.5, 2.0, 2.5, 8.0, -3.0, 2.25, 1.0, 7.0, -80.0, 0.0, 9.0, 2.75, 2.0])
+TEMPERATURES = (1e-320, 1e-300, 1e-40, 1e-38, 2e-38, 1e-30, 1e-3, 1.0, 1e3, 1e30, 1e38, 3.4e38, 1e39, 1e300)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({"top_p": 1.0, "banned": (3, 7)}, set(range(V)) - {3, 7}),
+        ({"top_p": 1.0, "top_k": 3, "banned": (10,)}, {3, 0, 7}),
+        ({"top_p": 0.75, "banned": (3,)}, {10, 0}),
+    ],
+)
+def test_no_temperature_lets_a_token_in(temperature, options, kept):
+    """Also where it, or the quotient, is more or less than float32 holds; what is kept comes as it should."""
+    rules = Sampling(temperature=temperature, **options).arrays(V)
+    tokens = set(np.unique(draws(rules, LOGITS, 3000)).tolist())
+    best = max(kept, key=LOGITS.__getitem__)
+    assert tokens <= kept
+    if temperature <= 1e-3:
+        assert tokens == {best}
+    elif temperature >= 1e3:
+        assert tokens == kept
+        got = np.bincount(draws(rules, LOGITS, 3000), minlength=V)[sorted(kept)] / 3000
+        want = 1 / len(kept)  # hot enough that all are alike
+        assert (np.abs(got - want) <= 5 * np.sqrt(want * (1 - want) / 3000)).all()
+
+
+@pytest.mark.parametrize("penalty", [3e38, -3e38])
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 1.0, 1e38])
+def test_no_penalty_lets_a_token_in(penalty, temperature):
+    """Penalties that add up to more than float32 holds, on all tokens that are left."""
+    settings = Sampling(temperature, banned=(0, 3), presence_penalty=penalty, frequency_penalty=penalty)
+    rules, seen = settings.arrays(V), jnp.arange(V)[None] > 0
+    occurrences = Occurrences(jnp.broadcast_to(seen, (200, V)), jnp.broadcast_to(200.0 * seen, (200, V)))
+    logits = jnp.broadcast_to(LOGITS, (200, V))
+    tokens = sample(rules, logits, occurrences, jax.random.split(jax.random.key(0), 200))
+    assert tokens.min() >= 0 and not {0, 3} & set(tokens.tolist())
+
+
+def test_logits_to_choose_nothing_from():
+    """NaN and infinity give no token and do not disturb other rows; -inf is a token that does not come."""
+    rows = jnp.stack([jnp.asarray(LOGITS)] * 5)
+    rows = rows.at[1, 4].set(jnp.nan).at[2, 4].set(jnp.inf).at[3].set(-jnp.inf).at[4, 10].set(-jnp.inf)
+    keys = jax.random.split(jax.random.key(0), 5)
+    for temperature in (0.0, 1e38):
+        settings = Sampling(temperature=temperature, top_k=1)
+        tokens = sample(settings.arrays(V), rows, Occurrences.none(5, V), keys)
+        assert tokens.tolist() == [10, sampling.UNDEFINED, sampling.UNDEFINED, sampling.UNDEFINED, 3]
+        nan_is_banned = dataclasses.replace(settings, banned=(4,)).arrays(V)
+        tokens = sample(nan_is_banned, rows, Occurrences.none(5, V), keys)
+        assert tokens.tolist() == [10, 10, 10, sampling.UNDEFINED, 3]
+
+
+def test_arguments_of_any_number_type():
+    """Scalars of NumPy and JAX, sequences and arrays of tokens; equal settings are equal and have one hash."""
+    want = Sampling(temperature=0.5, top_k=10**12, top_p=1.0, banned=(1, 2), stop=(3,))
+    half, many, tokens = np.float32(0.5), np.int64(10**12), [np.int32(1), 2]
+    got = Sampling(temperature=half, top_k=many, top_p=1, banned=tokens, stop=jnp.array([3]))
+    assert got == want and hash(got) == hash(want) and type(got.top_p) is float and got.banned == (1, 2)
+    assert want.arrays(V).top_k == V
+    for tokens in (np.array([1, 2]), range(1, 3), iter((1, 2))):
+        assert Sampling(banned=tokens).banned == (1, 2)
+
+
 def test_ties_at_the_border_stay_in():
     logits = jnp.array([[1.0, 1.0, 1.0, 0.0]])
     left = lambda settings: np.isfinite(adjusted(settings.arrays(4), logits, Occurrences.none(1, 4)))[0].tolist()
@@ -132,6 +207,27 @@ def test_ties_at_the_border_stay_in():
         ({"banned": (V,)}, f"banned must hold tokens from 0 to {V - 1}, got {V}"),
         ({"stop": (-1,)}, "stop must hold tokens"),
         ({"banned": tuple(range(V))}, "banned holds all"),
+        ({"banned": (1.5,)}, r"banned must be a sequence of tokens, which are integers, got \(1.5,\)"),
+        ({"stop": (2.0,)}, "stop must be a sequence of tokens"),
+        ({"uncounted": (True,)}, "uncounted must be a sequence of tokens"),
+        ({"stop": "12"}, "stop must be a sequence of tokens, which are integers, got '12'"),
+        ({"stop": b"12"}, "stop must be a sequence of tokens"),
+        ({"stop": 3}, "stop must be a sequence of tokens, which are integers, got 3"),
+        ({"banned": np.zeros((1, 1), int)}, "banned must be a sequence of tokens"),
+        ({"banned": (10**30,)}, f"banned must hold tokens from 0 to {V - 1}, got 10+"),
+        ({"top_k": 1.5}, "top_k must be an integer >= 0, got 1.5"),
+        ({"top_k": True}, "top_k must be an integer >= 0, got True"),
+        ({"top_k": "3"}, "top_k must be an integer >= 0, got '3'"),
+        ({"temperature": "1"}, "temperature must be a finite number, got '1'"),
+        ({"temperature": True}, "temperature must be a finite number, got True"),
+        ({"temperature": None}, "temperature must be a finite number, got None"),
+        ({"temperature": 1j}, "temperature must be a finite number"),
+        ({"temperature": 10**400}, "temperature must be a finite number, got 10+"),
+        ({"top_p": np.array([0.5])}, "top_p must be a finite number"),
+        ({"top_p": np.True_}, "top_p must be a finite number"),
+        ({"penalty_decay": "x"}, "penalty_decay must be a finite number, got 'x'"),
+        ({"presence_penalty": 1e39}, "presence_penalty must be from -3.40282e[+]38 to 3.40282e[+]38, got 1e"),
+        ({"frequency_penalty": False}, "frequency_penalty must be a finite number, got False"),
     ],
 )
 def test_errors(options, message):

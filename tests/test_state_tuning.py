@@ -126,6 +126,37 @@ def test_errors(setup, tmp_path):
         tune_states(model, params, [tokens], 0)
     with pytest.raises(ValueError, match="batches must hold tokens"):
         tune_states(model, params, [tokens[:, :1]], 1)
+    for steps in (True, "1", 1.0):
+        with pytest.raises(ValueError, match="steps must be an integer >= 1, got"):
+            tune_states(model, params, [tokens], steps)
+    for rate in ("0.1", True, -1.0, float("nan"), [0.1]):
+        with pytest.raises(ValueError, match="learning_rate must be"):
+            tune_states(model, params, [tokens], 1, learning_rate=rate)
+    with pytest.raises(TypeError, match="batches must be iterable, got 5"):
+        tune_states(model, params, 5, 1)
+    for batch, error, message in (
+        ("text", TypeError, r"of batches\[0\] tokens must be an integer array, got 'text'"),
+        ([[1, 2, 3]], TypeError, "tokens must be an integer array, got"),
+        (tokens.astype(float), TypeError, "tokens must be an integer array, got"),
+        (tokens + 24, ValueError, r"of batches\[0\] tokens must be from 0 to 23, got 4\d"),
+        (tokens - 24, ValueError, r"tokens must be from 0 to 23, got -"),
+        (tokens[0], ValueError, r"tokens must have shape \[B, T \+ 1\] with B, T >= 1, got \[9\]"),
+        ((tokens,), ValueError, r"batches\[0\] must be tokens or \(tokens, mask\), got a tuple of 1"),
+        ((tokens, np.ones((2, 9))), ValueError, r"mask must have shape \[B, T\] = \[2, 8\], got \[2, 9\]"),
+        ((tokens, "all"), TypeError, "mask must be an array of booleans or numbers, got 'all'"),
+    ):
+        with pytest.raises(error, match=message):
+            tune_states(model, params, [batch], 1)
+    with pytest.raises(TypeError, match="tokens must be an integer array"):
+        state_loss(model, params, states, tokens.astype(float))
+    for wrong in ("states", None, np.zeros(states.shape, int)):
+        with pytest.raises(TypeError, match="states must be an array of floating-point numbers, got"):
+            initial_state(model, wrong, 2)
+        with pytest.raises(TypeError, match="states must be an array of floating-point numbers, got"):
+            save_states(tmp_path / "states.pth", wrong)
+    for batch in (0, True, "2", 2.0):
+        with pytest.raises(ValueError, match="batch must be an integer >= 1, got"):
+            initial_state(model, states, batch)
     with pytest.raises(ValueError, match="states must have shape"):
         save_states(tmp_path / "states.pth", states[0])
     for wrong, message in (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from fla_jax.tokenizer import WORLD_VOCABULARY, decode_stream, load_tokenizer, uncounted
@@ -12,12 +14,19 @@ from fla_jax.tokenizer import WORLD_VOCABULARY, decode_stream, load_tokenizer, u
 TEXT = "Hello, Wörld 世界 🙂!\n 12"
 
 
+@functools.cache
+def world():
+    """Reading it takes seconds."""
+    pytest.importorskip("rwkv.rwkv_tokenizer")
+    return load_tokenizer(vocab_size=65536)
+
+
 @pytest.fixture(params=["bytes", WORLD_VOCABULARY, "tokenizer.json"])
 def tokenizer(request, tmp_path):
     if request.param == WORLD_VOCABULARY:
-        pytest.importorskip("rwkv.rwkv_tokenizer")
-    if request.param != "tokenizer.json":
-        return load_tokenizer(request.param)
+        return world()
+    if request.param == "bytes":
+        return load_tokenizer("bytes")
     library = pytest.importorskip("tokenizers")
     made = library.Tokenizer(library.models.BPE())
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,6 +47,71 @@ def test_streams_whole_characters(tokenizer):
     assert "".join(pieces) == TEXT and len(pieces) > 3 and not any("\ufffd" in piece or not piece for piece in pieces)
 
 
+def streamed(tokenizer, tokens):
+    """What `decode_stream` is to give, from the texts of all beginnings: quadratic, and plain."""
+    shown, text = 0, ""
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end])
+        ready = len(text.rstrip("\ufffd"))
+        if ready > shown:
+            yield text[shown:ready]
+            shown = ready
+    if len(text) > shown:
+        yield text[shown:]
+
+
+def test_streams_what_the_beginnings_say(tokenizer):
+    """Any tokens; characters of one to four bytes, some lost; the same byte again and again; U+FFFD itself."""
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        text = tokenizer.encode("".join(rng.choice(list("a\n é世🙂\ufffd\u0300"), 150)))
+        for tokens in (
+            rng.integers(0, 256, 200),
+            np.array(text)[rng.random(len(text)) > 0.1],
+            np.repeat(tokenizer.encode("世")[:1], 70),
+            np.concatenate([rng.integers(0, 256, 5), np.repeat(rng.integers(0, 256), 40), text[:20]]),
+        ):
+            tokens = [int(token) for token in tokens]
+            pieces = list(decode_stream(tokenizer, iter(tokens)))
+            assert pieces == list(streamed(tokenizer, tokens)) and "".join(pieces) == tokenizer.decode(tokens)
+
+
+class Counting:
+    """A tokenizer, and how many tokens it was given to decode."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decoded = tokenizer, 0
+
+    def decode(self, tokens):
+        self.decoded += len(tokens)
+        return self.tokenizer.decode(tokens)
+
+
+def test_streaming_is_linear(tokenizer):
+    """Of text, any tokens and bytes that are no text, each is decoded a few times, however many come."""
+    any_tokens = np.random.default_rng(0).integers(0, 256, 3000)
+    for tokens in (tokenizer.encode(TEXT) * 100, any_tokens, [0xE4] * 3000):
+        counting = Counting(tokenizer)
+        list(decode_stream(counting, [int(token) for token in tokens]))
+        assert counting.decoded <= 20 * len(tokens)
+
+
+class Words:
+    """Decodes as many vocabularies do: a space before every word but a text's first; 0 is no text."""
+
+    def decode(self, tokens):
+        return "".join(["", " a", " b", " ", "s"][token] for token in tokens).removeprefix(" ")
+
+
+def test_the_text_of_a_token_may_depend_on_those_before():
+    for seed in range(6):
+        tokens = np.random.default_rng(seed).integers(0, 5, 80).tolist()
+        assert list(decode_stream(Words(), tokens)) == list(streamed(Words(), tokens))
+    counting = Counting(Words())
+    assert "".join(decode_stream(counting, [1, *[0] * 3000, 1, 3, 1, 4])) == "a a  as"
+    assert counting.decoded <= 20 * 3000
+
+
 def test_bytes_that_are_no_text():
     tokenizer = load_tokenizer("bytes")
     broken = [72, 0xFF, 105, 0xE4, 0xB8]
@@ -45,9 +119,7 @@ def test_bytes_that_are_no_text():
 
 
 def test_world_tokens_without_bytes():
-    pytest.importorskip("rwkv.rwkv_tokenizer")
-    tokenizer = load_tokenizer(vocab_size=65536)
-    assert tokenizer.decode([0, 34, 65535]) == "!"
+    assert world().decode([0, 34, 65535]) == "!"
 
 
 def test_uncounted():
@@ -58,6 +130,30 @@ def test_by_vocabulary():
     assert load_tokenizer(vocab_size=256).encode("é") == [0xC3, 0xA9]
     with pytest.raises(ValueError, match="name must be given: a vocabulary of 100"):
         load_tokenizer(vocab_size=100)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b'{"model": 1}', b"\xff\x00"])
+def test_a_broken_file(tmp_path, content):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    message = "tokenizer.json is no tokenizer.json that the package tokenizers reads: ."
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"name": 5}, "name must be a name or a path, got 5"),
+        ({"vocab_size": True}, "vocab_size must be an integer >= 1, got True"),
+        ({"vocab_size": "256"}, "vocab_size must be an integer >= 1, got '256'"),
+        ({"vocab_size": 256.0}, "vocab_size must be an integer >= 1, got 256.0"),
+        ({"name": "bytes", "vocab_size": 0}, "vocab_size must be an integer >= 1, got 0"),
+    ],
+)
+def test_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(**arguments)
 
 
 def test_missing(monkeypatch, tmp_path):

@@ -53,7 +53,9 @@ class Layer(nn.Module):
         init = with_axes(init, axes, self.logical_axes)
         return name_dense(nn.Dense(features, use_bias=False, dtype=x.dtype, param_dtype=self.param_dtype, kernel_init=init, name=name)(x))
 
-    def check_input(self, x: jax.Array, segment_ids: jax.Array | None) -> None:
+    def check_input(
+        self, x: jax.Array, segment_ids: jax.Array | None, lengths: jax.Array | None = None
+    ) -> None:
         """Raises unless the arguments fit each other."""
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x must have shape [B, T, C] with C = hidden_size = {self.hidden_size}, got {list(x.shape)}")
@@ -66,6 +68,13 @@ class Layer(nn.Module):
                 raise ValueError(f"segment_ids must have shape [B, T] = {list(x.shape[:2])}, got {list(segment_ids.shape)}")
             if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
                 raise TypeError(f"segment_ids must be integers, got {segment_ids.dtype}")
+        if lengths is not None:
+            if lengths.shape != x.shape[:1]:
+                raise ValueError(f"lengths must have shape [B] = {[x.shape[0]]}, got {list(lengths.shape)}")
+            if not jnp.issubdtype(lengths.dtype, jnp.integer):
+                raise TypeError(f"lengths must be integers, got {lengths.dtype}")
+            if segment_ids is not None:
+                raise ValueError("segment_ids and lengths cannot go together: a row is packed or padded")
 
 
 class FeedForward(Layer):
@@ -77,9 +86,15 @@ class FeedForward(Layer):
 
     intermediate_size: int | None = None
 
-    def prepare(self, x: jax.Array, shift: jax.Array | None, segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def prepare(
+        self,
+        x: jax.Array,
+        shift: jax.Array | None,
+        segment_ids: jax.Array | None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
         """Checked input and shift in the compute dtype."""
-        self.check_input(x, segment_ids)
+        self.check_input(x, segment_ids, lengths)
         x = x.astype(self.compute_dtype(x))
         want = (x.shape[0], self.hidden_size)
         if shift is None:
@@ -112,11 +127,17 @@ class Attention(Layer):
         """Initial values for this layer."""
         return ByDepth(self.layer_index, self.num_layers, self.hidden_size, self.head_dim)
 
-    def prepare(self, x: jax.Array, state: RWKVState | None, segment_ids: jax.Array | None) -> tuple[jax.Array, RWKVState]:
+    def prepare(
+        self,
+        x: jax.Array,
+        state: RWKVState | None,
+        segment_ids: jax.Array | None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, RWKVState]:
         """Checked input in the compute dtype, and state."""
         if self.head_dim < 1 or self.hidden_size % self.head_dim:
             raise ValueError(f"hidden_size must be a multiple of head_dim, got hidden_size = {self.hidden_size}, head_dim = {self.head_dim}")
-        self.check_input(x, segment_ids)
+        self.check_input(x, segment_ids, lengths)
         x = x.astype(self.compute_dtype(x))
         zeros = zero_state(x.shape[0], self.hidden_size, self.head_dim, x.dtype)
         if state is None:
@@ -128,9 +149,24 @@ class Attention(Layer):
         """[B, T, C] -> [B, T, H, N]."""
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
-    def run(self, chunked: Any, recurrent: Any, arrays: tuple[jax.Array, ...], state: RWKVState, segment_ids: jax.Array | None, **options: Any):
-        """The op on [B, T, H, N] arrays, the first one with T tokens: output [B, T, C] and final state [B, H, K, V]."""
+    def run(
+        self,
+        chunked: Any,
+        recurrent: Any,
+        arrays: tuple[jax.Array, ...],
+        state: RWKVState,
+        segment_ids: jax.Array | None,
+        lengths: jax.Array | None = None,
+        **options: Any,
+    ):
+        """The op on [B, T, H, N] arrays, r the first: output [B, T, C] and final state [B, H, K, V]."""
         B, T = arrays[0].shape[:2]
+        if lengths is not None:
+            # A token that is 0 in every input but r leaves the state as it is. Selected and not multiplied:
+            # what stands behind a row's end may be anything.
+            is_token = (jnp.arange(T) < lengths[:, None])[..., None, None]
+            r, *others = arrays
+            arrays = (r, *(jnp.where(is_token, x, 0) if x.ndim == 4 else x for x in others))
         op = recurrent
         if T > 1:
             op, options = chunked, {"chunk_size": self.chunk_size, **options}

@@ -10,7 +10,7 @@ from ..core.names import name_dense
 from ..ops import chunk_rwkv6, fused_recurrent_rwkv6
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, orthogonal, symmetric_uniform
-from .shift import token_shift
+from .shift import last_token, token_shift
 from .state import RWKVState
 
 _zeros = nn.initializers.zeros
@@ -34,13 +34,21 @@ class RWKV6Attention(Attention):
     decay_low_rank_dim: int | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, state: RWKVState | None = None, segment_ids: jax.Array | None = None) -> tuple[jax.Array, RWKVState]:
+    def __call__(
+        self,
+        x: jax.Array,
+        state: RWKVState | None = None,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, RWKVState]:
         """Mixes tokens.
 
         Args:
             x: [B, T, C], normalised hidden states, T >= 1. One token runs the recurrent op, more run the chunked one.
             state: of this layer; None for zeros. ``ffn_shift`` is passed through untouched.
             segment_ids: [B, T] integers: state and token shift restart wherever the id changes; ``state`` belongs to each row's first segment.
+            lengths: [B] integers from 0 to T: the tokens of each row. What stands behind them is not read:
+                the new state is the one after ``lengths`` tokens, and the output there means nothing.
 
         Returns:
             ``(y, state)``: y [B, T, C] in the compute dtype, and the state after the last token.
@@ -50,7 +58,7 @@ class RWKV6Attention(Attention):
 
         Source: Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence", 2024; RWKV-LM ``RWKV-v5/src/model.py``.
         """
-        x, state = self.prepare(x, state, segment_ids)
+        x, state = self.prepare(x, state, segment_ids, lengths)
         B, T, C = x.shape
         depth, dtype = self.depth, x.dtype
         wide = jnp.promote_types(dtype, jnp.float32)
@@ -83,9 +91,9 @@ class RWKV6Attention(Attention):
         bonus = lambda: depth.bonus6().reshape(-1, self.head_dim)
         u = self.weight("time_faaaa", computed(bonus), (C // self.head_dim, self.head_dim), ("heads", "kv"))
         arrays = (self.heads(r), self.heads(k), self.heads(v), self.heads(w), u)
-        o, wkv = self.run(chunk_rwkv6, fused_recurrent_rwkv6, arrays, state, segment_ids)
+        o, wkv = self.run(chunk_rwkv6, fused_recurrent_rwkv6, arrays, state, segment_ids, lengths)
         y = self.dense("output", C, _zeros, ("heads", "embed"), self.group_norm(o, dtype) * g)
-        return y, state.replace(att_shift=x[:, -1], wkv=wkv)
+        return y, state.replace(att_shift=last_token(x, state.att_shift, lengths), wkv=wkv)
 
 
 class RWKV6FeedForward(FeedForward):
@@ -99,13 +107,20 @@ class RWKV6FeedForward(FeedForward):
     """
 
     @nn.compact
-    def __call__(self, x: jax.Array, shift: jax.Array | None = None, segment_ids: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self,
+        x: jax.Array,
+        shift: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
         """Mixes channels.
 
         Args:
             x: [B, T, C], normalised hidden states, T >= 1.
             shift: [B, C], the second result of the call before; None for zeros.
             segment_ids: [B, T] integers: the token shift restarts wherever the id changes.
+            lengths: [B] integers from 0 to T: the tokens of each row, as the attention takes them.
 
         Returns:
             ``(y, shift)``: y [B, T, C] in the compute dtype, and x at the last token [B, C].
@@ -113,7 +128,7 @@ class RWKV6FeedForward(FeedForward):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        x, shift = self.prepare(x, shift, segment_ids)
+        x, shift = self.prepare(x, shift, segment_ids, lengths)
         C = self.hidden_size
         depth = ByDepth(self.layer_index, self.num_layers, C, 1)
         maa = computed(lambda: depth.mix(depth.falling**3))
@@ -123,4 +138,4 @@ class RWKV6FeedForward(FeedForward):
         h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), x + d * mu_k)
         y = self.dense("value", C, _zeros, ("mlp", "embed"), jnp.square(jax.nn.relu(h)))
         gate = jax.nn.sigmoid(self.dense("receptance", C, _zeros, ("embed", None), x + d * mu_r))
-        return gate * y, x[:, -1]
+        return gate * y, last_token(x, shift, lengths)

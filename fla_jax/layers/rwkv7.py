@@ -13,7 +13,7 @@ from ..core.names import name_dense
 from ..ops import chunk_rwkv7, fused_recurrent_rwkv7
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, low_rank_dim, low_rank_out, orthogonal
-from .shift import token_shift
+from .shift import last_token, token_shift
 from .state import RWKVState
 
 LOG_DECAY_SCALE = -math.exp(-0.5)
@@ -71,7 +71,12 @@ class RWKV7Attention(Attention):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, state: RWKVState | None = None, v_first: jax.Array | None = None, segment_ids: jax.Array | None = None
+        self,
+        x: jax.Array,
+        state: RWKVState | None = None,
+        v_first: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, RWKVState, jax.Array]:
         """Mixes tokens.
 
@@ -80,6 +85,8 @@ class RWKV7Attention(Attention):
             state: of this layer; None for zeros. ``ffn_shift`` is passed through untouched.
             v_first: [B, T, C], the third result of layer 0 for the same tokens; required where ``layer_index > 0`` and ignored at layer 0.
             segment_ids: [B, T] integers: state and token shift restart wherever the id changes; ``state`` belongs to each row's first segment.
+            lengths: [B] integers from 0 to T: the tokens of each row. What stands behind them is not read:
+                the new state is the one after ``lengths`` tokens, and the output there means nothing.
 
         Returns:
             ``(y, state, v_first)``: y [B, T, C] in the compute dtype, the state after the last token, and v_first for the layers above.
@@ -89,7 +96,7 @@ class RWKV7Attention(Attention):
 
         Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025; RWKV-LM ``RWKV-v7/train_temp/src/model.py``.
         """
-        x, state = self.prepare(x, state, segment_ids)
+        x, state = self.prepare(x, state, segment_ids, lengths)
         if self.rate_scale < 0:
             raise ValueError(f"rate_scale must be >= 0, got {self.rate_scale}")
         C, layer, depth, dtype = self.hidden_size, self.layer_index, self.depth, x.dtype
@@ -133,15 +140,16 @@ class RWKV7Attention(Attention):
         kk = kk.astype(b.dtype)
 
         r, k, v = self.heads(r), self.heads(k), self.heads(v)
+        arrays = (r, self.heads(w), k, v, -kk, b)
         o, wkv = self.run(
-            chunk_rwkv7, fused_recurrent_rwkv7, (r, self.heads(w), k, v, -kk, b), state, segment_ids, lower_bound=LOWER_BOUND
+            chunk_rwkv7, fused_recurrent_rwkv7, arrays, state, segment_ids, lengths, lower_bound=LOWER_BOUND
         )  # fmt: skip
         o = self.group_norm(o, dtype)
         r_k = self.weight("r_k", computed(lambda: -0.04), (C // self.head_dim, self.head_dim), ("heads", "kv"))
         bonus = jnp.sum(r.astype(wide) * k.astype(wide) * r_k.astype(wide), -1, keepdims=True) * v
         y = (o + bonus.reshape(o.shape)) * g
         y = self.dense("output", C, _zeros, ("heads", "embed"), y.astype(dtype))
-        return y, state.replace(att_shift=x[:, -1], wkv=wkv), v_first
+        return y, state.replace(att_shift=last_token(x, state.att_shift, lengths), wkv=wkv), v_first
 
 
 class RWKV7FeedForward(FeedForward):
@@ -155,13 +163,20 @@ class RWKV7FeedForward(FeedForward):
     """
 
     @nn.compact
-    def __call__(self, x: jax.Array, shift: jax.Array | None = None, segment_ids: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self,
+        x: jax.Array,
+        shift: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
         """Mixes channels.
 
         Args:
             x: [B, T, C], normalised hidden states, T >= 1.
             shift: [B, C], the second result of the call before; None for zeros.
             segment_ids: [B, T] integers: the token shift restarts wherever the id changes.
+            lengths: [B] integers from 0 to T: the tokens of each row, as the attention takes them.
 
         Returns:
             ``(y, shift)``: y [B, T, C] in the compute dtype, and x at the last token [B, C].
@@ -169,7 +184,7 @@ class RWKV7FeedForward(FeedForward):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        x, shift = self.prepare(x, shift, segment_ids)
+        x, shift = self.prepare(x, shift, segment_ids, lengths)
         C = self.hidden_size
         depth = ByDepth(self.layer_index, self.num_layers, C, 1)
         x_k = self.weight("x_k", computed(lambda: depth.mix(depth.falling**4)), (C,), ("embed",)).astype(x.dtype)
@@ -177,4 +192,4 @@ class RWKV7FeedForward(FeedForward):
         width = 4 * C if self.intermediate_size is None else self.intermediate_size
         h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), mixed)
         y = self.dense("value", C, _zeros, ("mlp", "embed"), jnp.square(jax.nn.relu(h)))
-        return y, x[:, -1]
+        return y, last_token(x, shift, lengths)

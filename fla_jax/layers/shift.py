@@ -23,3 +23,21 @@ def token_shift(x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = N
     starts = segment_ids[:, 1:] != segment_ids[:, :-1]
     starts = jnp.pad(starts, ((0, 0), (1, 0)))  # token 0 carries on with `last`
     return jnp.where(starts[..., None], 0, y)
+
+
+def last_token(x: jax.Array, last: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+    """What token 0 of the next call sees: ``x[:, -1]``, or the last token that a row has.
+
+    Args:
+        x: [B, T, C].
+        last: [B, C], what token 0 of this call saw; rows without tokens keep it.
+        lengths: [B] integers from 0 to T, the tokens of each row; None for T.
+
+    Returns:
+        [B, C] in x's dtype.
+    """
+    if lengths is None:
+        return x[:, -1]
+    at = jnp.maximum(lengths - 1, 0)[:, None, None]
+    own = jnp.take_along_axis(x, at, 1, mode="clip")[:, 0]
+    return jnp.where(lengths[:, None] > 0, own, last.astype(x.dtype))

@@ -42,7 +42,14 @@ class RWKV6Block(nn.Module):
     config: RWKV6Config
 
     @nn.compact
-    def __call__(self, carry: Carry, state: RWKVState, layer_index: Any = 0, segment_ids: jax.Array | None = None) -> tuple[Carry, RWKVState]:
+    def __call__(
+        self,
+        carry: Carry,
+        state: RWKVState,
+        layer_index: Any = 0,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[Carry, RWKVState]:
         """Runs the layer.
 
         Args:
@@ -50,15 +57,17 @@ class RWKV6Block(nn.Module):
             state: of this layer.
             layer_index: position in the network, an int or a traced integer.
             segment_ids: [B, T] integers or None.
+            lengths: [B] integers or None.
 
         Returns:
             ``(carry, state)``.
         """
         config, (x, v_first) = self.config, carry
-        y, state = RWKV6Attention(**config.attention, layer_index=layer_index, name="att")(_layer_norm(config, "ln1")(x), state, segment_ids)
+        att = RWKV6Attention(**config.attention, layer_index=layer_index, name="att")
+        y, state = att(_layer_norm(config, "ln1")(x), state, segment_ids, lengths)
         x = x + y
         ffn = RWKV6FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
-        y, shift = ffn(_layer_norm(config, "ln2")(x), state.ffn_shift, segment_ids)
+        y, shift = ffn(_layer_norm(config, "ln2")(x), state.ffn_shift, segment_ids, lengths)
         return (x + y, v_first), state.replace(ffn_shift=shift)
 
 
@@ -72,7 +81,14 @@ class RWKV7Block(nn.Module):
     config: RWKV7Config
 
     @nn.compact
-    def __call__(self, carry: Carry, state: RWKVState, layer_index: Any = 0, segment_ids: jax.Array | None = None) -> tuple[Carry, RWKVState]:
+    def __call__(
+        self,
+        carry: Carry,
+        state: RWKVState,
+        layer_index: Any = 0,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[Carry, RWKVState]:
         """Runs the layer.
 
         Args:
@@ -80,16 +96,17 @@ class RWKV7Block(nn.Module):
             state: of this layer.
             layer_index: position in the network, an int or a traced integer.
             segment_ids: [B, T] integers or None.
+            lengths: [B] integers or None.
 
         Returns:
             ``(carry, state)``.
         """
         config, (x, v_first) = self.config, carry
         att = RWKV7Attention(**config.attention, layer_index=layer_index, name="att")
-        y, state, v_first = att(_layer_norm(config, "ln1")(x), state, v_first, segment_ids)
+        y, state, v_first = att(_layer_norm(config, "ln1")(x), state, v_first, segment_ids, lengths)
         x = x + y
         ffn = RWKV7FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
-        y, shift = ffn(_layer_norm(config, "ln2")(x), state.ffn_shift, segment_ids)
+        y, shift = ffn(_layer_norm(config, "ln2")(x), state.ffn_shift, segment_ids, lengths)
         return (x + y, v_first), state.replace(ffn_shift=shift)
 
 
@@ -116,7 +133,7 @@ class RWKVForCausalLM(nn.Module):
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=(0, 0, nn.broadcast),
+                in_axes=(0, 0, nn.broadcast, nn.broadcast),
                 length=config.num_layers,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )(config)
@@ -138,13 +155,19 @@ class RWKVForCausalLM(nn.Module):
         config = self.config
         return zero_state(batch, config.hidden_size, config.head_dim, config.dtype, num_layers=config.num_layers)
 
-    def hidden(self, tokens: jax.Array, state: RWKVState | None = None, segment_ids: jax.Array | None = None) -> tuple[jax.Array, RWKVState]:
+    def hidden(
+        self,
+        tokens: jax.Array,
+        state: RWKVState | None = None,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, RWKVState]:
         """Like calling the model, but returns what the head would read, [B, T, C] in the compute dtype, instead of logits.
 
         ``model.apply({"params": p}, tokens, state, method="hidden")``; `logits` does the rest, for as many positions as wanted.
         """
         config = self.config
-        _check_tokens(tokens, segment_ids)
+        _check_tokens(tokens, segment_ids, lengths)
         zeros = self.init_state(tokens.shape[0])
         if state is None:
             state = zeros
@@ -155,11 +178,11 @@ class RWKVForCausalLM(nn.Module):
         x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
         carry: Carry = (x, jnp.zeros_like(x) if isinstance(config, RWKV7Config) else None)
         if config.scan_layers:
-            carry, state = self.blocks(carry, state, jnp.arange(config.num_layers), segment_ids)
+            carry, state = self.blocks(carry, state, jnp.arange(config.num_layers), segment_ids, lengths)
         else:
             states = []
             for i, block in enumerate(self.blocks):
-                carry, layer = block(carry, jax.tree.map(lambda x, i=i: x[i], state), i, segment_ids)
+                carry, layer = block(carry, jax.tree.map(lambda x, i=i: x[i], state), i, segment_ids, lengths)
                 states.append(layer)
             state = jax.tree.map(lambda *xs: jnp.stack(xs), *states)
         return self.ln_out(carry[0]), state
@@ -168,7 +191,13 @@ class RWKVForCausalLM(nn.Module):
         """The head: [..., C] -> float32 logits [..., V]."""
         return self.head(hidden)
 
-    def __call__(self, tokens: jax.Array, state: RWKVState | None = None, segment_ids: jax.Array | None = None) -> tuple[jax.Array, RWKVState]:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        state: RWKVState | None = None,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, RWKVState]:
         """Reads tokens.
 
         Args:
@@ -177,6 +206,10 @@ class RWKVForCausalLM(nn.Module):
             state: of the tokens before; None for zeros.
             segment_ids: [B, T] integers, for rows of several packed documents: state and token shift restart wherever the id changes. ``state`` belongs to
                 each row's first segment, the new state to its last.
+            lengths: [B] integers from 0 to T, for rows of different lengths in one call: how many tokens
+                each row has. What stands behind them is not read: the new state is the one after ``lengths``
+                tokens, as if the row were alone, and the logits there mean nothing. Not together with
+                ``segment_ids``.
 
         Returns:
             ``(logits, state)``: logits [B, T, V] in float32 for the token after each, and the state after the last token.
@@ -184,7 +217,7 @@ class RWKVForCausalLM(nn.Module):
         Raises:
             ValueError: a shape does not fit. TypeError: a dtype does not fit. The message names the argument.
         """
-        hidden, state = self.hidden(tokens, state, segment_ids)
+        hidden, state = self.hidden(tokens, state, segment_ids, lengths)
         return self.logits(hidden), state
 
 
@@ -235,9 +268,9 @@ class RWKV7ForCausalLM(RWKVForCausalLM):
     block = RWKV7Block
 
 
-def _check_tokens(tokens: Any, segment_ids: Any) -> None:
-    for name, ids in (("tokens", tokens), ("segment_ids", segment_ids)):
-        if name == "segment_ids" and ids is None:
+def _check_tokens(tokens: Any, segment_ids: Any, lengths: Any) -> None:
+    for name, ids in (("tokens", tokens), ("segment_ids", segment_ids), ("lengths", lengths)):
+        if name != "tokens" and ids is None:
             continue
         if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"{name} must be an integer array, got {getattr(ids, 'dtype', type(ids).__name__)}")

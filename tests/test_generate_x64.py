@@ -1,0 +1,62 @@
+"""Generation with jax_enable_x64: both models in every precision, and the tokens that come without it."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import official
+import pytest
+import small_models as small
+
+from fla_jax.generate import generate, prefill, stream
+from fla_jax.sampling import Sampling
+
+PROMPTS = [[3, 5, 7, 1], [2]]
+SAMPLING = Sampling(temperature=0.9, top_p=0.9, top_k=12, banned=(0,), stop=(4,))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compile():
+    """Compile time is most of the time here."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def model_and_params(version, dtype):
+    """Parameters are float32 numbers in every precision: the official model in NumPy reads those."""
+    options = {"num_layers": 1, "implementation": "reference"}
+    params = small.params(small.model(version, **options))
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    return small.model(version, dtype=dtype, param_dtype=dtype, **options), params
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_every_precision(version, dtype):
+    """The state after some tokens is the official model's, to the precision of the model; streaming
+    gives the same tokens, and so does float32 without jax_enable_x64; a state handed on goes on."""
+    with jax.enable_x64(True):
+        model, params = model_and_params(version, dtype)
+        rows, state = generate(model, params, PROMPTS, 6, SAMPLING, seed=[2**40, -3])
+        streamed = np.stack(list(stream(model, params, PROMPTS, 6, SAMPLING, seed=[2**40, -3])))
+        for row, new in zip(rows, streamed.T):
+            assert row.tolist() == new[new >= 0].tolist() and not {0, 4} & set(row.tolist())
+        tolerance = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}[dtype]
+        z = official.checkpoint(params, version)
+        for i, row in enumerate(rows):
+            _, want = official.run(z, version, [*PROMPTS[i], *row], heads=small.HEADS)
+            for x, y in zip((state.att_shift, state.ffn_shift, state.wkv), want):
+                assert small.error(x[:, i], y) < tolerance
+        greedy = Sampling(temperature=0.0, presence_penalty=1.5)
+        whole = generate(model, params, PROMPTS, 6, greedy).tokens
+        logits, state = prefill(model, params, PROMPTS)
+        assert logits.dtype == ("float64" if dtype == "float64" else "float32")
+        assert [row[0] for row in whole] == np.argmax(logits, -1).tolist()
+        again = generate(model, params, [[row[0]] for row in whole], 0, greedy, state=state)
+        want = prefill(model, params, [[*prompt, row[0]] for prompt, row in zip(PROMPTS, whole)])[1]
+        for x, y in zip(jax.tree.leaves(again.state), jax.tree.leaves(want)):
+            assert small.error(x, y) < tolerance
+    if dtype == "float32":
+        without = generate(model, params, PROMPTS, 6, SAMPLING, seed=[2**40, -3]).tokens
+        assert [row.tolist() for row in without] == [row.tolist() for row in rows]

@@ -1,0 +1,199 @@
+"""Rows of different lengths in one call of a model, and prompts read in few pieces by few programs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import official
+import pytest
+import small_models as small
+
+from fla_jax import prefill as module
+from fla_jax.models import stack_layers
+from fla_jax.prefill import piece_sizes, plan, prefill
+
+LENGTHS = (20, 0, 37, 5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compile():
+    """Compile time is most of the time here."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def setup():
+    model = small.model(7, num_layers=1, implementation="reference")
+    return model, small.params(model)
+
+
+def official_rows(params, version, rows, state):
+    """Logits and state after each row, read alone, in float64 NumPy; None for the logits of an empty row."""
+    z, out = official.checkpoint(params, version), []
+    for i, row in enumerate(rows):
+        now = [np.asarray(x)[:, i] for x in (state.att_shift, state.ffn_shift, state.wkv)]
+        logits, now = official.run(z, version, row, now, heads=small.HEADS)
+        out.append((logits if len(row) else None, now))
+    return out
+
+
+def assert_row(i, state, want):
+    for x, y in zip((state.att_shift, state.ffn_shift, state.wkv), want):
+        assert small.error(x[:, i], y) < 2e-5
+
+
+@pytest.mark.parametrize("version, scan", [(6, False), (7, False), (7, True)])
+def test_a_row_with_a_length_equals_the_row_alone(version, scan):
+    """Behind the ends stands a token whose embedding is NaN: nothing of it may reach a result."""
+    model = small.model(version, num_layers=2 if scan else 1)
+    params, state = small.params(model), small.random_state(model, 4)
+    tokens = np.minimum(small.tokens(4, 37), 22)
+    for i, length in enumerate(LENGTHS):
+        tokens[i, length:] = 23
+    broken = {**params, "emb": {"embedding": params["emb"]["embedding"].at[23].set(jnp.nan)}}
+    if scan:
+        model = small.model(version, scan_layers=True)
+        broken = stack_layers(broken)
+    apply = jax.jit(model.apply, compiler_options=small.FAST_COMPILE)
+    for T in (37, 1):  # the chunked op and the recurrent one
+        lengths = np.minimum(LENGTHS, T)
+        logits, new = apply({"params": broken}, tokens[:, :T], state, lengths=lengths)
+        rows = [row[:length] for row, length in zip(tokens, lengths)]
+        for i, (want, want_new) in enumerate(official_rows(params, version, rows, state)):
+            assert want is None or small.error(logits[i, : lengths[i]], want) < 2e-5
+            assert_row(i, new, want_new)
+
+
+def test_errors_of_lengths(setup):
+    model, params = setup
+    tokens = small.tokens(2, 4)
+    apply = lambda **options: model.apply({"params": params}, tokens, **options)
+    with pytest.raises(TypeError, match="lengths must be an integer array, got list"):
+        apply(lengths=[1, 2])
+    with pytest.raises(TypeError, match="lengths must be an integer array, got float32"):
+        apply(lengths=jnp.ones(2))
+    with pytest.raises(ValueError, match=r"lengths must have shape \[B\] = \[2\], got \[3\]"):
+        apply(lengths=jnp.ones(3, jnp.int32))
+    with pytest.raises(ValueError, match="segment_ids and lengths cannot go together"):
+        apply(lengths=jnp.ones(2, jnp.int32), segment_ids=jnp.zeros((2, 4), jnp.int32))
+
+
+class Device(NamedTuple):
+    """What `piece_sizes` looks at."""
+
+    platform: str
+    memory: int | None
+
+    def memory_stats(self):
+        return self.memory and {"bytes_limit": self.memory}
+
+
+@pytest.mark.parametrize(
+    "platform, memory", [("cpu", None), ("gpu", 100 << 30), ("gpu", 18 << 30), ("tpu", None)]
+)
+@pytest.mark.parametrize("batch", [1, 7, 64])
+@pytest.mark.parametrize("hidden_size", [32, 1024, 4096])
+def test_few_sizes_and_little_padding(hidden_size, batch, platform, memory):
+    """Whatever the length: tokens read and overheads are at most 1.15 of those of a call of that length."""
+    sizes = piece_sizes(hidden_size, batch, Device(platform, memory))
+    assert len(sizes) <= 40 and list(sizes) == sorted(set(sizes)) and not any(size % 16 for size in sizes)
+    assert {1 << n for n in range(4, 15)} & set(range(sizes[0], sizes[-1] + 1)) <= set(sizes)
+    assert sizes[-1] == 16 or batch * sizes[-1] <= (512 if platform == "cpu" else 16384)
+    if memory:  # 25 float32 numbers for each channel and token in a sixteenth of the memory
+        assert sizes[-1] == 16 or batch * sizes[-1] * hidden_size * 100 <= memory / 16
+    overhead = 32 if platform == "cpu" else min(max(2**30 / hidden_size**2, 128), 4096)
+    for length in (1, 15, 17, 129, 500, 513, 1025, 2047, 4097, 8191, 8192, 10001, 20000, 33000):
+        pieces = plan(length, sizes)
+        assert sum(pieces) >= length and set(pieces[:-1]) <= {sizes[-1]}
+        cost, asked = overhead + batch * pieces[-1], overhead + batch * (length - sum(pieces[:-1]))
+        assert cost <= 1.15 * asked + 16 * batch, (length, pieces)
+    assert plan(sizes[-1] * 3, sizes) == [sizes[-1]] * 3 and plan(1, sizes) == [sizes[0]]
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The shapes of the tokens that the model is called with."""
+    shapes, read = [], module._read
+
+    def counting(model, params, carry, tokens, lengths):
+        shapes.append(tokens.shape)
+        return read(model, params, carry, tokens, lengths)
+
+    monkeypatch.setattr(module, "_read", counting)
+    return shapes
+
+
+def test_rows_of_many_lengths_are_read_once(setup, reads, monkeypatch):
+    """Sixteen rows of sixteen lengths, over three pieces, from states of their own."""
+    model, params = setup
+    monkeypatch.setattr(module, "piece_sizes", lambda *_: (16, 32))
+    prompts = [np.asarray(small.tokens(1, n, seed=n)[0]) for n in (*range(1, 75, 5), 75)]
+    state = small.random_state(model, 16)
+    logits, new = prefill(model, params, prompts, state)
+    assert reads == [(16, 32), (16, 32), (16, 16)]
+    for i, (want, want_new) in enumerate(official_rows(params, 7, prompts, state)):
+        assert small.error(logits[i], want[-1]) < 2e-5
+        assert_row(i, new, want_new)
+
+
+def test_a_prompt_is_one_call(setup, reads, monkeypatch):
+    """With the sizes for a GPU: lengths that would be a piece for every bit, were they taken apart."""
+    sizes = piece_sizes(1024, 1, Device("gpu", 100 << 30))
+    no_reading = lambda model, params, carry, tokens, _: reads.append(tokens.shape) or carry
+    monkeypatch.setattr(module, "_read", no_reading)
+    monkeypatch.setattr(module, "piece_sizes", lambda *_: sizes)
+    for length in (1, 127, 1023, 8191, 8192):
+        prefill(*setup, [np.zeros(length, int)])
+    assert reads == [(1, 128), (1, 128), (1, 1024), (1, 8192), (1, 8192)]
+
+
+def test_prompts_of_any_kind(setup):
+    """Lists, NumPy and JAX arrays of any integers, a whole batch as one array; a state in another dtype."""
+    model, params = setup
+    rows = [[3, 5, 7], [1, 2, 3]]
+    state = small.random_state(model, 2)
+    want = prefill(model, params, rows, state)
+    for prompts in (
+        jnp.array(rows),
+        np.array(rows, np.uint8),
+        tuple(jnp.array(row) for row in rows),
+        [[np.int64(token) for token in row] for row in rows],
+        [list(jnp.array(row)) for row in rows],
+    ):
+        jax.tree.map(np.testing.assert_array_equal, prefill(model, params, prompts, state), want)
+    got = prefill(model, params, rows, jax.tree.map(lambda x: np.asarray(x, np.float64), state))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(
+    "prompts, error, message",
+    [
+        (5, TypeError, "prompts must be a sequence of sequences of tokens, got 5"),
+        (None, TypeError, "prompts must be a sequence of sequences of tokens, got None"),
+        ([1, 2], ValueError, r"prompts\[0\] must be a sequence of at least one token, got shape \[\]"),
+        (["text"], TypeError, r"prompts\[0\] must be sequences of tokens, got text"),
+        (
+            [[1], [[1], [2, 3]]],
+            ValueError,
+            r"prompts\[1\] must be a sequence of tokens, got \[\[1\], \[2, 3\]\]",
+        ),
+        ([[True]], TypeError, r"prompts\[0\] must be integers, got bool"),
+        ([[2**70]], TypeError, r"prompts\[0\] must be integers, got object"),
+        (np.zeros((0, 3), int), ValueError, "prompts must hold at least one row"),
+    ],
+)
+def test_errors_of_prompts(setup, prompts, error, message):
+    with pytest.raises(error, match=message):
+        prefill(*setup, prompts)
+
+
+def test_errors_of_params(setup):
+    model, params = setup
+    for wrong in ({"params": params}, {}):
+        with pytest.raises(ValueError, match="params must be the parameters alone"):
+            prefill(model, wrong, [[1]])
