@@ -24,10 +24,17 @@ import tyro
 from generate import load_model
 from rich.progress import track
 
+from fla_jax.generation import load_tokenizer
 from fla_jax.models import RWKV7Config, RWKV7ForCausalLM, save_checkpoint
-from fla_jax.state_tuning import load_states, save_states, state_loss, tune_states, zero_states
-from fla_jax.tokenizer import load_tokenizer
-from fla_jax.training import rwkv_optimizer, rwkv_schedule
+from fla_jax.training import (
+    load_states,
+    rwkv_optimizer,
+    rwkv_schedule,
+    save_states,
+    state_loss,
+    tune_states,
+    zero_states,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,14 @@ import orbax.checkpoint as ocp
 import tyro
 from flax.training.train_state import TrainState
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
 from fla_jax.training import cross_entropy, rwkv_optimizer, rwkv_schedule

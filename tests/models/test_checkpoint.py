@@ -16,7 +16,15 @@ import official
 import pytest
 import small_models as small
 
-from fla_jax.models import RWKV7Config, load_checkpoint, load_extras, read_pth, save_checkpoint, unstack_layers, write_pth
+from fla_jax.models import (
+    RWKV7Config,
+    load_checkpoint,
+    load_extras,
+    read_pth,
+    save_checkpoint,
+    unstack_layers,
+    write_pth,
+)
 
 CASES = [
     (6, "float32", {}),

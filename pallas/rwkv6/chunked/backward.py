@@ -10,7 +10,17 @@ all and belongs to none: it is taken apart with the form for any decay, so that 
 import triton
 import triton.language as tl
 
-from ...device.common import LOG2E, LOG_MIN, C, load_tokens, only, segment_masks, sequence, store_tokens, token_sums_f32
+from ...device.common import (
+    LOG2E,
+    LOG_MIN,
+    C,
+    load_tokens,
+    only,
+    segment_masks,
+    sequence,
+    store_tokens,
+    token_sums_f32,
+)
 from ...device.decay import factors, score
 from ...plan.kept_states import gradients_over_states, state_rows
 

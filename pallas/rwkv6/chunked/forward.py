@@ -9,7 +9,17 @@ The transfer kernel runs before the forward where rows are cut into stretches (p
 import triton
 import triton.language as tl
 
-from ...device.common import LOG2E, LOG_MIN, C, load_tokens, only, segment_masks, sequence, store_tokens, token_sums
+from ...device.common import (
+    LOG2E,
+    LOG_MIN,
+    C,
+    load_tokens,
+    only,
+    segment_masks,
+    sequence,
+    store_tokens,
+    token_sums,
+)
 from ...device.decay import scanned_factors, score
 from ...plan.kept_states import state_rows
 

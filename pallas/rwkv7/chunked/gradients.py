@@ -9,7 +9,17 @@ one before) are taken apart, and a log decay that was clamped at LOG_MIN gets it
 import triton
 import triton.language as tl
 
-from ...device.common import LOG2E, LOG_MIN, C, load_tokens, only, segment_masks, sequence, store_tokens, token_sums_f32
+from ...device.common import (
+    LOG2E,
+    LOG_MIN,
+    C,
+    load_tokens,
+    only,
+    segment_masks,
+    sequence,
+    store_tokens,
+    token_sums_f32,
+)
 from ...device.decay import factors
 
 

@@ -12,8 +12,8 @@ import pytest
 import small_models as small
 
 from fla_jax import prefill as module
+from fla_jax.generation.prefill import piece_sizes, plan, prefill
 from fla_jax.models import stack_layers
-from fla_jax.prefill import piece_sizes, plan, prefill
 
 LENGTHS = (20, 0, 37, 5)
 

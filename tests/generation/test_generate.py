@@ -1,4 +1,6 @@
-"""Generation against the official models in NumPy, rows against themselves alone, and streaming against the whole."""
+"""Generation against the official models in NumPy, rows against themselves alone, and streaming against the
+whole.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,7 @@ import test_sampling
 import fla_jax
 from fla_jax import generate as module
 from fla_jax import prefill as reading
-from fla_jax.generate import generate, prefill, stream
-from fla_jax.sampling import Sampling
+from fla_jax.generation import Sampling, generate, prefill, stream
 
 V = 24
 PROMPTS = [[int(t) for t in small.tokens(1, n, seed=n)[0]] for n in (21, 1, 9)]
@@ -44,15 +45,30 @@ def batch(setup):
 
 @pytest.mark.parametrize("version", small.VERSIONS)
 def test_equals_the_official_model_step_by_step(version):
-    """Greedy with penalties, so that every step depends on the bookkeeping of those before; model and choice in float64 NumPy."""
+    """Greedy with penalties, so that every step depends on the bookkeeping of those before; model and choice
+    in float64 NumPy.
+    """
     model = small.model(version, num_layers=2 if version == 7 else 1)
     params = small.params(model)
-    settings = Sampling(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.8, penalty_decay=0.9, banned=(3,), uncounted=(7, 8))
+    settings = Sampling(
+        temperature=0.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.8,
+        penalty_decay=0.9,
+        banned=(3,),
+        uncounted=(7, 8),
+    )
     prompt, state = PROMPTS[2], small.random_state(model, 1)
     got = generate(model, params, [prompt], 12, settings, state=state)
 
     z = official.checkpoint(params, version)
-    logits, now = official.run(z, version, prompt, [np.asarray(x)[:, 0] for x in (state.att_shift, state.ffn_shift, state.wkv)], heads=small.HEADS)
+    logits, now = official.run(
+        z,
+        version,
+        prompt,
+        [np.asarray(x)[:, 0] for x in (state.att_shift, state.ffn_shift, state.wkv)],
+        heads=small.HEADS,
+    )
     steps = []
     for _ in range(12):
         steps.append([logits[-1], 0])
@@ -76,10 +92,14 @@ def test_rows_equal_themselves_alone(setup, batch):
 
 
 def test_every_step_draws_anew(setup):
-    """With a head of zeros all tokens are equally probable, always: only the random keys make a difference."""
+    """With a head of zeros all tokens are equally probable, always: only the random keys make a
+    difference.
+    """
     model, params = setup
     params = {**params, "head": jax.tree.map(jnp.zeros_like, params["head"])}
-    rows = generate(model, params, PROMPTS, 40, Sampling(top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0)).tokens
+    rows = generate(
+        model, params, PROMPTS, 40, Sampling(top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    ).tokens
     assert all(len(set(row.tolist())) > 12 for row in rows)
 
 
@@ -87,7 +107,13 @@ def test_stop_and_ban(setup, batch):
     """Every row ends before its first stop token, with the state at that point; banned tokens do not come."""
     assert not any((row == 0).any() for row in batch.tokens)
     stop = int(batch.tokens[0][6])
-    got = generate(*setup, PROMPTS, 40, Sampling(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,), stop=(stop,)), seed=3)
+    got = generate(
+        *setup,
+        PROMPTS,
+        40,
+        Sampling(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,), stop=(stop,)),
+        seed=3,
+    )
     for row, whole in zip(got.tokens, batch.tokens):
         ends = [*np.flatnonzero(whole == stop), 40][0]
         assert row.tolist() == whole[:ends].tolist()
@@ -156,7 +182,9 @@ def test_all_bits_of_a_seed_count(setup, batch):
 
 
 def test_not_a_number_is_an_error(setup):
-    """In the parameters, at once; in one row's state, that row is named; in a row that is over, never mind."""
+    """In the parameters, at once; in one row's state, that row is named; in a row that is over, never
+    mind.
+    """
     model, params = setup
     broken = {**params, "ln_out": jax.tree.map(lambda x: x.at[3].set(jnp.nan), params["ln_out"])}
     message = "row 0: the logits for new token 0 hold NaN or no finite largest one. Either params or state"
@@ -213,7 +241,12 @@ def test_no_tokens(setup):
         ([[1]], {"seed": "1"}, ValueError, "seed must be an integer or one for each .*, got '1'"),
         ([[1]], {"seed": True}, ValueError, "seed must be an integer or one for each .*, got True"),
         ([[1]], {"seed": [0.5]}, ValueError, r"seed must be an integer or one for each .*, got \[0.5\]"),
-        ([[1]], {"seed": 2**64}, ValueError, r"seed must be from -2\*\*63 to 2\*\*64 - 1 for every row, got 18"),
+        (
+            [[1]],
+            {"seed": 2**64},
+            ValueError,
+            r"seed must be from -2\*\*63 to 2\*\*64 - 1 for every row, got 18",
+        ),
         ([[1], [1]], {"seed": 2**64 - 1}, ValueError, "seed must be from .* got 18446744073709551616"),
         ([[1]], {"seed": [-(2**63) - 1]}, ValueError, "seed must be from .* got -9223372036854775809"),
         ([[1]], {"sampling": Sampling(stop=(24,))}, ValueError, "stop must hold tokens"),

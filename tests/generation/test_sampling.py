@@ -1,4 +1,6 @@
-"""The choice of the next token against PIPELINE's rules in NumPy, and against PIPELINE itself where it is installed."""
+"""The choice of the next token against PIPELINE's rules in NumPy, and against PIPELINE itself where it is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from fla_jax import sampling
-from fla_jax.sampling import Occurrences, Sampling, sample
+from fla_jax.generation.sampling import Occurrences, Sampling, sample
 
 V = 13
 adjusted = jax.jit(sampling.adjusted)  # one program for all settings
@@ -98,8 +100,14 @@ def test_equals_pipeline(monkeypatch):
             settings = dataclasses.replace(settings, top_p=0.999)
         for logits, _ in steps(2):
             logits = np.float32(logits)
-            pipeline.sample_logits(None, torch.tensor(logits), settings.temperature, settings.top_p, settings.top_k)
-            got = adjusted(dataclasses.replace(settings, banned=()).arrays(V), jnp.asarray(logits[None]), Occurrences.none(1, V))
+            pipeline.sample_logits(
+                None, torch.tensor(logits), settings.temperature, settings.top_p, settings.top_k
+            )
+            got = adjusted(
+                dataclasses.replace(settings, banned=()).arrays(V),
+                jnp.asarray(logits[None]),
+                Occurrences.none(1, V),
+            )
             np.testing.assert_allclose(jax.nn.softmax(got)[0], seen.pop(), atol=2e-6)
 
 
@@ -107,7 +115,12 @@ def test_draws_follow_the_probabilities():
     settings, n = SETTINGS["both"], 4000
     logits = steps(3)[0][0]
     keys = jax.random.split(jax.random.key(0), n)
-    tokens = sample(settings.arrays(V), jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, V)), Occurrences.none(n, V), keys)
+    tokens = sample(
+        settings.arrays(V),
+        jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, V)),
+        Occurrences.none(n, V),
+        keys,
+    )
     want = reference(settings, [(logits, 0)])[0]
     got = np.bincount(tokens, minlength=V) / n
     assert (np.abs(got - want) <= 5 * np.sqrt(want * (1 - want) / n)).all(), (got, want)
@@ -177,7 +190,9 @@ def test_logits_to_choose_nothing_from():
 
 
 def test_arguments_of_any_number_type():
-    """Scalars of NumPy and JAX, sequences and arrays of tokens; equal settings are equal and have one hash."""
+    """Scalars of NumPy and JAX, sequences and arrays of tokens; equal settings are equal and have one
+    hash.
+    """
     want = Sampling(temperature=0.5, top_k=10**12, top_p=1.0, banned=(1, 2), stop=(3,))
     half, many, tokens = np.float32(0.5), np.int64(10**12), [np.int32(1), 2]
     got = Sampling(temperature=half, top_k=many, top_p=1, banned=tokens, stop=jnp.array([3]))
@@ -189,7 +204,9 @@ def test_arguments_of_any_number_type():
 
 def test_ties_at_the_border_stay_in():
     logits = jnp.array([[1.0, 1.0, 1.0, 0.0]])
-    left = lambda settings: np.isfinite(adjusted(settings.arrays(4), logits, Occurrences.none(1, 4)))[0].tolist()
+    left = lambda settings: np.isfinite(adjusted(settings.arrays(4), logits, Occurrences.none(1, 4)))[
+        0
+    ].tolist()
     assert left(Sampling(top_k=2, top_p=1.0)) == [True, True, True, False]
     assert left(Sampling(top_p=0.4)) == [True, True, True, False]
     assert left(Sampling(temperature=0.0)) == [True, False, False, False]

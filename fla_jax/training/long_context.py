@@ -11,8 +11,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from .layers.state import RWKVState, check_state
-from .training import chunked_cross_entropy
+from ..layers.state import RWKVState, check_state
+from .losses import chunked_cross_entropy
 
 _Chunks = tuple[jax.Array, jax.Array, jax.Array]  # tokens, labels, weights: [..., B, chunk_size]
 
@@ -54,7 +54,7 @@ def chunked_loss(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.long_context import chunked_loss
+        >>> from fla_jax.training import chunked_loss
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
         >>> tokens = jnp.arange(65)[None]
@@ -89,7 +89,7 @@ def truncated_value_and_grad(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.long_context import truncated_value_and_grad
+        >>> from fla_jax.training import truncated_value_and_grad
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
         >>> tokens = jnp.arange(65)[None]

@@ -11,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from .core.arguments import as_integer, as_integers, check_integer, check_model, shown
-from .layers.state import RWKVState
+from ..core.arguments import as_integer, as_integers, check_integer, check_model, shown
+from ..layers.state import RWKVState
 from .prefill import beside, check_prompts, of_rows, prefill
 from .sampling import UNDEFINED, Occurrences, Rules, Sampling, sample
-
-__all__ = ["Generation", "generate", "prefill", "stream"]
 
 _STEPS_PER_CALL = 32
 _SEEDS = -(2**63), 2**64 - 1
@@ -106,14 +104,14 @@ def generate(
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         params: its parameters.
         prompts: B sequences of at least one token each, of any lengths: lists or integer arrays. A row's
-            result does not depend on the other rows. How they are read: `fla_jax.prefill.prefill`.
+            result does not depend on the other rows. How they are read: `fla_jax.generation.prefill`.
         max_tokens: largest number of new tokens a row.
         sampling: how tokens are chosen, and which ones end a row; None for `Sampling`'s default values.
         seed: one for each row; a single one stands for ``seed, seed + 1, ...``. Row i of a batch equals the
             row alone with its own seed. From -2**63 to 2**64 - 1; all 64 bits count, with and without
             ``jax_enable_x64`` (a negative one is the one 2**64 above it).
         state: before the prompts, such as the state of an earlier call or
-            `fla_jax.state_tuning.initial_state`; None for zeros.
+            `fla_jax.training.initial_state`; None for zeros.
 
     Returns:
         The new tokens of each row, and the state after them.
@@ -126,9 +124,9 @@ def generate(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.generate import generate
+        >>> from fla_jax.generation import generate
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> from fla_jax.sampling import Sampling
+        >>> from fla_jax.generation import Sampling
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
         >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
         >>> result = generate(model, params, [[1, 2, 3], [4]], 5, Sampling(temperature=0.8))

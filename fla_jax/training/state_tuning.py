@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .core.arguments import check_integer, check_model, check_number, shown
-from .layers.state import RWKVState
-from .models.pth import read_pth, write_pth
-from .training import chunked_cross_entropy, rwkv_optimizer, rwkv_schedule
+from ..core.arguments import check_integer, check_model, check_number, shown
+from ..layers.state import RWKVState
+from ..models.pth import read_pth, write_pth
+from .losses import chunked_cross_entropy
+from .recipe import rwkv_optimizer, rwkv_schedule
 
 _NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
 
@@ -40,7 +41,7 @@ def initial_state(model: Any, states: jax.Array, batch: int) -> RWKVState:
         batch: number of rows, B.
 
     Returns:
-        The state for ``model.apply(..., tokens, state)``, `fla_jax.generate.generate` and so on.
+        The state for ``model.apply(..., tokens, state)``, `fla_jax.generation.generate` and so on.
 
     Raises:
         ValueError: ``states`` do not have the model's shape, or ``batch`` is no positive integer.
@@ -134,7 +135,7 @@ def tune_states(
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> from fla_jax.state_tuning import tune_states
+        >>> from fla_jax.training import tune_states
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
         >>> tokens = jnp.arange(33)[None]
         >>> params = model.init(jax.random.key(0), tokens)["params"]

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .core.arguments import check_model, shown
-from .layers.state import RWKVState, check_state
+from ..core.arguments import check_model, shown
+from ..layers.state import RWKVState, check_state
 
 # What a piece costs besides its tokens, as a number of tokens of all rows. Launching the kernels of a layer
 # takes an accelerator 0.1 ms at least, in which a layer of width 1024 reads about a thousand tokens, other
@@ -136,7 +136,7 @@ def check_prompts(prompts: Any, vocab_size: int) -> list[np.ndarray]:
     Raises:
         ValueError, TypeError: there are none, or one is not made of at least one token; the message names it.
     """
-    is_text = "must be sequences of tokens, got text: a tokenizer turns it into tokens (fla_jax.tokenizer)"
+    is_text = "must be sequences of tokens, got text: a tokenizer turns it into tokens (fla_jax.generation.load_tokenizer)"
     if isinstance(prompts, str | bytes):
         raise TypeError(f"prompts {is_text}")
     try:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from .core.arguments import as_integers, check_integer, check_number, shown
+from ..core.arguments import as_integers, check_integer, check_number, shown
 
 UNDEFINED = -2  # instead of a token, where there are no logits to choose from
 _FLOAT32 = np.finfo(np.float32)
@@ -50,7 +50,7 @@ class Sampling:
         banned: tokens that are never chosen (``token_ban``).
         stop: tokens that end a row; they are not part of its result (``token_stop``).
         uncounted: tokens that get the presence penalty but are not counted. PIPELINE has blanks, tabs and
-            digits here: `fla_jax.tokenizer.uncounted`.
+            digits here: `fla_jax.generation.uncounted`.
 
     The three last take any sequence of integers, arrays too, and hold a tuple.
 

@@ -13,10 +13,9 @@ import official
 import pytest
 import small_models as small
 
-from fla_jax.generate import generate
+from fla_jax.generation import Sampling, generate
 from fla_jax.models import read_pth, write_pth
-from fla_jax.sampling import Sampling
-from fla_jax.state_tuning import initial_state, load_states, save_states, state_loss, tune_states, zero_states
+from fla_jax.training import initial_state, load_states, save_states, state_loss, tune_states, zero_states
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,11 +43,15 @@ def test_loss_and_initial_state(setup):
     want = []
     z = official.checkpoint(params, 7)
     for row in np.asarray(tokens):
-        logits, _ = official.run(z, 7, row[:-1], (np.zeros((2, 32)), np.zeros((2, 32)), states), heads=small.HEADS)
+        logits, _ = official.run(
+            z, 7, row[:-1], (np.zeros((2, 32)), np.zeros((2, 32)), states), heads=small.HEADS
+        )
         want += list(np.log(np.exp(logits).sum(-1)) - logits[np.arange(8), row[1:]])
     mask = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 8)))
     np.testing.assert_allclose(state_loss(model, params, states, tokens), np.mean(want), rtol=1e-5)
-    np.testing.assert_allclose(state_loss(model, params, states, tokens, mask), np.average(want, weights=np.ravel(mask)), rtol=1e-5)
+    np.testing.assert_allclose(
+        state_loss(model, params, states, tokens, mask), np.average(want, weights=np.ravel(mask)), rtol=1e-5
+    )
 
 
 def test_tuning_lowers_the_loss_and_leaves_the_weights(setup):
@@ -57,13 +60,20 @@ def test_tuning_lowers_the_loss_and_leaves_the_weights(setup):
     tokens = small.tokens(2, 9)
     states, losses = tune_states(model, params, [tokens] * 30, 30)
     jax.tree.map(np.testing.assert_array_equal, params, before)
-    assert losses.shape == (30,) and losses[0] == pytest.approx(float(state_loss(model, params, zero_states(model), tokens)), rel=1e-5)
+    assert losses.shape == (30,) and losses[0] == pytest.approx(
+        float(state_loss(model, params, zero_states(model), tokens)), rel=1e-5
+    )
     assert state_loss(model, params, states, tokens) < 0.9 * losses[0]
     assert all(np.abs(layer).max() > 0.1 for layer in states), "every layer's state takes part"
     more, _ = tune_states(model, params, [(tokens, jnp.ones((2, 8)))], 1, learning_rate=0.0, states=states)
     np.testing.assert_array_equal(more, states)
     # and generation starts from them
-    rows = [generate(model, params, [[1]], 8, Sampling(temperature=0.0), state=initial_state(model, s, 1)).tokens[0] for s in (states, zero_states(model))]
+    rows = [
+        generate(model, params, [[1]], 8, Sampling(temperature=0.0), state=initial_state(model, s, 1)).tokens[
+            0
+        ]
+        for s in (states, zero_states(model))
+    ]
     assert (rows[0] != rows[1]).any()
 
 
@@ -76,7 +86,11 @@ def test_files(setup, tmp_path):
     for i, x in enumerate(stored.values()):
         np.testing.assert_array_equal(x, np.asarray(states[i]).transpose(0, 2, 1))  # [H, V, K]
     np.testing.assert_array_equal(load_states(tmp_path / "states.pth", model), states)
-    write_pth(tmp_path / "prefixed.pth", {f"model.{name}": x for name, x in stored.items()} | {"model.emb.weight": np.zeros((2, 2), np.float32)})
+    write_pth(
+        tmp_path / "prefixed.pth",
+        {f"model.{name}": x for name, x in stored.items()}
+        | {"model.emb.weight": np.zeros((2, 2), np.float32)},
+    )
     np.testing.assert_array_equal(load_states(tmp_path / "prefixed.pth", model), states)
 
 
@@ -100,11 +114,23 @@ def test_the_rwkv_package_reads_them(version, tmp_path):
     model = small.model(version, hidden_size=128, head_dim=64)
     params, states = small.params(model), random_states(model)
     save_states(tmp_path / "states.pth", states)
-    extras = read_pth(tmp_path / "states.pth") if version == 6 else {}  # RWKV-6: it takes them from the model's file
+    # RWKV-6: it takes them from the model's file
+    extras = read_pth(tmp_path / "states.pth") if version == 6 else {}
     write_pth(tmp_path / "model.pth", {**official.checkpoint(params, version), **extras})
-    arguments = [str(tmp_path / "model"), "" if version == 6 else str(tmp_path / "states.pth"), str(tmp_path / "out.npy")]
-    environment = {**os.environ, "RWKV_V7_ON": "1" if version == 7 else "0", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
-    done = subprocess.run([sys.executable, "-c", RUN_RWKV, *arguments], env=environment, capture_output=True, text=True)
+    arguments = [
+        str(tmp_path / "model"),
+        "" if version == 6 else str(tmp_path / "states.pth"),
+        str(tmp_path / "out.npy"),
+    ]
+    environment = {
+        **os.environ,
+        "RWKV_V7_ON": "1" if version == 7 else "0",
+        "RWKV_JIT_ON": "0",
+        "RWKV_CUDA_ON": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_RWKV, *arguments], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     tokens = jnp.array([[1, 5, 9, 2, 7]])
     logits, _ = model.apply({"params": params}, tokens, initial_state(model, states, 1))
@@ -116,7 +142,9 @@ def test_the_rwkv_package_reads_them(version, tmp_path):
 def test_errors(setup, tmp_path):
     model, params = setup
     states, tokens = random_states(model), small.tokens(2, 9)
-    with pytest.raises(ValueError, match=r"states must have shape \[L, H, K, V\] = \[2, 2, 16, 16\], got \[1, 2, 16, 16\]"):
+    with pytest.raises(
+        ValueError, match=r"states must have shape \[L, H, K, V\] = \[2, 2, 16, 16\], got \[1, 2, 16, 16\]"
+    ):
         initial_state(model, states[:1], 2)
     with pytest.raises(ValueError, match="states must have shape"):
         tune_states(model, params, [tokens], 1, states=states[0])
@@ -162,7 +190,10 @@ def test_errors(setup, tmp_path):
     for wrong, message in (
         (states[:1], "blocks.1.att.time_state is missing"),
         (jnp.concatenate([states, states[:1]]), "blocks.2.att.time_state is surplus"),
-        (states[:, :1], r"blocks.0.att.time_state must have shape \[H, V, K\] = \[2, 16, 16\], got \[1, 16, 16\]"),
+        (
+            states[:, :1],
+            r"blocks.0.att.time_state must have shape \[H, V, K\] = \[2, 16, 16\], got \[1, 16, 16\]",
+        ),
     ):
         save_states(tmp_path / "states.pth", wrong)
         with pytest.raises(ValueError, match=message):

@@ -8,8 +8,7 @@ import official
 import pytest
 import small_models as small
 
-from fla_jax.generate import generate, prefill, stream
-from fla_jax.sampling import Sampling
+from fla_jax.generation import Sampling, generate, prefill, stream
 
 PROMPTS = [[3, 5, 7, 1], [2]]
 SAMPLING = Sampling(temperature=0.9, top_p=0.9, top_k=12, banned=(0,), stop=(4,))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.long_context import chunked_loss, truncated_value_and_grad
-from fla_jax.training import cross_entropy
+from fla_jax.training import chunked_loss, cross_entropy, truncated_value_and_grad
 
 TOKENS = small.tokens(2, 25)
 MASK = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 24)), bool)

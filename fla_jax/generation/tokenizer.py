@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .core.arguments import check_integer, shown
+from ..core.arguments import check_integer, shown
 
 WORLD_VOCABULARY = "rwkv_vocab_v20230424"
 _UNKNOWN = "\ufffd"
@@ -101,7 +101,7 @@ def load_tokenizer(name: str | os.PathLike[str] | None = None, *, vocab_size: in
         FileNotFoundError: there is no such file.
 
     Example:
-        >>> from fla_jax.tokenizer import load_tokenizer
+        >>> from fla_jax.generation import load_tokenizer
         >>> load_tokenizer("bytes").encode("Hi")
         [72, 105]
     """
@@ -140,7 +140,7 @@ def decode_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 
     Args:
         tokenizer: from `load_tokenizer`, or anything that decodes as `Tokenizer` says.
-        tokens: one after the other, such as ``int(t[0]) for t in fla_jax.generate.stream(...)``.
+        tokens: one after the other, such as ``int(t[0]) for t in fla_jax.generation.stream(...)``.
 
     Yields:
         A non-empty piece of text.

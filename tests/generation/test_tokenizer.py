@@ -1,4 +1,6 @@
-"""Tokenizers: bytes always, the World vocabulary and tokenizer.json where their packages are installed, clear errors where not."""
+"""Tokenizers: bytes always, the World vocabulary and tokenizer.json where their packages are installed, clear
+errors where not.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from fla_jax.tokenizer import WORLD_VOCABULARY, decode_stream, load_tokenizer, uncounted
+from fla_jax.generation.tokenizer import WORLD_VOCABULARY, decode_stream, load_tokenizer, uncounted
 
 TEXT = "Hello, Wörld 世界 🙂!\n 12"
 
@@ -31,7 +33,12 @@ def tokenizer(request, tmp_path):
     made = library.Tokenizer(library.models.BPE())
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = library.decoders.ByteLevel()
-    made.train_from_iterator([TEXT], library.trainers.BpeTrainer(initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(), vocab_size=260))
+    made.train_from_iterator(
+        [TEXT],
+        library.trainers.BpeTrainer(
+            initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(), vocab_size=260
+        ),
+    )
     made.save(str(tmp_path / "tokenizer.json"))
     return load_tokenizer(tmp_path / "tokenizer.json")
 
@@ -44,7 +51,11 @@ def test_there_and_back(tokenizer):
 def test_streams_whole_characters(tokenizer):
     tokens = tokenizer.encode(TEXT)
     pieces = list(decode_stream(tokenizer, tokens))
-    assert "".join(pieces) == TEXT and len(pieces) > 3 and not any("\ufffd" in piece or not piece for piece in pieces)
+    assert (
+        "".join(pieces) == TEXT
+        and len(pieces) > 3
+        and not any("\ufffd" in piece or not piece for piece in pieces)
+    )
 
 
 def streamed(tokenizer, tokens):
@@ -61,7 +72,9 @@ def streamed(tokenizer, tokens):
 
 
 def test_streams_what_the_beginnings_say(tokenizer):
-    """Any tokens; characters of one to four bytes, some lost; the same byte again and again; U+FFFD itself."""
+    """Any tokens; characters of one to four bytes, some lost; the same byte again and again; U+FFFD
+    itself.
+    """
     for seed in range(6):
         rng = np.random.default_rng(seed)
         text = tokenizer.encode("".join(rng.choice(list("a\n é世🙂\ufffd\u0300"), 150)))

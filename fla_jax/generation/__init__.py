@@ -1,0 +1,18 @@
+"""Text generation: prompts read in large pieces, a compiled decoding loop, sampling, tokenizers."""
+
+from .generate import Generation, generate, stream
+from .prefill import prefill
+from .sampling import Sampling
+from .tokenizer import Tokenizer, decode_stream, load_tokenizer, uncounted
+
+__all__ = [
+    "Generation",
+    "Sampling",
+    "Tokenizer",
+    "decode_stream",
+    "generate",
+    "load_tokenizer",
+    "prefill",
+    "stream",
+    "uncounted",
+]
