@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,21 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import FrozenDict
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from .causal_lm import RWKV6ForCausalLM, RWKV7ForCausalLM, RWKVForCausalLM
 from .config import RWKV6Config, RWKV7Config, RWKVConfig
-from .hf import Stored, fla_config, read_safetensors, write_safetensors
+from .files import Stored, as_path, copy_into, quoted
+from .hf import fla_config, read_safetensors, write_safetensors
 from .names import STACKED, Layout, entry, identify, is_extra, layer_of
-from .pth import read_pth, write_pth
+from .pth import open_pth, write_pth
 
 Sources = dict[int, tuple[Stored, Layout]]  # by layer, or {0: ...}
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MODELS: dict[int, tuple[Any, Any]] = {6: (RWKV6Config, RWKV6ForCausalLM), 7: (RWKV7Config, RWKV7ForCausalLM)}
 _OPTIONS = ("dtype", "param_dtype", "scan_layers", "remat", "logical_axes", "chunk_size", "implementation")
+_AHEAD = 4  # tensors that are read while another is used; no more, since reading may copy them
 # field of the configuration: (matrix of a layer that tells it, the axis, what to divide by)
 _SIZES = {
     6: {
@@ -61,9 +67,12 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
         are left out: layer 0's v0, v1, v2, which RWKV-7 files may have and nothing reads, and tuned initial states (``time_state``); see `load_extras`.
 
     Raises:
-        ValueError: the file is broken, truncated, or asks for code to be run; it is of an unknown or newer variant; a tensor is missing, surplus, or has a
-            wrong shape or dtype; config.json names another norm_eps or activation. The message names the file and the tensor.
-        TypeError: an option is unknown, or one that the file tells.
+        ValueError: the file is broken, truncated, damaged (``.pth`` files have checksums), no regular file, or
+            asks for code to be run; it is of an unknown or newer variant; a tensor is missing, surplus, has a
+            wrong shape or dtype, or shares its values with others, as only embedding and head may; config.json
+            names another norm_eps or activation. The message names the file and the tensor. Or: an option does
+            not fit.
+        TypeError: an option is unknown, or one that the file tells, or has another type; ``path`` is no path.
         OSError: the file cannot be opened. ImportError: it needs safetensors, which is not installed.
 
     FLA normalises heads with other epsilons than every official runtime: RWKV-6 with 1e-5 instead of 64e-5, RWKV-7 with head_dim * 1e-5. A model trained with
@@ -85,15 +94,19 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
     """
     for name in options:
         if name not in _OPTIONS:
-            raise TypeError(f"load_checkpoint takes no option {name!r}: the file tells it, or it does not exist; the options are {', '.join(_OPTIONS)}")
-    path = Path(path)
+            what = "the file tells it, or it does not exist"
+            options_are = f"the options are {', '.join(_OPTIONS)}"
+            raise TypeError(f"load_checkpoint takes no option {name!r}: {what}; {options_are}")
+    RWKVConfig(vocab_size=1, hidden_size=1, num_layers=1, head_dim=1, **options)  # checks them before reading
+    path = as_path(path)
     tensors = _open(path)
     try:
         style, version = identify(list(tensors))
         sizes = _sizes(tensors, style, version)
         for tensor in tensors.values():
             if "param_dtype" not in options and jax.dtypes.canonicalize_dtype(tensor.dtype) != tensor.dtype:
-                raise ValueError(f"{tensor.name} is {tensor.dtype}: give param_dtype, or set jax_enable_x64")
+                hint = "give param_dtype, or set jax_enable_x64"
+                raise ValueError(f"{quoted(tensor.name)} is {tensor.dtype}: {hint}")
         config_class, model_class = _MODELS[version]
         config = config_class(**sizes, **{"param_dtype": _find(tensors, *entry(style, version, "emb/embedding", 2))[0].dtype, **options})
         params = _read(_plan(tensors, style, version, config), config.param_dtype if "param_dtype" in options else None)
@@ -117,10 +130,18 @@ def save_checkpoint(path: str | os.PathLike[str], model: RWKVForCausalLM, params
     Raises:
         ValueError: ``params`` are not those of ``model``; an extra is not known in this format, or has a wrong shape; the model has a ``rate_scale`` other than
             1, which neither format can tell; the directory holds a model in several files.
-        TypeError: a parameter has a dtype other than float32, bfloat16, float16 and float64.
-        OSError: a file cannot be written. ImportError: a directory needs safetensors, which is not installed.
+        TypeError: an argument has another type, or a parameter another dtype than float32, bfloat16, float16
+            or float64.
+        OSError: a file cannot be written; the error names it.
     """
-    path, config = Path(path), model.config
+    path = as_path(path)
+    if not isinstance(model, RWKV6ForCausalLM | RWKV7ForCausalLM):
+        raise TypeError(f"model must be an RWKV6ForCausalLM or RWKV7ForCausalLM, got {type(model).__name__}")
+    if not isinstance(params, dict | FrozenDict):
+        raise TypeError(f"params must be a dict of the model's parameters, got {type(params).__name__}")
+    if not isinstance(extras, Mapping | None):
+        raise TypeError(f"extras must be a dict of arrays or None, got {type(extras).__name__}")
+    config: Any = model.config
     if path.suffix in (".safetensors", ".pt", ".bin", ".json"):
         raise ValueError(f"path must end in .pth, or be a directory for {path.suffix} files, got {path}")
     style = "official" if path.suffix == ".pth" else "fla"
@@ -129,12 +150,12 @@ def save_checkpoint(path: str | os.PathLike[str], model: RWKVForCausalLM, params
         raise ValueError(f"model.config.rate_scale must be 1, the official models', got {config.rate_scale}: no checkpoint format can tell it")
     tensors = _arrays(params, config, style, version)
     for name, x in (extras or {}).items():
-        if not is_extra(style, name):
-            raise ValueError(
-                f"extras: {name!r} is no tensor that {'a .pth file' if style == 'official' else 'an FLA directory'} may have beside the parameters"
-            )
-        _check_state(name, np.shape(x), config)
-        tensors[name] = np.asarray(x)
+        if not isinstance(name, str) or not is_extra(style, name):
+            where = "a .pth file" if style == "official" else "an FLA directory"
+            what = f"is no tensor that {where} may have beside the parameters"
+            raise ValueError(f"extras: {quoted(name)} {what}")
+        tensors[name] = _array(f"extras: {name}", x)
+        _check_state(name, tensors[name].shape, config)
     if style == "official":
         # PyPI rwkv counts RWKV-6's heads when it meets time_faaaa, if it has met a time_maa before: official files have those first
         order = lambda name: (name != "emb.weight", layer_of(style, name) if name.startswith("blocks.") else config.num_layers, "time_maa" not in name)
@@ -159,7 +180,8 @@ def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     Raises:
         ValueError, OSError, ImportError: as `load_checkpoint`.
     """
-    tensors = _open(Path(path))
+    path = as_path(path)
+    tensors = _open(path)
     try:
         style, _ = identify(list(tensors))
     except ValueError as error:
@@ -169,20 +191,24 @@ def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 def _open(path: Path) -> dict[str, Stored]:
     """A checkpoint's tensors by name, without the prefixes that trainers add, and tensors of several parameters taken apart."""
-    stored = read_safetensors(path) if path.is_dir() or path.suffix == ".safetensors" else _as_stored(read_pth(path))
+    stored = read_safetensors(path) if path.is_dir() or path.suffix == ".safetensors" else open_pth(path)
     tensors: dict[str, Stored] = {}
     for name, tensor in stored.items():
+        if 0 in tensor.shape:  # the other sizes could be anything
+            raise ValueError(f"{path}: {quoted(name)} has no values: its shape is {list(tensor.shape)}")
         name = re.sub(r"^(_forward_module\.)?(model\.(?=(emb|blocks|ln_out|head)\.))?", "", name)
         parts = {name: tensor}
         for whole, names in STACKED.items():
             if name.endswith("." + whole):
                 if tensor.shape[:1] != (len(names),):
-                    raise ValueError(f"{path}: {tensor.name} must have a first axis of {len(names)}, got shape {list(tensor.shape)}")
+                    what = f"must have a first axis of {len(names)}, got shape {list(tensor.shape)}"
+                    raise ValueError(f"{path}: {quoted(tensor.name)} {what}")
                 owner = name.removesuffix(whole)
                 parts = {owner + part: _part(tensor, i) for i, part in enumerate(names)}
         for name, tensor in parts.items():
             if name in tensors:
-                raise ValueError(f"{path}: holds {name} twice, as {tensors[name].name} and as {tensor.name}")
+                both = f"{quoted(tensors[name].name)} and as {quoted(tensor.name)}"
+                raise ValueError(f"{path}: holds {quoted(name)} twice, as {both}")
             tensors[name] = tensor
     return tensors
 
@@ -192,12 +218,13 @@ def _as_stored(arrays: Mapping[str, np.ndarray]) -> dict[str, Stored]:
 
 
 def _part(tensor: Stored, i: int) -> Stored:
-    return Stored(f"{tensor.name}[{i}]", tensor.shape[1:], tensor.dtype, lambda: tensor.read()[i])
+    name = f"{tensor.name}[{i}]"
+    return Stored(name, tensor.shape[1:], tensor.dtype, lambda: tensor.read()[i], tensor.storage, tensor.room)
 
 
 def _find(tensors: Mapping[str, Stored], name: str, layout: Layout) -> tuple[Stored, Layout]:
     if name not in tensors:
-        raise ValueError(f"lacks the tensor {name}")
+        raise ValueError(f"lacks the tensor {quoted(name)}")
     return tensors[name], layout
 
 
@@ -208,15 +235,15 @@ def _shape(tensor: Stored, layout: Layout) -> tuple[int, ...]:
     except (ValueError, IndexError):
         shape = ()
     if len(shape) != 2:
-        raise ValueError(f"{tensor.name} has the wrong shape, {list(tensor.shape)}")
+        raise ValueError(f"{quoted(tensor.name)} has the wrong shape, {list(tensor.shape)}")
     return shape
 
 
 def _sizes(tensors: Mapping[str, Stored], style: str, version: int) -> dict[str, int]:
     """The fields of the configuration that tensors tell."""
-    layers = {layer_of(style, name) for name in tensors} - {None}
-    if layers != set(range(len(layers))):
-        raise ValueError(f"has tensors of the layers {sorted(layers)}: some are missing")  # type: ignore[type-var]
+    layers = {layer for name in tensors if (layer := layer_of(style, name)) is not None}
+    if lost := set(range(len(layers))) - layers:
+        raise ValueError(f"has no tensor of layer {min(lost)}, but some of layer {max(layers)}")
     shape = lambda leaf, layer=None: _shape(*_find(tensors, *entry(style, version, leaf, 2, layer)))
     sizes = dict(zip(("vocab_size", "hidden_size"), shape("emb/embedding")), num_layers=len(layers))
     for field, (leaf, axis, parts) in _SIZES[version].items():
@@ -230,10 +257,12 @@ def _version(config: RWKVConfig) -> int:
     return 6 if isinstance(config, RWKV6Config) else 7
 
 
+@functools.lru_cache(16)
 def _template(config: RWKVConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters; those of a layer, under "blocks/...", without a layer axis."""
-    # the scanned form traces one layer, however many there are
-    model = _MODELS[_version(config)][1](dataclasses.replace(config, scan_layers=True, remat=False, logical_axes=False))
+    # the scanned form traces one layer, however many there are; which implementation will run plays no role
+    config = dataclasses.replace(config, remat=False, logical_axes=False, scan_layers=True)
+    model = _MODELS[_version(config)][1](dataclasses.replace(config, chunk_size=None, implementation=None))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     return {name: x.shape[1:] if name.startswith("blocks/") else x.shape for name, x in flatten_dict(shapes, sep="/").items()}
 
@@ -246,7 +275,7 @@ def _layers(leaf: str, config: RWKVConfig) -> range:
 def _check_state(name: str, shape: tuple[int, ...], config: RWKVConfig) -> None:
     want = (config.hidden_size // config.head_dim, config.head_dim, config.head_dim)
     if name.endswith(".time_state") and shape != want:
-        raise ValueError(f"{name} must have shape [H, V, K] = {list(want)}, got {list(shape)}")
+        raise ValueError(f"{quoted(name)} must have shape [H, V, K] = {list(want)}, got {list(shape)}")
 
 
 def _plan(tensors: Mapping[str, Stored], style: str, version: int, config: RWKVConfig) -> dict[str, tuple[tuple[int, ...], Sources]]:
@@ -260,7 +289,7 @@ def _plan(tensors: Mapping[str, Stored], style: str, version: int, config: RWKVC
         want = layout.save(np.broadcast_to(np.uint8(0), shape)).shape
         flat = len(shape) == 1 and [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]
         if tensor.shape != want and not flat:  # axes of size 1 around vectors come and go between files
-            raise ValueError(f"{tensor.name} must have shape {list(want)}, got {list(tensor.shape)}")
+            raise ValueError(f"{quoted(tensor.name)} must have shape {list(want)}, got {list(tensor.shape)}")
         used.add(name)
         return tensor, layout
 
@@ -276,38 +305,81 @@ def _plan(tensors: Mapping[str, Stored], style: str, version: int, config: RWKVC
             plan |= {f"blocks_{i}/{inside}": (shape, {0: source}) for i, source in sources.items()}
     for name in tensors.keys() - used:
         if not is_extra(style, name):
-            raise ValueError(f"holds the tensor {tensors[name].name}, which RWKV-{version} has not: another variant?")
+            what = f"which RWKV-{version} has not: another variant?"
+            raise ValueError(f"holds the tensor {quoted(tensors[name].name)}, {what}")
         _check_state(name, tensors[name].shape, config)
+    _check_shared(plan)
     return plan
+
+
+def _check_shared(plan: Mapping[str, tuple[tuple[int, ...], Sources]]) -> None:
+    """Raises where parameters would take more memory than their values take in the file.
+
+    Tensors may lie in one storage, side by side. If they lie over one another, a few megabytes can make any
+    number of parameters; those of a model are independent, but for a head that is the embedding.
+    """
+    sharing: dict[Hashable, list[Stored]] = collections.defaultdict(list)
+    for _, sources in plan.values():
+        for tensor, _ in sources.values():
+            if tensor.storage is not None:
+                sharing[tensor.storage].append(tensor)
+    embedding, head = (plan[name][1][0][0] for name in ("emb/embedding", "head/kernel"))
+    for tensors in sharing.values():
+        tied = any(tensor is embedding for tensor in tensors)
+        taken = 0
+        for tensor in tensors:
+            taken += 0 if tied and tensor is head else tensor.nbytes
+            if taken > tensor.room:
+                what = f"{len(tensors)} tensors have {tensor.room} bytes together"
+                raise ValueError(f"{quoted(tensor.name)} shares its values with other tensors: {what}")
+
+
+def _ahead(tensors: Iterable[Stored]) -> Iterator[np.ndarray]:
+    """The values of each tensor, read in threads while those before are used: checksums take little time so."""
+    with ThreadPoolExecutor(_AHEAD) as pool:
+        coming: collections.deque[Any] = collections.deque()
+        for tensor in tensors:
+            coming.append(pool.submit(tensor.read))
+            if len(coming) > _AHEAD:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
 
 
 def _read(plan: Mapping[str, tuple[tuple[int, ...], Sources]], dtype: Any) -> dict[str, Any]:
     """The parameters; what a file does not have of a stacked one is zero."""
     params = {}
+    read = _ahead(tensor for _, sources in plan.values() for tensor, _ in sources.values())
     for name, (shape, sources) in plan.items():
         kinds = [tensor.dtype for tensor, _ in sources.values()] or [np.dtype(np.float32)]
-        kind = np.result_type(*kinds) if dtype is None else dtype
+        kind = functools.reduce(jnp.promote_types, kinds) if dtype is None else dtype
         values = np.zeros(shape, kind)
         rows = values if name.startswith("blocks/") else values[None]
-        for i, (tensor, layout) in sources.items():
-            rows[i] = layout.load(tensor.read())
+        for i, (_, layout) in sources.items():
+            copy_into(rows[i], layout.load(next(read)))
         params[name] = jnp.asarray(values)
     return unflatten_dict(params, sep="/")
 
 
+def _array(name: str, x: Any) -> np.ndarray:
+    if not isinstance(x, np.ndarray | jax.Array):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if x.dtype.name not in _DTYPES:
+        raise TypeError(f"{name} must be an array of {', '.join(_DTYPES)}, got {x.dtype}")
+    return np.asarray(x)
+
+
 def _arrays(params: Mapping[str, Any], config: RWKVConfig, style: str, version: int) -> dict[str, np.ndarray]:
     """A file's tensors by name."""
-    flat = flatten_dict(nn.meta.unbox(params), sep="/")
+    flat = {"/".join(map(str, path)): nn.meta.unbox(x) for path, x in flatten_dict(params).items()}
     tensors = {}
 
     def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name not in flat:
             raise ValueError(f"params lack {name}, which the model has")
-        x = np.asarray(flat.pop(name))
+        x = _array(f"params: {name}", flat.pop(name))
         if x.shape != shape:
             raise ValueError(f"params: {name} must have shape {list(shape)}, got {list(x.shape)}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"params: {name} must have a floating-point dtype, got {x.dtype}")
         return x
 
     def put(leaf: str, x: np.ndarray, layer: int | None) -> None:

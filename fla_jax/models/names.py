@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .files import quoted
+
 
 class Layout(NamedTuple):
     """How a file holds a parameter: ``load`` makes the file's array ours, ``save`` ours the file's; views where possible."""
@@ -130,7 +132,8 @@ def identify(names: list[str]) -> tuple[str, int]:
     for pattern, variant in REFUSED.items():
         for name in names:
             if re.search(pattern, name):
-                raise ValueError(f"{name} belongs to {variant}; known are RWKV-6 (x060) and RWKV-7 (x070)")
+                known = "known are RWKV-6 (x060) and RWKV-7 (x070)"
+                raise ValueError(f"{quoted(name)} belongs to {variant}; {known}")
     for name in names:
         for pattern, found in {
             r"blocks\.\d+\.att\.r_k": ("official", 7),
@@ -140,7 +143,8 @@ def identify(names: list[str]) -> tuple[str, int]:
         }.items():
             if re.fullmatch(pattern, name):
                 return found
-    raise ValueError("its names are not those of RWKV-6 or RWKV-7, be it RWKV-LM's or FLA's: no att.r_k, att.time_maa_x, attn.r_k or attn.bonus in any layer")
+    missing = "no att.r_k, att.time_maa_x, attn.r_k or attn.bonus in any layer"
+    raise ValueError(f"its names are not those of RWKV-6 or RWKV-7, be it RWKV-LM's or FLA's: {missing}")
 
 
 def layer_of(style: str, name: str) -> int | None:

@@ -1,24 +1,28 @@
 """PyTorch's ``.pth`` files without PyTorch, and without running anything that a file asks for.
 
-A ``.pth`` is a zip archive, its members not compressed: ``<folder>/data.pkl``, a pickle of ``{name: tensor}``, and ``<folder>/data/<key>``, the bytes of each
-storage. Python's unpickler calls whatever a pickle names, so it is not used: `pickletools` splits the pickle into its opcodes, and the few that a dict of
-tensors needs act on plain data here. Names of functions stay names; nothing is imported and nothing is called.
+A ``.pth`` is a zip archive, its members not compressed: ``<folder>/data.pkl`` is a pickle of
+``{name: tensor}``, and ``<folder>/data/<key>`` are the bytes of each storage.
 
-Source of the format: PyTorch ``torch/serialization.py``, ``torch/_utils.py`` (``_rebuild_tensor_v2``), Python ``pickletools``.
+Source of the format: PyTorch ``torch/serialization.py``, ``caffe2/serialize/inline_container.cc``.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import pickletools
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from .files import Stored, as_bytes, as_path, check_regular, printable, quoted, replacing
+from .pickled import Tensor, unpickle
 
 _STORAGES = {
     "torch FloatStorage": np.dtype(np.float32),
@@ -27,275 +31,226 @@ _STORAGES = {
     "torch DoubleStorage": np.dtype(np.float64),
 }
 _STORAGE_NAMES = {dtype: name for name, dtype in _STORAGES.items()}
-_LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # a pickle of the magic number that files before PyTorch 1.6 begin with
+# a pickle of the magic number that files before PyTorch 1.6 begin with
+_LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
+# what zipfile raises about archives whose directory is broken: it reads and seeks wherever that says
+_ZIP_ERRORS = (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, OSError, struct.error)
 _LARGE = 2**30  # storages above have their sizes in 64 bits, as zip64 has it
 _ALIGNMENT = 64  # of every storage in the file, as PyTorch writes it: mapped memory can then be read in place
 
 
-class _Global(NamedTuple):
-    """A name that the pickle mentions, "module attribute"; never looked up."""
-
-    name: str
-
-
-class _Storage(NamedTuple):
-    kind: str
-    key: str
-    size: int
-
-
-class _Tensor(NamedTuple):
-    storage: _Storage
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
-_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_NO_EFFECT = ("PROTO", "FRAME", "STOP")
-
-
-def _unpickle(data: bytes) -> Any:
-    """The pickled value, made of dict, tuple, str, int, float, bool, None, `_Global`, `_Storage` and `_Tensor` only.
+class _Archive:
+    """A zip archive whose members are views of the mapped file.
 
     Raises:
-        ValueError: the pickle is broken, or asks for anything else. Messages never print a value: a few bytes can make one with an endless representation.
+        ValueError: the file is another one, truncated or broken. OSError: it cannot be opened.
     """
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[Any, Any] = {}
 
-    def since_mark() -> tuple[Any, ...]:
-        start = marks.pop()
-        items = tuple(stack[start:])
-        if len(stack) < start:
-            raise ValueError("its pickle is broken (a mark above the stack)")
-        del stack[start:]
-        return items
+    def __init__(self, path: Path) -> None:
+        check_regular(path)
+        with path.open("rb") as file:
+            start = file.read(len(_LEGACY))
+            if start == _LEGACY:
+                hint = "torch.save(torch.load(path), path) rewrites it in the present one"
+                raise ValueError(f"{path} has PyTorch's old format, from before 1.6; {hint}")
+            if not start.startswith(b"PK\x03\x04"):
+                raise ValueError(f"{path} is no PyTorch checkpoint: it does not begin as a zip archive does")
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    infos = archive.infolist()
+            except _ZIP_ERRORS as error:
+                raise ValueError(f"{path} is a truncated or broken zip archive: {printable(error)}") from None
+            self.mapped = np.memmap(file, np.uint8, "r").view(np.ndarray)
+        self.infos = {info.filename: info for info in infos}
+        self.sound: set[str] = set()  # members whose checksum has been compared
+        if len(self.infos) < len(infos):
+            twice = next(info.filename for info in infos if info is not self.infos[info.filename])
+            raise ValueError(f"{path} is a broken zip archive: it holds {quoted(twice)} twice")
+        # members that lie over one another would make much of a small file
+        if sum(info.file_size for info in infos) > self.mapped.size:
+            raise ValueError(f"{path} is a broken zip archive: its members have more bytes than the file")
 
-    for opcode, arg, _ in pickletools.genops(data):
-        op = opcode.name
-        if op in _NO_EFFECT:
-            pass
-        elif op in _CONSTANTS:
-            stack.append(_CONSTANTS[op])
-        elif op in _LITERALS:
-            stack.append(arg)
-        elif op == "EMPTY_DICT":
-            stack.append({})
-        elif op == "MARK":
-            marks.append(len(stack))
-        elif op == "TUPLE":
-            stack.append(since_mark())
-        elif op in _TUPLES:
-            stack.append(tuple(stack.pop() for _ in range(_TUPLES[op]))[::-1])
-        elif op in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            memo[len(memo) if op == "MEMOIZE" else arg] = stack[-1]
-        elif op in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[arg])
-        elif op == "GLOBAL":
-            stack.append(_Global(str(arg)))
-        elif op == "STACK_GLOBAL":
-            attribute, module = stack.pop(), stack.pop()
-            stack.append(_Global(f"{_text(module)} {_text(attribute)}"))
-        elif op == "BINPERSID":
-            stack.append(_storage(stack.pop()))
-        elif op == "REDUCE":
-            args, function = stack.pop(), stack.pop()
-            stack.append(_reduce(function, args))
-        elif op in ("SETITEM", "SETITEMS"):
-            items = (stack.pop(), stack.pop())[::-1] if op == "SETITEM" else since_mark()
-            if type(stack[-1]) is not dict or len(items) % 2:
-                raise ValueError("its pickle is broken (items for something that is no dict)")
-            stack[-1].update(zip(map(_text, items[::2]), items[1::2]))
-        elif op == "BUILD":  # the attributes of a module's state_dict, format versions of its parts: no weights
-            stack.pop()
-            if type(stack[-1]) is not dict:
-                raise ValueError("its pickle sets attributes of something that is no dict: refused")
-        else:
-            raise ValueError(f"its pickle uses the opcode {op}, which no dict of tensors needs: refused")
-    if len(stack) != 1:
-        raise ValueError("its pickle is broken (it leaves more or less than one value)")
-    return stack[0]
+    def view(self, name: str) -> np.ndarray:
+        """The bytes of a member, the checksum not compared.
 
+        Raises:
+            KeyError: there is none. ValueError: it is not where it should be.
+        """
+        info = self.infos[name]
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise ValueError("is compressed or encrypted, which PyTorch's files are not")
+        # name and extra field of the local header may be longer than the directory's, which zipfile shows
+        header = self.mapped[info.header_offset : info.header_offset + 30].tobytes()
+        if len(header) < 30 or header[:4] != b"PK\x03\x04":
+            raise ValueError("has no header where the archive's directory puts it: the file is broken")
+        start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
+        data = self.mapped[start : start + info.file_size]
+        if data.size != info.file_size:
+            raise ValueError(f"has {data.size} of its {info.file_size} bytes: the file is truncated")
+        return data
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"its pickle is broken (a name of type {type(value).__name__})")
-    return value
+    def check(self, name: str) -> None:
+        """Compares a member's bytes with its checksum, once; PyTorch writes 0 when told to compute none.
+
+        Raises:
+            ValueError: they differ.
+        """
+        want = self.infos[name].CRC
+        if name not in self.sound and want and zlib.crc32(self.view(name).data) != want:
+            raise ValueError("differs from its checksum: the file is damaged")
+        self.sound.add(name)
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a small member, the checksum compared."""
+        self.check(name)
+        return self.view(name).tobytes()
 
 
-def _storage(pid: Any) -> _Storage:
-    """PyTorch's persistent id ``("storage", type, key, location, number of elements)``; the device that the tensor lay on plays no role."""
-    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[1]) is not _Global or type(pid[4]) is not int:
-        raise ValueError("its pickle is broken (a persistent id that is no storage)")
-    return _Storage(pid[1].name, _text(pid[2]), pid[4])
-
-
-def _reduce(function: Any, args: Any) -> Any:
-    """What calling ``function`` would give, for the three functions that checkpoints name."""
-    name = function.name if type(function) is _Global else "something that is no function"
-    if type(args) is tuple:
-        if name == "collections OrderedDict" and not args:
-            return {}
-        if name == "torch._utils _rebuild_parameter" and args and type(args[0]) is _Tensor:
-            return args[0]
-        if name == "torch._utils _rebuild_tensor_v2" and len(args) in (6, 7) and type(args[0]) is _Storage:
-            storage, offset, shape, stride = args[:4]
-            sizes = (offset, *shape, *stride) if type(shape) is type(stride) is tuple else (None,)
-            if all(type(size) is int and size >= 0 for size in sizes) and len(shape) == len(stride):
-                return _Tensor(storage, offset, shape, stride)
-            raise ValueError("its pickle is broken (a tensor whose shape or strides are no sizes)")
-    raise ValueError(f"its pickle calls {name.replace(' ', '.')!r:.200}, which no dict of tensors needs: refused")
-
-
-def _member(archive: zipfile.ZipFile, mapped: np.ndarray, name: str) -> np.ndarray:
-    """The bytes of a member, as a view of the mapped file."""
-    info = archive.getinfo(name)
-    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-        raise ValueError("is compressed or encrypted, which PyTorch's files are not")
-    # name and extra field of the local header may be longer than those of the central directory, which zipfile shows
-    header = mapped[info.header_offset : info.header_offset + 30].tobytes()
-    if len(header) < 30 or header[:4] != b"PK\x03\x04":
-        raise ValueError("has no header where the archive's directory puts it: the file is broken or truncated")
-    start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
-    data = mapped[start : start + info.file_size]
-    if data.size != info.file_size:
-        raise ValueError(f"has {data.size} of its {info.file_size} bytes: the file is truncated")
-    return data
-
-
-def _array(archive: zipfile.ZipFile, mapped: np.ndarray, folder: str, value: Any) -> np.ndarray:
-    """A tensor's values, as a view of the mapped file."""
-    if type(value) is not _Tensor:
-        raise ValueError(f"is no tensor (a {type(value).__name__})")
-    storage, offset, shape, stride = value
-    if storage.kind not in _STORAGES:
-        raise ValueError(f"has the element type {storage.kind.replace(' ', '.')!r:.200}; known: {', '.join(map(str, _STORAGES.values()))}")
-    dtype = _STORAGES[storage.kind]
+def open_pth(path: Path) -> dict[str, Stored]:
+    """Like `read_pth`, but checks each storage only when its tensors are read."""
+    archive = _Archive(path)
+    pickles = [name for name in archive.infos if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise ValueError(f"{path} is no PyTorch checkpoint: a zip archive without data.pkl in its one folder")
+    folder = pickles[0].split("/")[0]
     try:
-        data = _member(archive, mapped, f"{folder}/data/{storage.key}")
-    except KeyError:
-        raise ValueError(f"has no values: the file lacks {folder}/data/{storage.key:.200}") from None
+        if f"{folder}/byteorder" in archive.infos and archive.read(f"{folder}/byteorder") != b"little":
+            raise ValueError("is not little-endian")
+        values = unpickle(archive.read(pickles[0]))
     except ValueError as error:
-        raise ValueError(f"cannot be read: its storage {error}") from None
+        raise ValueError(f"{path} cannot be read: {printable(error)}") from None
+    if type(values) is not dict:
+        raise ValueError(f"{path} must hold a dict of tensors, got a {type(values).__name__}")
+    if "_strategy" in values:
+        hint = "take the file that it was made from"
+        raise ValueError(f"{path} was converted for one strategy of PyPI rwkv (it holds _strategy); {hint}")
+    tensors = {}
+    for name, value in values.items():
+        try:
+            x = _array(archive, folder, value)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"{path}: {quoted(name)} {printable(error)}") from None
+        member = f"{folder}/data/{value.storage.key}"
+        read = functools.partial(_read, path, name, archive, member, x)
+        tensors[name] = Stored(name, x.shape, x.dtype, read, member, archive.infos[member].file_size)
+    return tensors
+
+
+def _array(archive: _Archive, folder: str, value: Any) -> np.ndarray:
+    """A tensor's values, as a view of the mapped file, not checked yet."""
+    if type(value) is not Tensor:
+        raise ValueError(f"is no tensor (a {type(value).__name__})")
+    value.check()
+    storage, offset, shape, stride, _ = value
+    if storage.kind not in _STORAGES:
+        known = ", ".join(map(str, _STORAGES.values()))
+        raise ValueError(f"has the element type {quoted(storage.kind.replace(' ', '.'))}; known: {known}")
+    dtype = _STORAGES[storage.kind]
+    member = f"{folder}/data/{storage.key}"
+    try:
+        data = archive.view(member)
+    except KeyError:
+        raise ValueError(f"has no values: the file lacks {quoted(member)}") from None
+    except ValueError as error:
+        raise ValueError(f"cannot be read: its storage {quoted(member)} {error}") from None
     if data.size != storage.size * dtype.itemsize:
         raise ValueError(f"has a storage of {data.size} bytes instead of {storage.size} x {dtype.itemsize}")
     count = int(np.prod(shape, dtype=object)) if shape else 1
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride)) if count else 0
     # a few bytes can claim any number of elements with a stride of 0
     if count > storage.size or (count and last >= storage.size):
-        raise ValueError(f"reaches beyond its storage: shape {list(shape)}, strides {list(stride)}, offset {offset}, {storage.size} elements")
+        what = f"shape {list(shape)}, strides {list(stride)}, offset {offset}, {storage.size} elements"
+        raise ValueError(f"reaches beyond its storage: {what}")
     elements = data.view(dtype)[offset:] if count else np.empty(0, dtype)
-    return np.lib.stride_tricks.as_strided(elements, shape, [step * dtype.itemsize for step in stride], writeable=False)
+    strides = [step * dtype.itemsize for step in stride]
+    return np.lib.stride_tricks.as_strided(elements, shape, strides, writeable=False)
+
+
+def _read(path: Path, name: str, archive: _Archive, member: str, x: np.ndarray) -> np.ndarray:
+    try:
+        archive.check(member)
+    except ValueError as error:
+        what = f"{quoted(name)} cannot be read: its storage {quoted(member)}"
+        raise ValueError(f"{path}: {what} {error}") from None
+    return x
 
 
 def read_pth(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Reads a flat ``.pth`` checkpoint (``torch.save`` of ``{name: tensor}``), safely and without PyTorch.
 
-    No code from the file runs. The values stay in the file until they are used (it is mapped into memory, read-only): do not change it meanwhile; replacing it,
-    as `write_pth` does, is fine.
+    No code from the file runs. All values are compared with the file's checksums, about a gigabyte per second
+    and core. Then they stay in the file until they are used (it is mapped into memory, read-only): do not
+    change it meanwhile; replacing it, as `write_pth` does, is fine.
 
     Args:
         path: of a file that PyTorch 1.6 or newer wrote (a zip archive).
 
     Returns:
-        {name: read-only array}, in the file's order, dtypes and shapes as stored: float32, float16, float64, or ``ml_dtypes.bfloat16``.
+        {name: read-only array}, in the file's order, dtypes and shapes as stored: float32, float16, float64,
+        or ``ml_dtypes.bfloat16``. Tensors that share their values in the file share them here.
 
     Raises:
-        ValueError: the file is truncated or broken, of PyTorch's older format, compressed, asks for anything but tensors, or holds something else. The message
-            names the file and, where there is one, the tensor.
-        OSError: the file cannot be opened.
+        ValueError: it is no regular file, is truncated, damaged or broken, of PyTorch's older format,
+            compressed, asks for anything but tensors, or holds something else. The message names the file
+            and, where there is one, the tensor.
+        TypeError: ``path`` is no path. OSError: the file cannot be opened.
 
     Example:
         >>> import numpy as np, tempfile
         >>> from fla_jax.models import read_pth, write_pth
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_pth(folder + "/states.pth", {"blocks.0.att.time_state": np.zeros((2, 64, 64), np.float32)})
-        ...     read_pth(folder + "/states.pth")["blocks.0.att.time_state"].shape
+        ...     write_pth(folder + "/a.pth", {"blocks.0.att.time_state": np.zeros((2, 64, 64), np.float32)})
+        ...     read_pth(folder + "/a.pth")["blocks.0.att.time_state"].shape
         (2, 64, 64)
     """
-    path = Path(path)
-    with path.open("rb") as file:
-        start = file.read(len(_LEGACY))
-        if start.startswith(b"PK\x03\x04"):
-            try:
-                archive = zipfile.ZipFile(file)
-            except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-                raise ValueError(f"{path} is a truncated or broken zip archive: {error}") from None
-        elif start == _LEGACY:
-            raise ValueError(f"{path} has PyTorch's old format, from before 1.6; torch.save(torch.load(path), path) rewrites it in the present one")
-        else:
-            raise ValueError(f"{path} is no PyTorch checkpoint: it does not begin as a zip archive does")
-        with archive:
-            pickles = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
-            if len(pickles) != 1:
-                raise ValueError(f"{path} is no PyTorch checkpoint: a zip archive without data.pkl in its one folder")
-            folder = pickles[0].split("/")[0]
-            mapped = np.memmap(file, np.uint8, "r").view(np.ndarray)
-            try:
-                if f"{folder}/byteorder" in archive.namelist() and _member(archive, mapped, f"{folder}/byteorder").tobytes() != b"little":
-                    raise ValueError("is not little-endian")
-                values = _unpickle(_member(archive, mapped, pickles[0]).tobytes())
-            except (ValueError, IndexError, KeyError) as error:
-                reason = error if type(error) is ValueError else "its pickle is broken (it takes what was not there)"
-                raise ValueError(f"{path} cannot be read: {reason}") from None
-            if type(values) is not dict:
-                raise ValueError(f"{path} must hold a dict of tensors, got a {type(values).__name__}")
-            if "_strategy" in values:
-                raise ValueError(f"{path} was converted for one strategy of PyPI rwkv (it holds _strategy); take the file that it was made from")
-            arrays = {}
-            for name, value in values.items():
-                try:
-                    arrays[name] = _array(archive, mapped, folder, value)
-                except (ValueError, OverflowError) as error:
-                    raise ValueError(f"{path}: {name:.200} {error}") from None
-            return arrays
+    tensors = open_pth(as_path(path))
+    with ThreadPoolExecutor() as pool:  # checksums are computed without the interpreter's lock
+        return dict(zip(tensors, pool.map(lambda tensor: tensor.read(), tensors.values())))
 
 
 def write_pth(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
-    """Writes a flat ``.pth`` checkpoint, without PyTorch; ``torch.load(path, weights_only=True)`` reads it, with ``mmap=True`` too.
+    """Writes a flat ``.pth`` checkpoint, without PyTorch.
 
-    The file appears, or is replaced, when it is complete.
+    ``torch.load(path, weights_only=True)`` reads it, with ``mmap=True`` too. The file appears, or is
+    replaced, when it is complete; any number of processes and threads may write to one path.
 
     Args:
-        path: of the file.
+        path: of the file. A symbolic link is replaced, and what it points to stays.
         tensors: {name: array} of float32, bfloat16, float16 or float64, NumPy's or JAX's.
 
     Raises:
-        TypeError: a name is no string, or an array has another dtype; the message names the tensor.
-        OSError: the file cannot be written.
+        TypeError: an argument has another type, or an array another dtype; the message names the tensor.
+        ValueError: a name is no valid Unicode.
+        OSError: the file cannot be written; the error names it.
     """
-    path = Path(path)
+    path = as_path(path)
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors must be a dict of arrays, got {type(tensors).__name__}")
     for name, x in tensors.items():
         if not isinstance(name, str):
-            raise TypeError(f"tensors must have names (str), got {name!r}")
+            raise TypeError(f"tensors must have names (str), got {quoted(name)}")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"tensors must have names of Unicode characters, got {quoted(name)}") from None
         if getattr(x, "dtype", None) not in _STORAGE_NAMES:
             known = ", ".join(map(str, _STORAGE_NAMES))
-            raise TypeError(f"tensors[{name!r}] must be an array of {known}, got {getattr(x, 'dtype', type(x).__name__)}")
-    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-    try:
-        with zipfile.ZipFile(temporary, "w") as archive:
-            add = lambda name, data: _add(archive, f"archive/{name}", data)
-            add("data.pkl", _pickle(tensors))
-            add("byteorder", b"little")
-            for i, x in enumerate(tensors.values()):
-                add(f"data/{i}", np.ascontiguousarray(x).reshape(-1).view(np.uint8))
-            add("version", b"3\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            kind = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(f"tensors[{quoted(name)}] must be an array of {known}, got {kind}")
+    with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
+        _add(archive, "data.pkl", _pickle(tensors))
+        _add(archive, "byteorder", b"little")
+        for i, x in enumerate(tensors.values()):
+            _add(archive, f"data/{i}", as_bytes(x))
+        _add(archive, "version", b"3\n")
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:
     """A member whose bytes begin at a multiple of 64, made so by an extra field that readers skip."""
-    info = zipfile.ZipInfo(name)
-    size = len(data)
-    large = size > _LARGE
+    info = zipfile.ZipInfo(f"archive/{name}")
+    large = len(data) > _LARGE
     assert archive.fp is not None
-    used = archive.fp.tell() + 30 + len(name) + 4 + (20 if large else 0)
+    used = archive.fp.tell() + 30 + len(info.filename) + 4 + (20 if large else 0)
     padding = -used % _ALIGNMENT
     info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     with archive.open(info, "w", force_zip64=large) as member:
@@ -303,7 +258,7 @@ def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:
 
 
 def _pickle(tensors: Mapping[str, Any]) -> bytes:
-    """A pickle of protocol 2 that says what ``torch.save`` says: a dict of contiguous tensors, storages "0", "1", ..."""
+    """A pickle of protocol 2 like ``torch.save``'s: a dict of contiguous tensors, storages "0", "1", ..."""
     text = lambda s: b"X" + struct.pack("<I", len(s.encode())) + s.encode()
     name_of = lambda s: b"c" + s.replace(" ", "\n").encode() + b"\n"
     # BININT is signed, four bytes; LONG1 takes the rest
@@ -312,8 +267,9 @@ def _pickle(tensors: Mapping[str, Any]) -> bytes:
     parts = [b"\x80\x02}("]
     for i, (name, x) in enumerate(tensors.items()):
         stride = [int(np.prod(x.shape[axis + 1 :])) for axis in range(x.ndim)]
-        storage = b"(" + text("storage") + name_of(_STORAGE_NAMES[np.dtype(x.dtype)]) + text(str(i)) + text("cpu") + number(x.size) + b"tQ"
-        no_hooks = name_of("collections OrderedDict") + b")R"
-        tensor = b"(" + storage + number(0) + numbers(x.shape) + numbers(stride) + b"\x89" + no_hooks + b"t"  # \x89: requires no gradient
-        parts += [text(name), name_of("torch._utils _rebuild_tensor_v2"), tensor, b"R"]
+        kind = name_of(_STORAGE_NAMES[np.dtype(x.dtype)])
+        storage = b"(" + text("storage") + kind + text(str(i)) + text("cpu") + number(x.size) + b"tQ"
+        no_gradient, no_hooks = b"\x89", name_of("collections OrderedDict") + b")R"
+        tensor = storage + number(0) + numbers(x.shape) + numbers(stride) + no_gradient + no_hooks
+        parts += [text(name), name_of("torch._utils _rebuild_tensor_v2"), b"(", tensor, b"tR"]
     return b"".join([*parts, b"u."])

@@ -171,20 +171,20 @@ def tensor(kind=b"FloatStorage", key=b"0", size=b"K\x06", offset=b"K\x00", shape
 @pytest.mark.parametrize(
     "data, message",
     [
-        (tensor(size=b"K\x07"), "emb.weight has a storage of 24 bytes instead of 7 x 4"),
-        (tensor(key=b"9"), "emb.weight has no values: the file lacks gold/data/9"),
-        (tensor(key=b"../data.pkl"), "emb.weight has no values: the file lacks"),
-        (tensor(kind=b"QUInt8Storage"), "emb.weight has the element type 'torch.QUInt8Storage'"),
-        (tensor(offset=b"K\x01"), "emb.weight reaches beyond its storage"),
-        (tensor(shape=b"K\x03K\x03\x86"), "emb.weight reaches beyond its storage"),
-        (tensor(stride=b"K\x04K\x01\x86"), "emb.weight reaches beyond its storage"),
-        (tensor(shape=b"K\x02J\xff\xff\xff\x7f\x86", stride=b"K\x00K\x00\x86"), "emb.weight reaches beyond its storage"),  # all memory, by strides of 0
-        (tensor(stride=b"J\xff\xff\xff\xffK\x01\x86"), "a tensor whose shape or strides are no sizes"),
-        (tensor(shape=b"K\x06\x85"), "a tensor whose shape or strides are no sizes"),
-        (tensor(shape=b"K\x00\x8a\x10" + b"\xff" * 15 + b"\x01\x86"), "emb.weight "),
+        (tensor(size=b"K\x07"), "'emb.weight' has a storage of 24 bytes instead of 7 x 4"),
+        (tensor(key=b"9"), "'emb.weight' has no values: the file lacks 'gold/data/9'"),
+        (tensor(key=b"../data.pkl"), "'emb.weight' has no values: the file lacks"),
+        (tensor(kind=b"QUInt8Storage"), "'emb.weight' has the element type 'torch.QUInt8Storage'"),
+        (tensor(offset=b"K\x01"), "'emb.weight' reaches beyond its storage"),
+        (tensor(shape=b"K\x03K\x03\x86"), "'emb.weight' reaches beyond its storage"),
+        (tensor(stride=b"K\x04K\x01\x86"), "'emb.weight' reaches beyond its storage"),
+        (tensor(shape=b"K\x02J\xff\xff\xff\x7f\x86", stride=b"K\x00K\x00\x86"), "'emb.weight' reaches beyond its storage"),  # all memory, by strides of 0
+        (tensor(stride=b"J\xff\xff\xff\xffK\x01\x86"), "'emb.weight' has a shape or strides that are no sizes"),
+        (tensor(shape=b"K\x06\x85"), "'emb.weight' has a shape or strides that are no sizes"),
+        (tensor(shape=b"K\x00\x8a\x10" + b"\xff" * 15 + b"\x01\x86"), "'emb.weight' "),
         (b"\x80\x02X\x01\x00\x00\x00x.", "must hold a dict of tensors, got a str"),
         (b"\x80\x02}X\x09\x00\x00\x00_strategyX\x08\x00\x00\x00cpu fp32s.", "was converted for one strategy of PyPI rwkv"),
-        (b"\x80\x02}X\x05\x00\x00\x00_stepG?\xf0\x00\x00\x00\x00\x00\x00s.", "_step is no tensor (a float)"),
+        (b"\x80\x02}X\x05\x00\x00\x00_stepG?\xf0\x00\x00\x00\x00\x00\x00s.", "'_step' is no tensor (a float)"),
         (b"\x80\x02}K\x01K\x01s.", "a name of type int"),
         (b"\x80\x02}", "pickle exhausted"),
         (b"\x80\x02t.", "its pickle is broken"),
@@ -224,7 +224,7 @@ def test_broken_files(tmp_path):
         path.write_bytes(whole[:end])
         with pytest.raises(ValueError, match=r"x\.pth is a truncated or broken zip archive"):
             read_pth(path)
-    with pytest.raises(ValueError, match=r"x\.pth: emb.weight .* 4-byte|x\.pth: emb.weight has a storage of 20 bytes instead of 600 x 4"):
+    with pytest.raises(ValueError, match=r"x\.pth: 'emb.weight' .* 4-byte|x\.pth: 'emb.weight' has a storage of 20 bytes instead of 600 x 4"):
         make(path, tensor(size=b"M\x58\x02", shape=b"K\x1eK\x14\x86", stride=b"K\x14K\x01\x86"), [b"x" * 20])
         read_pth(path)
     make(path, compression=zipfile.ZIP_DEFLATED)
@@ -240,22 +240,21 @@ def test_broken_files(tmp_path):
 
 
 def test_random_damage(tmp_path):
-    """Any change of a file gives arrays or a ValueError that names the file, nothing else."""
-    whole = make(tmp_path / "x.pth").read_bytes()
+    """Any change of a pickle gives arrays or a ValueError that names the file, nothing else; checksums are right."""
     rng = np.random.default_rng(0)
     failed = 0
-    for _ in range(1500):
-        data = bytearray(whole)
+    for _ in range(1000):
+        data = bytearray(PICKLE)
         for _ in range(rng.integers(1, 4)):
             data[rng.integers(len(data))] = rng.integers(256)
-        (tmp_path / "x.pth").write_bytes(data)
+        make(tmp_path / "x.pth", bytes(data))
         try:
             for x in read_pth(tmp_path / "x.pth").values():
                 assert x.size <= 6 and x.tobytes() is not None
         except ValueError as error:
             failed += 1
-            assert "x.pth" in str(error)
-    assert 300 < failed < 1500
+            assert "x.pth" in str(error) and str(error).isprintable()
+    assert 300 < failed < 1000
 
 
 def test_write_errors(tmp_path):
@@ -296,7 +295,7 @@ def test_many_and_large_numbers(tmp_path, monkeypatch):
 
 
 def test_needs_neither_torch_nor_safetensors(tmp_path):
-    """.pth files do without both; directories say what they need."""
+    """.pth files do without both; reading directories says what it needs."""
     model = small.model(7, num_layers=1)
     save_checkpoint(tmp_path / "a.pth", model, small.params(model))
     program = """
@@ -305,13 +304,13 @@ sys.modules["torch"] = sys.modules["safetensors"] = None  # importing them fails
 from fla_jax.models import load_checkpoint, save_checkpoint
 model, params = load_checkpoint(sys.argv[1] + "/a.pth")
 save_checkpoint(sys.argv[1] + "/b.pth", model, params)
-for act in (lambda: load_checkpoint(sys.argv[1]), lambda: save_checkpoint(sys.argv[1] + "/c", model, params)):
-    try:
-        act()
-    except ImportError as error:
-        assert "pip install safetensors" in str(error), error
-    else:
-        raise AssertionError("no error")
+save_checkpoint(sys.argv[1] + "/c", model, params)
+try:
+    load_checkpoint(sys.argv[1] + "/c")
+except ImportError as error:
+    assert "pip install safetensors" in str(error), error
+else:
+    raise AssertionError("no error")
 """
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
