@@ -21,8 +21,9 @@ from typing import Any, Literal
 import jax
 import tyro
 
+from fla_jax.checkpoints import load_checkpoint
 from fla_jax.generate import generate, stream
-from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM, load_checkpoint
+from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
 from fla_jax.sampling import Sampling
 from fla_jax.state_tuning import initial_state, load_states
 from fla_jax.tokenizer import decode_stream, load_tokenizer, uncounted

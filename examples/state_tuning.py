@@ -24,7 +24,8 @@ import tyro
 from generate import load_model
 from rich.progress import track
 
-from fla_jax.models import RWKV7Config, RWKV7ForCausalLM, save_checkpoint
+from fla_jax.checkpoints import save_checkpoint
+from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
 from fla_jax.state_tuning import load_states, save_states, state_loss, tune_states, zero_states
 from fla_jax.tokenizer import load_tokenizer
 from fla_jax.training import rwkv_optimizer, rwkv_schedule

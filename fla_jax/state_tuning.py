@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .checkpoints import read_pth, write_pth
 from .layers.state import RWKVState
-from .models.pth import read_pth, write_pth
 from .training import chunked_cross_entropy, rwkv_optimizer, rwkv_schedule
 
 _NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 # RWKV-7's value residual: layer 0 has none. Stacked, it has zeros there, which nothing reads.
-_NOT_IN_FIRST = ("v0", "v1", "v2")
+NOT_IN_FIRST = ("v0", "v1", "v2")
 
 
 def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     if "r_k" in like:
         if "v1" not in like:
             raise ValueError("params hold one layer of RWKV-7: without the shape of a second layer's v1 there is nothing to stack it with")
-        first = {**first, "att": {**first["att"], **{name: jax.tree.map(jnp.zeros_like, like[name]) for name in _NOT_IN_FIRST}}}
+        first = {**first, "att": {**first["att"], **{name: jax.tree.map(jnp.zeros_like, like[name]) for name in NOT_IN_FIRST}}}
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), first, *rest)
     return {**{name: value for name, value in params.items() if name not in names}, "blocks": stacked}
 
@@ -54,5 +54,5 @@ def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     stacked = params["blocks"]
     layers = {f"blocks_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(jax.tree.leaves(stacked)[0].shape[0])}
     first = layers["blocks_0"]
-    layers["blocks_0"] = {**first, "att": {name: value for name, value in first["att"].items() if name not in _NOT_IN_FIRST}}
+    layers["blocks_0"] = {**first, "att": {name: value for name, value in first["att"].items() if name not in NOT_IN_FIRST}}
     return {**{name: value for name, value in params.items() if name != "blocks"}, **layers}

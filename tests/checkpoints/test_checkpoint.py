@@ -16,7 +16,8 @@ import official
 import pytest
 import small_models as small
 
-from fla_jax.models import RWKV7Config, load_checkpoint, load_extras, read_pth, save_checkpoint, unstack_layers, write_pth
+from fla_jax.checkpoints import load_checkpoint, load_extras, read_pth, save_checkpoint, write_pth
+from fla_jax.models import RWKV7Config, unstack_layers
 
 CASES = [
     (6, "float32", {}),
@@ -163,7 +164,10 @@ def test_options(tmp_path):
 
 def test_boxed_parameters(tmp_path):
     model = small.model(6, logical_axes=True)
-    boxed = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    rng = np.random.default_rng(0)
+    shapes = small.shapes(model, jnp.zeros((1, 2), jnp.int32))
+    boxed = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
+    assert isinstance(boxed["head"]["kernel"], nn.LogicallyPartitioned)
     save_checkpoint(tmp_path / "a.pth", model, boxed)
     same(load_checkpoint(tmp_path / "a.pth")[1], nn.meta.unbox(boxed))
 
@@ -261,8 +265,8 @@ ERRORS = [
     (7, lambda z: changed(z, "blocks.0.ffn.s_emb.weight", ONE), "'blocks.0.ffn.s_emb.weight' belongs to RWKV-7a"),
     (7, lambda z: changed(z, "blocks.0.att.qkv.weight", ONE), "'blocks.0.att.qkv.weight' belongs to RWKV-7b"),
     (6, lambda z: {"emb.weight": ONE, "blocks.0.att.time_mix_k": ONE}, "'blocks.0.att.time_mix_k' belongs to RWKV-4 or RWKV-5"),
-    (6, lambda z: {"weight": ONE}, "its names are not those of RWKV-6 or RWKV-7"),
-    (6, lambda z: {}, "its names are not those of RWKV-6 or RWKV-7"),
+    (6, lambda z: {"weight": ONE}, "its names are not those of a known model; known are RWKV-LM's RWKV-6, "),
+    (6, lambda z: {}, "its names are not those of a known model; known are RWKV-LM's RWKV-6, "),
     (7, lambda z: {name: x.astype(np.float64) for name, x in z.items()}, "' is float64: give param_dtype, or set jax_enable_x64"),
 ]
 
@@ -322,13 +326,13 @@ def test_save_errors(tmp_path):
         (without, ValueError, "params lack ln_out/"),
         ({**params, "more": ONE}, ValueError, "params hold more, which the model has not"),
         ({**params, "head": {"kernel": ONE}}, ValueError, r"params: head/kernel must have shape \[32, 24\], got \[2, 2\]"),
-        (jax.tree.map(lambda x: x.astype(jnp.int32), params), TypeError, "params: .* must be an array of float32, .*, got int32"),
-        (jax.tree.map(lambda x: x.astype(jnp.float8_e5m2), params), TypeError, "params: .* must be an array of float32, .*, got float8_e5m2"),
+        (jax.tree.map(lambda x: x.astype(jnp.int32), params), TypeError, "params: .* must be an array of float16, .*, got int32"),
+        (jax.tree.map(lambda x: x.astype(jnp.float8_e5m2), params), TypeError, "params: .* must be an array of float16, .*, got float8_e5m2"),
     ):
         with pytest.raises(error, match=message):
             save_checkpoint(tmp_path / "a.pth", model, tree)
     with pytest.raises(ValueError, match="rate_scale must be 1, the official models', got 2"):
         save_checkpoint(tmp_path / "a.pth", small.model(7, rate_scale=2.0), params)
-    with pytest.raises(ValueError, match=r"path must end in .pth, or be a directory for .safetensors files"):
+    with pytest.raises(ValueError, match=r"path must name an FLA directory or a .pth file, got .*a\.safetensors"):
         save_checkpoint(tmp_path / "a.safetensors", model, params)
     assert not os.listdir(tmp_path)

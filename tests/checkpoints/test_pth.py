@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.models import load_checkpoint, read_pth, save_checkpoint, write_pth
+from fla_jax.checkpoints import load_checkpoint, read_pth, save_checkpoint, write_pth
 
 # What torch.save of PyTorch 2.13 wrote for a state_dict of three tensors, two of them in one storage, one transposed.
 PICKLE = (
@@ -195,7 +195,7 @@ def tensor(kind=b"FloatStorage", key=b"0", size=b"K\x06", offset=b"K\x00", shape
         (b"\x80\x02}()q\x00" + b"h\x00h\x00\x86q\x00" * 200 + b"tK\x01s.", "a name of type tuple"),
         (b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.", "calls 'os.system', which no dict of tensors needs: refused"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93)}\x92.", "uses the opcode NEWOBJ_EX"),
-        (b"\x80\x02cfla_jax.models.pth\nread_pth\n}b0}.", "sets attributes of something that is no dict: refused"),
+        (b"\x80\x02cfla_jax.checkpoints\nread_pth\n}b0}.", "sets attributes of something that is no dict: refused"),
     ],
 )
 def test_broken_pickles(tmp_path, data, message):
@@ -285,7 +285,7 @@ def test_failed_write_leaves_the_old_file(tmp_path):
 
 def test_many_and_large_numbers(tmp_path, monkeypatch):
     """The zip64 form that storages of over a gigabyte take, at a smaller size."""
-    monkeypatch.setattr("fla_jax.models.pth._LARGE", 1000)
+    monkeypatch.setattr("fla_jax.checkpoints.formats.pth._LARGE", 1000)
     x = np.arange(1000, dtype=np.float32)
     write_pth(tmp_path / "x.pth", {f"x{i}": x[: 100 * i] for i in range(10)})
     for i in range(10):
@@ -301,7 +301,7 @@ def test_needs_neither_torch_nor_safetensors(tmp_path):
     program = """
 import sys
 sys.modules["torch"] = sys.modules["safetensors"] = None  # importing them fails
-from fla_jax.models import load_checkpoint, save_checkpoint
+from fla_jax.checkpoints import load_checkpoint, save_checkpoint
 model, params = load_checkpoint(sys.argv[1] + "/a.pth")
 save_checkpoint(sys.argv[1] + "/b.pth", model, params)
 save_checkpoint(sys.argv[1] + "/c", model, params)

@@ -21,7 +21,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .files import Stored, as_bytes, as_path, check_regular, printable, quoted, replacing
+from ..files import as_path, check_regular, replacing
+from ..namings import OFFICIAL6, OFFICIAL7
+from ..tensors import StoredTensor, as_bytes, printable, quoted
+from .format import Format
 from .pickled import Tensor, unpickle
 
 _STORAGES = {
@@ -106,7 +109,7 @@ class _Archive:
         return self.view(name).tobytes()
 
 
-def open_pth(path: Path) -> dict[str, Stored]:
+def open_pth(path: Path) -> dict[str, StoredTensor]:
     """Like `read_pth`, but checks each storage only when its tensors are read."""
     archive = _Archive(path)
     pickles = [name for name in archive.infos if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -132,7 +135,7 @@ def open_pth(path: Path) -> dict[str, Stored]:
             raise ValueError(f"{path}: {quoted(name)} {printable(error)}") from None
         member = f"{folder}/data/{value.storage.key}"
         read = functools.partial(_read, path, name, archive, member, x)
-        tensors[name] = Stored(name, x.shape, x.dtype, read, member, archive.infos[member].file_size)
+        tensors[name] = StoredTensor(name, x.shape, x.dtype, read, member, archive.infos[member].file_size)
     return tensors
 
 
@@ -197,7 +200,7 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     Example:
         >>> import numpy as np, tempfile
-        >>> from fla_jax.models import read_pth, write_pth
+        >>> from fla_jax.checkpoints import read_pth, write_pth
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_pth(folder + "/a.pth", {"blocks.0.att.time_state": np.zeros((2, 64, 64), np.float32)})
         ...     read_pth(folder + "/a.pth")["blocks.0.att.time_state"].shape
@@ -273,3 +276,18 @@ def _pickle(tensors: Mapping[str, Any]) -> bytes:
         tensor = storage + number(0) + numbers(x.shape) + numbers(stride) + no_gradient + no_hooks
         parts += [text(name), name_of("torch._utils _rebuild_tensor_v2"), b"(", tensor, b"tR"]
     return b"".join([*parts, b"u."])
+
+
+def _reads(path: Path) -> bool:
+    return not path.is_dir() and path.suffix != ".safetensors"  # PyTorch's files have all kinds of names
+
+
+def _writes(path: Path) -> bool:
+    return path.suffix == ".pth"
+
+
+def _write(path: Path, tensors: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
+    write_pth(path, tensors)
+
+
+PTH = Format("a .pth file", _reads, _writes, open_pth, _write, (OFFICIAL6, OFFICIAL7))

@@ -12,8 +12,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .config import RWKV6Config, RWKVConfig
-from .files import Stored, as_bytes, check_regular, printable, quoted, replacing
+from ..files import check_regular, replacing
+from ..namings import FLA6, FLA7
+from ..tensors import StoredTensor, as_bytes, printable, quoted
+from .format import Format
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -24,8 +26,7 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_JSON = 10**8  # bytes, which safetensors allows its headers too
 _WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-_LAYER_NORM_EPS = 1e-5
-_ACTIVATION = "sqrelu"
+_MUST_BE = {"norm_eps": 1e-5, "hidden_act": "sqrelu"}  # what no tensor tells
 
 
 def _safetensors() -> Any:
@@ -97,7 +98,7 @@ def _read(file: Path, handle: Any, name: str) -> np.ndarray:
         raise ValueError(f"{file}: {quoted(name)} cannot be read: {printable(error)}") from None
 
 
-def read_safetensors(path: Path) -> dict[str, Stored]:
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a directory, or of one ``.safetensors`` file, to be read one by one.
 
     Raises:
@@ -107,7 +108,7 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
     """
     safetensors = _safetensors()
     files, where = _files(path)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         if where is not None and not file.exists():
             raise FileNotFoundError(f"{path} lacks {quoted(file.name)}, which {_INDEX} names")
@@ -128,20 +129,20 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
                 what = f"is in more than one file, or not in that which {_INDEX} names"
                 raise ValueError(f"{file}: {quoted(name)} {what}")
             read = functools.partial(_read, file, handle, name)
-            tensors[name] = Stored(name, tuple(entry.get_shape()), dtype, read)
+            tensors[name] = StoredTensor(name, tuple(entry.get_shape()), dtype, read)
     if where is not None and (lost := sorted(where.keys() - tensors.keys())):
         raise ValueError(f"{path / where[lost[0]]} lacks {quoted(lost[0])}, which {_INDEX} puts there")
     if path.is_dir() and (path / _CONFIG).exists():
         config = _load_json(path / _CONFIG)
-        for field, want in (("norm_eps", _LAYER_NORM_EPS), ("hidden_act", _ACTIVATION)):
+        for field, want in _MUST_BE.items():
             if config.get(field, want) != want:
                 what = f"{field} must be {want!r}, got {config[field]!r:.200}"
                 raise ValueError(f"{path / _CONFIG}: {what}: the tensors would fit, the results would not")
     return tensors
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
-    """Writes ``model.safetensors`` and ``config.json`` into a directory, each whole or not at all.
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
+    """Writes ``model.safetensors`` and ``config.json``, of these fields, into a directory, each whole or not.
 
     Only one tensor at a time is copied, where its values do not lie as in the file; the library wants all.
 
@@ -167,42 +168,15 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], config: Map
         for name in names:
             file.write(as_bytes(tensors[name]))
     with replacing(path / _CONFIG) as file:
-        file.write((json.dumps(config, indent=2) + "\n").encode())
+        file.write((json.dumps(fields, indent=2) + "\n").encode())
 
 
-def fla_config(config: RWKVConfig, dtype: np.dtype) -> dict[str, Any]:
-    """The fields of ``config.json`` that make FLA build this model; no size of ``config`` may be None.
+def _reads(path: Path) -> bool:
+    return path.is_dir() or path.suffix == ".safetensors"
 
-    Source: flash-linear-attention ``fla/models/rwkv{6,7}/configuration_rwkv{6,7}.py``.
-    """
-    version = 6 if isinstance(config, RWKV6Config) else 7
-    C, L = config.hidden_size, config.num_layers
-    assert config.intermediate_size is not None
-    fields: dict[str, Any] = {
-        "architectures": [f"RWKV{version}ForCausalLM"],
-        "model_type": f"rwkv{version}",
-        "attn_mode": "chunk",
-        "vocab_size": config.vocab_size,
-        "hidden_size": C,
-        "num_hidden_layers": L,
-        "num_heads": C // config.head_dim,
-        "hidden_ratio": config.intermediate_size / C,
-        "intermediate_size": config.intermediate_size,
-        "hidden_act": _ACTIVATION,
-        "norm_first": True,
-        "norm_bias": True,
-        "norm_eps": _LAYER_NORM_EPS,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,  # RWKV's documents are separated by token 0
-        "eos_token_id": 0,
-        "pad_token_id": None,  # with one, PyTorch keeps its row of the embedding from learning
-        "torch_dtype": str(dtype),
-    }
-    if isinstance(config, RWKV6Config):
-        # FLA calls the rank of the decay that of a gate
-        ranks = {"proj": config.proj_low_rank_dim, "gate": config.decay_low_rank_dim}
-        fields |= {"expand_k": 1.0, "expand_v": 1.0}
-    else:
-        ranks = {name: getattr(config, f"{name}_low_rank_dim") for name in ("decay", "a", "v", "gate")}
-        fields |= {"head_dim": config.head_dim, "value_dim": [C] * L}
-    return fields | {f"{name}_low_rank_dim": rank for name, rank in ranks.items()}
+
+def _writes(path: Path) -> bool:
+    return path.suffix not in (".pth", ".pt", ".bin", ".safetensors", ".json")
+
+
+HUGGINGFACE = Format("an FLA directory", _reads, _writes, read_safetensors, write_safetensors, (FLA6, FLA7))

@@ -1,4 +1,4 @@
-"""What all formats of checkpoints share: tensors that are not read yet, messages, opening, replacing."""
+"""Files that are safe to open, and files that are whole when they appear."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-
-import numpy as np
+from typing import Any, BinaryIO
 
 if sys.platform != "win32":
     import fcntl
@@ -25,60 +23,6 @@ _KINDS = {
     stat.S_ISBLK: "a device",
     stat.S_ISSOCK: "a socket",
 }
-
-
-class Stored(NamedTuple):
-    """A tensor of a file, not read yet.
-
-    Attributes:
-        name: as the file has it.
-        shape: sizes of its axes.
-        dtype: of its values.
-        read: gives the values; raises ValueError where the file is damaged.
-        storage: the piece of the file that the values lie in, where tensors may share one; None for its own.
-        room: number of bytes of that piece.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    read: Callable[[], np.ndarray]
-    storage: Hashable = None
-    room: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that its values take, written out."""
-        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
-
-
-def quoted(text: Any) -> str:
-    """What a file says, as messages show it: quoted, short, without characters that a terminal would obey."""
-    text = str(text)
-    return repr(text if len(text) <= 200 else text[:200] + "...")
-
-
-def printable(error: Exception) -> str:
-    """What a library says of a file and may quote from it: without characters that a terminal would obey."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:500])
-
-
-def copy_into(target: np.ndarray, source: np.ndarray) -> None:
-    """``target[...] = source``; transposed matrices block by block, several times as fast as all at once."""
-    if source.ndim == 2 and source.strides[0] < source.strides[1]:
-        for start in range(0, source.shape[1], 64):
-            target[:, start : start + 64] = source[:, start : start + 64]
-    else:
-        target[...] = source
-
-
-def as_bytes(x: Any) -> memoryview:
-    """The values of an array in row-major order; a copy only where they do not lie so."""
-    x = np.asarray(x)
-    if not x.flags.c_contiguous:
-        source, x = x, np.empty(x.shape, x.dtype)
-        copy_into(x, source)
-    return x.reshape(-1).view(np.uint8).data
 
 
 def as_path(path: Any) -> Path:

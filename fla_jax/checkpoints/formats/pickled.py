@@ -14,7 +14,7 @@ import pickletools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .files import quoted
+from ..tensors import quoted
 
 _LONGEST = 10**8  # bytes; the pickle of a model with thousands of tensors has less than a million
 _MOST_AXES = 8

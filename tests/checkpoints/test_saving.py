@@ -1,4 +1,4 @@
-"""Files that are written: whole or not at all, by any number of savers, with the permissions that the umask says."""
+"""Files that are written: whole or not at all, by any number of savers, with the permissions of the umask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.models import load_checkpoint, read_pth, save_checkpoint, write_pth
+from fla_jax.checkpoints import load_checkpoint, read_pth, save_checkpoint, write_pth
 
 TARGETS = {"model.pth": "model.pth", "model": "model/model.safetensors"}  # what is asked for, what appears
 
@@ -40,7 +40,7 @@ def test_full_disk(model, params, tmp_path, target):
     save_checkpoint(path, model, params)
     before = (tmp_path / TARGETS[target]).read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))  # writing more fails as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))  # more fails as on a full disk
     try:
         with pytest.raises(OSError, match=TARGETS[target]) as error:
             save_checkpoint(path, model, params)
@@ -48,7 +48,10 @@ def test_full_disk(model, params, tmp_path, target):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert error.value.errno == errno.EFBIG and error.value.filename == str(tmp_path / TARGETS[target])
     assert (tmp_path / TARGETS[target]).read_bytes() == before
-    assert sorted(os.listdir(path if path.is_dir() else tmp_path)) in (["model.pth"], ["config.json", "model.safetensors"])
+    assert sorted(os.listdir(path if path.is_dir() else tmp_path)) in (
+        ["model.pth"],
+        ["config.json", "model.safetensors"],
+    )
 
 
 def test_errors_of_the_file_system_name_the_file(model, params, tmp_path):
@@ -94,7 +97,13 @@ def test_leftovers(model, params, tmp_path):
     dead.wait()
     files = (*TARGETS.values(), "model/config.json")
     left = [f"{name}.{dead.pid}{n}.tmp" for name in files for n in ("", "-0", "-12")]
-    kept = ["model.pth.tmp", "model.pth.old.tmp", "model.pth.7-7", f"other.pth.{dead.pid}-0.tmp", "xmodel.pth.7-7.tmp"]
+    kept = [
+        "model.pth.tmp",
+        "model.pth.old.tmp",
+        "model.pth.7-7",
+        f"other.pth.{dead.pid}-0.tmp",
+        "xmodel.pth.7-7.tmp",
+    ]
     for name in (*left, *kept, "model.pth.8-8.tmp"):
         (tmp_path / name).write_text("half a file")
     (tmp_path / "model.pth.9-9.tmp").mkdir()
@@ -130,7 +139,7 @@ def test_threads(model, params, tmp_path, target):
 PROCESSES = """
 import os, signal, sys
 import numpy as np
-from fla_jax.models import write_pth
+from fla_jax.checkpoints import write_pth
 
 class Deadly:
     dtype, shape, ndim, size = np.dtype(np.float32), (3,), 1, 3
@@ -160,7 +169,9 @@ print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children
 def test_processes(tmp_path):
     """The same between processes; one is killed in the middle, and the next save clears up after it."""
     path = tmp_path / "x.pth"
-    done = subprocess.run([sys.executable, "-c", PROCESSES, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESSES, str(path)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == [str(-signal.SIGKILL), "0", "0", "0"], done.stderr
     x, y = read_pth(path).values()
     assert x[0] in range(4) and (x == x[0]).all() and (y == x[0]).all()
@@ -176,7 +187,11 @@ def test_wrong_arguments(model, params, tmp_path):
     for args, error, message in (
         ((None, model, params), TypeError, "path must be a str or an os.PathLike of str, got NoneType"),
         ((b"a.pth", model, params), TypeError, "path must be a str or an os.PathLike of str, got bytes"),
-        ((path, None, params), TypeError, "model must be an RWKV6ForCausalLM or RWKV7ForCausalLM, got NoneType"),
+        (
+            (path, None, params),
+            TypeError,
+            "model must be an RWKV6ForCausalLM or RWKV7ForCausalLM, got NoneType",
+        ),
         ((path, nn.Dense(3), params), TypeError, "model must be an .*, got Dense"),
         ((path, params, model), TypeError, "model must be an .*, got dict"),
         ((path, model, None), TypeError, "params must be a dict of the model's parameters, got NoneType"),
@@ -184,7 +199,11 @@ def test_wrong_arguments(model, params, tmp_path):
         ((path, model, {**params, 1: {2: 3}}), ValueError, "params hold 1/2, which the model has not"),
         ((path, model, with_leaf("x")), TypeError, "params: head/kernel must be an array, got str"),
         ((path, model, with_leaf(None)), TypeError, "params: head/kernel must be an array, got NoneType"),
-        ((path, model, with_leaf(np.full(shape, None))), TypeError, "head/kernel must be an array of .*, got object"),
+        (
+            (path, model, with_leaf(np.full(shape, None))),
+            TypeError,
+            "head/kernel must be an array of .*, got object",
+        ),
         ((path, model, small.shapes(model, jnp.zeros((1, 1), jnp.int32))), TypeError, "got ShapeDtypeStruct"),
     ):
         for target in (args[0], tmp_path / "b" if args[0] == path else args[0]):
@@ -194,7 +213,11 @@ def test_wrong_arguments(model, params, tmp_path):
         ([1], TypeError, "extras must be a dict of arrays or None, got list"),
         ({1: 2}, ValueError, "extras: '1' is no tensor"),
         ({"blocks.0.att.v0": "x"}, TypeError, "extras: blocks.0.att.v0 must be an array, got str"),
-        ({"blocks.0.att.v0": np.arange(3)}, TypeError, "extras: blocks.0.att.v0 must be an array of .*, got int64"),
+        (
+            {"blocks.0.att.v0": np.arange(3)},
+            TypeError,
+            "extras: blocks.0.att.v0 must be an array of .*, got int64",
+        ),
     ):
         with pytest.raises(error, match=message):
             save_checkpoint(path, model, params, extras=extras)
