@@ -27,14 +27,17 @@ class RWKVConfig:
             configuration is made. Decay, normalisations, wkv states and logits have at least float32.
         param_dtype: dtype of the parameters, one of the same. For training keep float32, also with
             ``dtype=bfloat16``: the optimizer's small steps vanish in bfloat16.
-        scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters lie stacked under ``blocks`` instead of ``blocks_0``,
-            ``blocks_1``, ... (`stack_layers` and `unstack_layers` convert). The state is the same in both forms.
-        remat: recompute each block in the backward pass instead of keeping its activations; the op's forward still runs once (`fla_jax.remat_policy`).
-            ``"dense"`` keeps the outputs of the dense projections as well: nearly as fast as keeping everything, at a fraction of its memory.
-        logical_axes: ``model.init`` returns parameters boxed with logical axis names (`flax.linen.LogicallyPartitioned`), to be sharded by
-            `flax.linen.logical_to_mesh_sharding`; otherwise plain arrays. ``model.apply`` takes both. Names: vocab, embed, heads, kv, mlp, rank, layers, and,
-            of activations, batch, length.
-        chunk_size: tokens per chunk of the op, a power of two from 1 to 256; None for the implementation's own.
+        scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters lie
+            stacked under ``blocks`` instead of ``blocks_0``, ``blocks_1``, ... (`stack_layers` and
+            `unstack_layers` convert). The state is the same in both forms.
+        remat: recompute each block in the backward pass instead of keeping its activations; the op's forward
+            still runs once (`fla_jax.remat_policy`). ``"dense"`` keeps the outputs of the dense projections
+            as well: nearly as fast as keeping everything, at a fraction of its memory.
+        logical_axes: ``model.init`` returns parameters boxed with logical axis names
+            (`flax.linen.LogicallyPartitioned`), to be sharded by `flax.linen.logical_to_mesh_sharding`;
+            otherwise plain arrays. ``model.apply`` takes both. Names: vocab, embed, heads, kv, mlp, rank,
+            layers, and, of activations, batch, length.
+        chunk_size: tokens per chunk of the op, a power of two from 1 to 256; None: the implementation's own.
         implementation: name of the op's implementation that runs; None for the best that qualifies.
 
     Raises:
@@ -91,8 +94,8 @@ class RWKV6Config(RWKVConfig):
     """RWKV-6 ("Finch", x060). Official widths: ``intermediate_size = floor(3.5 C / 32) * 32``.
 
     Attributes:
-        proj_low_rank_dim: rank of the token shift's low-rank part; None for the official 32 (64 from C = 4096 on).
-        decay_low_rank_dim: rank of the decay's low-rank part; None for the official 64 (128 from C = 4096 on).
+        proj_low_rank_dim: rank of the token shift's low-rank part; None: official, 32 (64 from C = 4096).
+        decay_low_rank_dim: rank of the decay's low-rank part; None: official, 64 (128 from C = 4096).
 
     The other fields: `RWKVConfig`.
 
@@ -111,11 +114,13 @@ class RWKV7Config(RWKVConfig):
     """RWKV-7 ("Goose", x070). Official widths: ``intermediate_size = 4 C``.
 
     Attributes:
-        decay_low_rank_dim: rank of the decay's low-rank part; None for the official ``max(32, round(2.5 sqrt(C) / 32) * 32)``.
+        decay_low_rank_dim: rank of the decay's low-rank part; None for the official
+            ``max(32, round(2.5 sqrt(C) / 32) * 32)``.
         a_low_rank_dim: the same of the in-context rate; None for the official one, factor 2.5.
         v_low_rank_dim: the same of the value residual; None for the official one, factor 1.7.
         gate_low_rank_dim: the same of the gate; None for the official one, factor 5.
-        rate_scale: factor on the in-context rate in the state transition: 1 official, 2 for state tracking, 0 for none; see `RWKV7Attention`.
+        rate_scale: factor on the in-context rate in the state transition: 1 official, 2 for state tracking, 0
+            for none; see `RWKV7Attention`.
 
     The other fields: `RWKVConfig`.
 

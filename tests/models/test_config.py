@@ -34,10 +34,22 @@ def test_configurations_are_values():
         ({"dtype": jnp.int32}, TypeError, "dtype must be a floating-point dtype"),
         ({"param_dtype": "nope"}, TypeError, "param_dtype must be a floating-point dtype"),
         ({"dtype": None}, TypeError, "dtype must be a floating-point dtype, one of .*, got None"),
-        ({"dtype": jnp.float8_e5m2}, TypeError, "dtype must be a .* one of float16, bfloat16, .*, got float8_e5m2"),
-        ({"param_dtype": jnp.complex64}, TypeError, "param_dtype must be a floating-point dtype, .*, got complex64"),
+        (
+            {"dtype": jnp.float8_e5m2},
+            TypeError,
+            "dtype must be a .* one of float16, bfloat16, .*, got float8_e5m2",
+        ),
+        (
+            {"param_dtype": jnp.complex64},
+            TypeError,
+            "param_dtype must be a floating-point dtype, .*, got complex64",
+        ),
         ({"dtype": "float64"}, TypeError, "dtype is float64, which JAX has only with jax_enable_x64 set"),
-        ({"param_dtype": float}, TypeError, "param_dtype is float64, which JAX has only with jax_enable_x64 set"),
+        (
+            {"param_dtype": float},
+            TypeError,
+            "param_dtype is float64, which JAX has only with jax_enable_x64 set",
+        ),
         ({"head_dim": 512, "hidden_size": 512}, ValueError, "head_dim must be at most 256, got 512"),
         ({"head_dim": True}, ValueError, "head_dim must be a positive integer, got True"),
         ({"intermediate_size": True}, ValueError, "intermediate_size must be a positive integer, got True"),
@@ -49,9 +61,21 @@ def test_configurations_are_values():
         ({"chunk_size": 0}, ValueError, "chunk_size must be a power of two from 1 to 256 or None, got 0"),
         ({"chunk_size": 48}, ValueError, "chunk_size must be a power of two from 1 to 256 or None, got 48"),
         ({"chunk_size": 512}, ValueError, "chunk_size must be a power of two from 1 to 256 or None, got 512"),
-        ({"chunk_size": True}, ValueError, "chunk_size must be a power of two from 1 to 256 or None, got True"),
-        ({"chunk_size": 16.0}, ValueError, "chunk_size must be a power of two from 1 to 256 or None, got 16.0"),
-        ({"implementation": "cuda"}, ValueError, "implementation must be one of .*reference.* or None, got 'cuda'"),
+        (
+            {"chunk_size": True},
+            ValueError,
+            "chunk_size must be a power of two from 1 to 256 or None, got True",
+        ),
+        (
+            {"chunk_size": 16.0},
+            ValueError,
+            "chunk_size must be a power of two from 1 to 256 or None, got 16.0",
+        ),
+        (
+            {"implementation": "cuda"},
+            ValueError,
+            "implementation must be one of .*reference.* or None, got 'cuda'",
+        ),
         ({"implementation": ["xla"]}, ValueError, r"implementation must be one of .* or None, got \['xla'\]"),
     ],
 )
@@ -95,7 +119,11 @@ TOKENS = jnp.zeros((2, 3), jnp.int32)
         ((TOKENS, None, TOKENS * 1.0), TypeError, "segment_ids must be an integer array"),
         ((TOKENS, "zero"), TypeError, "state must be an RWKVState"),
         ((TOKENS, RWKVState(*(jnp.zeros(1),) * 3)), ValueError, "state.att_shift must have shape"),
-        ((TOKENS, small.model(7).init_state(1)), ValueError, r"state.att_shift must have shape \[2, 2, 32\], got \[2, 1, 32\]"),
+        (
+            (TOKENS, small.model(7).init_state(1)),
+            ValueError,
+            r"state.att_shift must have shape \[2, 2, 32\], got \[2, 1, 32\]",
+        ),
     ],
 )
 @pytest.mark.parametrize("version", small.VERSIONS)
@@ -109,7 +137,9 @@ def test_init_state():
     model = small.model(7, dtype=jnp.bfloat16)
     state = model.init_state(3)
     assert state.wkv.shape == (2, 3, 2, 16, 16) and state.wkv.dtype == jnp.float32
-    assert state.att_shift.shape == state.ffn_shift.shape == (2, 3, 32) and state.att_shift.dtype == jnp.bfloat16
+    assert (
+        state.att_shift.shape == state.ffn_shift.shape == (2, 3, 32) and state.att_shift.dtype == jnp.bfloat16
+    )
     for batch in (0, -1, 2.0, None):
         with pytest.raises(ValueError, match="batch must be a positive integer"):
             model.init_state(batch)
