@@ -21,8 +21,9 @@ from typing import Any, Literal
 import jax
 import tyro
 
+from fla_jax.checkpoints import load_checkpoint
 from fla_jax.generation import Sampling, decode_stream, generate, load_tokenizer, stream, uncounted
-from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM, load_checkpoint
+from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
 from fla_jax.training import initial_state, load_states
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

@@ -24,8 +24,9 @@ import tyro
 from generate import load_model
 from rich.progress import track
 
+from fla_jax.checkpoints import save_checkpoint
 from fla_jax.generation import load_tokenizer
-from fla_jax.models import RWKV7Config, RWKV7ForCausalLM, save_checkpoint
+from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
 from fla_jax.training import (
     load_states,
     rwkv_optimizer,

@@ -2,9 +2,7 @@
 
 from ..layers.state import RWKVState
 from .causal_lm import RWKV6Block, RWKV6ForCausalLM, RWKV7Block, RWKV7ForCausalLM
-from .checkpoint import load_checkpoint, load_extras, save_checkpoint
 from .config import RWKV6Config, RWKV7Config
-from .pth import read_pth, write_pth
 from .stacking import stack_layers, unstack_layers
 
 __all__ = [
@@ -15,11 +13,6 @@ __all__ = [
     "RWKV7Config",
     "RWKV7ForCausalLM",
     "RWKVState",
-    "load_checkpoint",
-    "load_extras",
-    "read_pth",
-    "save_checkpoint",
     "stack_layers",
     "unstack_layers",
-    "write_pth",
 ]

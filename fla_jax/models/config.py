@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from ..layers import fields
+
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "head_dim")
 _RUN = ("num_layers", "dtype", "param_dtype", "logical_axes", "hidden_size")
 
@@ -19,19 +21,24 @@ class RWKVConfig:
         vocab_size: number of tokens, V.
         hidden_size: channels, C.
         num_layers: layers, L.
-        head_dim: channels per head; a divisor of ``hidden_size``.
+        head_dim: channels per head, at most 256; a divisor of ``hidden_size``.
         intermediate_size: width of the feed-forward; None for the official one.
-        dtype: compute dtype. Decay, normalisations, matrix-valued states and logits are float32 in any case.
-        param_dtype: dtype of the parameters. For training keep float32, also with ``dtype=bfloat16``: the optimizer's small steps vanish in bfloat16.
-        scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters lie stacked under ``blocks`` instead of ``blocks_0``,
-            ``blocks_1``, ... (`stack_layers` and `unstack_layers` convert). The state is the same in both forms.
-        remat: recompute each block in the backward pass instead of keeping its activations; the op's forward still runs once (`fla_jax.remat_policy`).
-            ``"dense"`` keeps the outputs of the dense projections as well: nearly as fast as keeping everything, at a fraction of its memory.
-        logical_axes: ``model.init`` returns parameters boxed with logical axis names (`flax.linen.LogicallyPartitioned`), to be sharded by
-            `flax.linen.logical_to_mesh_sharding`; otherwise plain arrays. ``model.apply`` takes both. Names: vocab, embed, heads, kv, mlp, rank, layers, and,
-            of activations, batch, length.
-        chunk_size: tokens per chunk of the op; None for the implementation's own choice.
-        implementation: which implementation of the op runs; None for the best that qualifies.
+        dtype: compute dtype: float16, bfloat16, float32, or float64, which needs ``jax_enable_x64`` when the
+            configuration is made. Decay, normalisations, wkv states and logits have at least float32.
+        param_dtype: dtype of the parameters, one of the same. For training keep float32, also with
+            ``dtype=bfloat16``: the optimizer's small steps vanish in bfloat16.
+        scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters lie
+            stacked under ``blocks`` instead of ``blocks_0``, ``blocks_1``, ... (`stack_layers` and
+            `unstack_layers` convert). The state is the same in both forms.
+        remat: recompute each block in the backward pass instead of keeping its activations; the op's forward
+            still runs once (`fla_jax.remat_policy`). ``"dense"`` keeps the outputs of the dense projections
+            as well: nearly as fast as keeping everything, at a fraction of its memory.
+        logical_axes: ``model.init`` returns parameters boxed with logical axis names
+            (`flax.linen.LogicallyPartitioned`), to be sharded by `flax.linen.logical_to_mesh_sharding`;
+            otherwise plain arrays. ``model.apply`` takes both. Names: vocab, embed, heads, kv, mlp, rank,
+            layers, and, of activations, batch, length.
+        chunk_size: tokens per chunk of the op, a power of two from 1 to 256; None: the implementation's own.
+        implementation: name of the op's implementation that runs; None for the best that qualifies.
 
     Raises:
         ValueError, TypeError: a field does not fit; the message names it.
@@ -52,24 +59,20 @@ class RWKVConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            optional = field.name.endswith("_low_rank_dim") or field.name == "intermediate_size"
-            if field.name in _SIZES or (optional and value is not None):
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise ValueError(f"{field.name} must be a positive integer, got {value!r}")
-            elif field.name == "remat":
-                if value not in (False, True, "dense"):
-                    raise ValueError(f"remat must be False, True or 'dense', got {value!r}")
-            elif field.name in ("dtype", "param_dtype"):
-                try:
-                    value = jnp.dtype(value)
-                except TypeError:
-                    raise TypeError(f"{field.name} must be a floating-point dtype, got {value!r}") from None
-                if not jnp.issubdtype(value, jnp.floating):
-                    raise TypeError(f"{field.name} must be a floating-point dtype, got {value}")
-                object.__setattr__(self, field.name, value)  # one spelling of a dtype, so that equal configurations are equal
-        if self.hidden_size % self.head_dim:
-            raise ValueError(f"hidden_size must be a multiple of head_dim, got hidden_size = {self.hidden_size}, head_dim = {self.head_dim}")
+            name, value = field.name, getattr(self, field.name)
+            optional = name.endswith("_low_rank_dim") or name == "intermediate_size"
+            if name in _SIZES or (optional and value is not None):
+                fields.check_size(name, value)
+            elif name in ("dtype", "param_dtype"):
+                # one spelling of a dtype, so that equal configurations are equal
+                object.__setattr__(self, name, fields.check_dtype(name, value))
+            elif name in ("scan_layers", "logical_axes"):
+                fields.check_flag(name, value)
+        if not isinstance(self.remat, bool | str) or self.remat not in (False, True, "dense"):
+            raise ValueError(f"remat must be False, True or 'dense', got {self.remat!r}")
+        fields.check_heads(self.hidden_size, self.head_dim)
+        fields.check_chunk_size(self.chunk_size)
+        fields.check_implementation(self.implementation)
 
     def _pick(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*_RUN, *names)}
@@ -91,8 +94,8 @@ class RWKV6Config(RWKVConfig):
     """RWKV-6 ("Finch", x060). Official widths: ``intermediate_size = floor(3.5 C / 32) * 32``.
 
     Attributes:
-        proj_low_rank_dim: rank of the token shift's low-rank part; None for the official 32 (64 from C = 4096 on).
-        decay_low_rank_dim: rank of the decay's low-rank part; None for the official 64 (128 from C = 4096 on).
+        proj_low_rank_dim: rank of the token shift's low-rank part; None: official, 32 (64 from C = 4096).
+        decay_low_rank_dim: rank of the decay's low-rank part; None: official, 64 (128 from C = 4096).
 
     The other fields: `RWKVConfig`.
 
@@ -111,11 +114,13 @@ class RWKV7Config(RWKVConfig):
     """RWKV-7 ("Goose", x070). Official widths: ``intermediate_size = 4 C``.
 
     Attributes:
-        decay_low_rank_dim: rank of the decay's low-rank part; None for the official ``max(32, round(2.5 sqrt(C) / 32) * 32)``.
+        decay_low_rank_dim: rank of the decay's low-rank part; None for the official
+            ``max(32, round(2.5 sqrt(C) / 32) * 32)``.
         a_low_rank_dim: the same of the in-context rate; None for the official one, factor 2.5.
         v_low_rank_dim: the same of the value residual; None for the official one, factor 1.7.
         gate_low_rank_dim: the same of the gate; None for the official one, factor 5.
-        rate_scale: factor on the in-context rate in the state transition: 1 official, 2 for state tracking, 0 for none; see `RWKV7Attention`.
+        rate_scale: factor on the in-context rate in the state transition: 1 official, 2 for state tracking, 0
+            for none; see `RWKV7Attention`.
 
     The other fields: `RWKVConfig`.
 
@@ -133,7 +138,8 @@ class RWKV7Config(RWKVConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.rate_scale, int | float) or not 0 <= self.rate_scale <= 2:
+        scale = self.rate_scale
+        if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 <= scale <= 2:
             raise ValueError(f"rate_scale must be a number from 0 to 2, got {self.rate_scale!r}")
 
     @property

@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 
 # RWKV-7's value residual: layer 0 has none. Stacked, it has zeros there, which nothing reads.
-_NOT_IN_FIRST = ("v0", "v1", "v2")
+NOT_IN_FIRST = ("v0", "v1", "v2")
 
 
 def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
-    """``blocks_0``, ``blocks_1``, ... -> ``blocks``, every array with a leading layer axis: what ``scan_layers=True`` reads.
+    """``blocks_0``, ``blocks_1``, ... -> ``blocks``, every array with a leading layer axis.
+
+    That is what ``scan_layers=True`` reads.
 
     Args:
-        params: parameters (or gradients) of an unscanned model; plain arrays (`flax.linen.meta.unbox` boxed ones first).
+        params: parameters (or gradients) of an unscanned model; plain arrays (`flax.linen.meta.unbox` boxed
+            ones first).
 
     Returns:
         A new tree; the entries outside the layers are shared.
@@ -31,8 +34,15 @@ def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     like = rest[0]["att"] if rest else first["att"]
     if "r_k" in like:
         if "v1" not in like:
-            raise ValueError("params hold one layer of RWKV-7: without the shape of a second layer's v1 there is nothing to stack it with")
-        first = {**first, "att": {**first["att"], **{name: jax.tree.map(jnp.zeros_like, like[name]) for name in _NOT_IN_FIRST}}}
+            what = "without the shape of a second layer's v1 there is nothing to stack it with"
+            raise ValueError(f"params hold one layer of RWKV-7: {what}")
+        first = {
+            **first,
+            "att": {
+                **first["att"],
+                **{name: jax.tree.map(jnp.zeros_like, like[name]) for name in NOT_IN_FIRST},
+            },
+        }
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), first, *rest)
     return {**{name: value for name, value in params.items() if name not in names}, "blocks": stacked}
 
@@ -41,7 +51,8 @@ def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     """``blocks`` -> ``blocks_0``, ``blocks_1``, ...: the inverse of `stack_layers`.
 
     Args:
-        params: parameters (or gradients) of a model with ``scan_layers=True``; plain arrays (`flax.linen.meta.unbox` boxed ones first).
+        params: parameters (or gradients) of a model with ``scan_layers=True``; plain arrays
+            (`flax.linen.meta.unbox` boxed ones first).
 
     Returns:
         A new tree; the entries outside the layers are shared.
@@ -52,7 +63,13 @@ def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     if "blocks" not in params:
         raise ValueError(f"params must hold blocks, the stacked layers, got {sorted(params)}")
     stacked = params["blocks"]
-    layers = {f"blocks_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(jax.tree.leaves(stacked)[0].shape[0])}
+    layers = {
+        f"blocks_{i}": jax.tree.map(lambda x, i=i: x[i], stacked)
+        for i in range(jax.tree.leaves(stacked)[0].shape[0])
+    }
     first = layers["blocks_0"]
-    layers["blocks_0"] = {**first, "att": {name: value for name, value in first["att"].items() if name not in _NOT_IN_FIRST}}
+    layers["blocks_0"] = {
+        **first,
+        "att": {name: value for name, value in first["att"].items() if name not in NOT_IN_FIRST},
+    }
     return {**{name: value for name, value in params.items() if name != "blocks"}, **layers}

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ..checkpoints import read_pth, write_pth
 from ..core.arguments import check_integer, check_model, check_number, shown
 from ..layers.state import RWKVState
-from ..models.pth import read_pth, write_pth
 from .losses import chunked_cross_entropy
 from .recipe import rwkv_optimizer, rwkv_schedule
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.models import read_pth, save_checkpoint
+from fla_jax.checkpoints import read_pth, save_checkpoint
 from fla_jax.training import save_states
 
 ROOT = Path(__file__).parents[2]

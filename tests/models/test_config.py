@@ -10,6 +10,8 @@ import pytest
 import small_models as small
 
 from fla_jax.models import RWKV6Config, RWKV7Config, RWKVState
+from fla_jax.ops import Implementation
+from fla_jax.ops.rwkv7.api import CHUNK
 
 
 def test_configurations_are_values():
@@ -31,6 +33,50 @@ def test_configurations_are_values():
         ({"decay_low_rank_dim": "x"}, ValueError, "decay_low_rank_dim must be a positive integer"),
         ({"dtype": jnp.int32}, TypeError, "dtype must be a floating-point dtype"),
         ({"param_dtype": "nope"}, TypeError, "param_dtype must be a floating-point dtype"),
+        ({"dtype": None}, TypeError, "dtype must be a floating-point dtype, one of .*, got None"),
+        (
+            {"dtype": jnp.float8_e5m2},
+            TypeError,
+            "dtype must be a .* one of float16, bfloat16, .*, got float8_e5m2",
+        ),
+        (
+            {"param_dtype": jnp.complex64},
+            TypeError,
+            "param_dtype must be a floating-point dtype, .*, got complex64",
+        ),
+        ({"dtype": "float64"}, TypeError, "dtype is float64, which JAX has only with jax_enable_x64 set"),
+        (
+            {"param_dtype": float},
+            TypeError,
+            "param_dtype is float64, which JAX has only with jax_enable_x64 set",
+        ),
+        ({"head_dim": 512, "hidden_size": 512}, ValueError, "head_dim must be at most 256, got 512"),
+        ({"head_dim": True}, ValueError, "head_dim must be a positive integer, got True"),
+        ({"intermediate_size": True}, ValueError, "intermediate_size must be a positive integer, got True"),
+        ({"intermediate_size": 64.0}, ValueError, "intermediate_size must be a positive integer, got 64.0"),
+        ({"scan_layers": 1}, TypeError, "scan_layers must be a bool, got 1"),
+        ({"logical_axes": "no"}, TypeError, "logical_axes must be a bool, got 'no'"),
+        ({"remat": 1}, ValueError, "remat must be False, True or 'dense', got 1"),
+        ({"remat": None}, ValueError, "remat must be False, True or 'dense', got None"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be a power of two from 1 to 256 or None, got 0"),
+        ({"chunk_size": 48}, ValueError, "chunk_size must be a power of two from 1 to 256 or None, got 48"),
+        ({"chunk_size": 512}, ValueError, "chunk_size must be a power of two from 1 to 256 or None, got 512"),
+        (
+            {"chunk_size": True},
+            ValueError,
+            "chunk_size must be a power of two from 1 to 256 or None, got True",
+        ),
+        (
+            {"chunk_size": 16.0},
+            ValueError,
+            "chunk_size must be a power of two from 1 to 256 or None, got 16.0",
+        ),
+        (
+            {"implementation": "cuda"},
+            ValueError,
+            "implementation must be one of .*reference.* or None, got 'cuda'",
+        ),
+        ({"implementation": ["xla"]}, ValueError, r"implementation must be one of .* or None, got \['xla'\]"),
     ],
 )
 @pytest.mark.parametrize("cls", [RWKV6Config, RWKV7Config])
@@ -39,7 +85,21 @@ def test_configuration_errors(cls, change, error, message):
         cls(**{"vocab_size": 10, "hidden_size": 64, "num_layers": 2, **change})
 
 
-@pytest.mark.parametrize("rate_scale", [-1, 2.5, "2"])
+def test_what_configurations_take(monkeypatch):
+    """Every implementation by name, whether or not it runs here, added ones too; float64 where JAX has it."""
+    with pytest.raises(ValueError, match="implementation must be one of"):
+        RWKV7Config(10, 64, 2, implementation="mine")
+    monkeypatch.setattr(CHUNK, "implementations", [Implementation("mine", object), *CHUNK.implementations])
+    assert RWKV7Config(10, 64, 2, implementation="mine").implementation == "mine"
+    for name in (None, "reference", "xla", "triton", "pallas"):
+        assert RWKV7Config(10, 64, 2, implementation=name).implementation == name
+    for size in (None, 1, 16, 256):
+        assert RWKV6Config(10, 256, 2, 256, chunk_size=size).chunk_size == size
+    with jax.enable_x64(True):
+        assert RWKV7Config(10, 64, 2, dtype="float64").dtype == jnp.float64
+
+
+@pytest.mark.parametrize("rate_scale", [-1, 2.5, "2", True, float("nan")])
 def test_rate_scale(rate_scale):
     with pytest.raises(ValueError, match="rate_scale must be"):
         RWKV7Config(10, 64, 2, rate_scale=rate_scale)
@@ -59,7 +119,11 @@ TOKENS = jnp.zeros((2, 3), jnp.int32)
         ((TOKENS, None, TOKENS * 1.0), TypeError, "segment_ids must be an integer array"),
         ((TOKENS, "zero"), TypeError, "state must be an RWKVState"),
         ((TOKENS, RWKVState(*(jnp.zeros(1),) * 3)), ValueError, "state.att_shift must have shape"),
-        ((TOKENS, small.model(7).init_state(1)), ValueError, r"state.att_shift must have shape \[2, 2, 32\], got \[2, 1, 32\]"),
+        (
+            (TOKENS, small.model(7).init_state(1)),
+            ValueError,
+            r"state.att_shift must have shape \[2, 2, 32\], got \[2, 1, 32\]",
+        ),
     ],
 )
 @pytest.mark.parametrize("version", small.VERSIONS)
@@ -73,7 +137,9 @@ def test_init_state():
     model = small.model(7, dtype=jnp.bfloat16)
     state = model.init_state(3)
     assert state.wkv.shape == (2, 3, 2, 16, 16) and state.wkv.dtype == jnp.float32
-    assert state.att_shift.shape == state.ffn_shift.shape == (2, 3, 32) and state.att_shift.dtype == jnp.bfloat16
+    assert (
+        state.att_shift.shape == state.ffn_shift.shape == (2, 3, 32) and state.att_shift.dtype == jnp.bfloat16
+    )
     for batch in (0, -1, 2.0, None):
         with pytest.raises(ValueError, match="batch must be a positive integer"):
             model.init_state(batch)

@@ -17,7 +17,7 @@ import official
 import pytest
 import small_models as small
 
-from fla_jax.models import load_checkpoint, load_extras, read_pth, save_checkpoint
+from fla_jax.checkpoints import load_checkpoint, load_extras, read_pth, save_checkpoint
 
 TOLERANCE = 5e-6
 TOKENS = np.random.default_rng(3).integers(0, 24, 17)

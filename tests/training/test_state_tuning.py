@@ -13,8 +13,8 @@ import official
 import pytest
 import small_models as small
 
+from fla_jax.checkpoints import read_pth, write_pth
 from fla_jax.generation import Sampling, generate
-from fla_jax.models import read_pth, write_pth
 from fla_jax.training import initial_state, load_states, save_states, state_loss, tune_states, zero_states
 
 

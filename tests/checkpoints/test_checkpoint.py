@@ -1,4 +1,7 @@
-"""Models from and to checkpoints: names, layouts and sizes, bit by bit, against the official ones of tests/official.py; and what must be refused."""
+"""Models from and to checkpoints: names, layouts and sizes, bit by bit, and what must be refused.
+
+The official names and layouts are those of tests/official.py, FLA's those of tests/fla_names.py.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,8 @@ import official
 import pytest
 import small_models as small
 
-from fla_jax.models import (
-    RWKV7Config,
-    load_checkpoint,
-    load_extras,
-    read_pth,
-    save_checkpoint,
-    unstack_layers,
-    write_pth,
-)
+from fla_jax.checkpoints import load_checkpoint, load_extras, read_pth, save_checkpoint, write_pth
+from fla_jax.models import RWKV7Config, unstack_layers
 
 CASES = [
     (6, "float32", {}),
@@ -61,7 +57,9 @@ def complete(config):
     """The configuration as a file tells it: official widths (of 32 channels) written out."""
     v7 = isinstance(config, RWKV7Config)
     unknown = {"v_low_rank_dim": None} if v7 and config.num_layers == 1 else {}
-    return dataclasses.replace(config, intermediate_size=config.intermediate_size or (128 if v7 else 96), **unknown)
+    return dataclasses.replace(
+        config, intermediate_size=config.intermediate_size or (128 if v7 else 96), **unknown
+    )
 
 
 def test_official_files(case, tmp_path):
@@ -95,7 +93,9 @@ def test_order_of_tensors(tmp_path):
     model = small.model(6, num_layers=11)
     save_checkpoint(tmp_path / "a.pth", model, small.params(model))
     names = list(read_pth(tmp_path / "a.pth"))
-    assert names.index("emb.weight") == 0 and names.index("blocks.0.att.time_maa_x") < names.index("blocks.0.att.time_faaaa")
+    assert names.index("emb.weight") == 0 and names.index("blocks.0.att.time_maa_x") < names.index(
+        "blocks.0.att.time_faaaa"
+    )
     layers = [int(name.split(".")[1]) for name in names if name.startswith("blocks.")]
     assert layers == sorted(layers) and {name.split(".")[0] for name in names[-3:]} == {"ln_out", "head"}
 
@@ -121,13 +121,19 @@ def test_config_json(case, tmp_path):
     if version == 6:
         want |= {"expand_k": 1.0, "expand_v": 1.0, "proj_low_rank_dim": 4, "gate_low_rank_dim": 8}
     else:
-        want |= {"head_dim": config.head_dim, "decay_low_rank_dim": 4, "a_low_rank_dim": 6, "gate_low_rank_dim": 8, "value_dim": [32] * config.num_layers}
+        want |= {
+            "head_dim": config.head_dim,
+            "decay_low_rank_dim": 4,
+            "a_low_rank_dim": 6,
+            "gate_low_rank_dim": 8,
+            "value_dim": [32] * config.num_layers,
+        }
         want |= {"v_low_rank_dim": 5} if config.num_layers > 1 else {}
     assert {name: got.get(name) for name in want} == want
 
 
 def test_fla_token_shift_of_rwkv6():
-    """What the permuted matrices mean: FLA's formula on FLA's tensors is the official formula on the official ones."""
+    """What the permuted matrices mean: FLA's formula on its tensors is the official one on those."""
     z = official_file(6, small.params(small.model(6)))
     names, rng = fla.tensors(6, z, 2), np.random.default_rng(0)
     x, d = rng.normal(size=(2, 32))
@@ -151,7 +157,9 @@ def test_scanned(case, tmp_path):
         assert not any(np.any(np.asarray(stacked["blocks"]["att"][name][0])) for name in ("v0", "v1", "v2"))
     shapes = small.shapes(got, jnp.zeros((1, 1), jnp.int32))
     if model.config.num_layers > 1:
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), stacked)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), stacked
+        )
     save_checkpoint(tmp_path / "b.pth", got, stacked)
     same(read_pth(tmp_path / "b.pth"), z)
 
@@ -160,7 +168,14 @@ def test_options(tmp_path):
     model = small.model(7)
     params = small.params(model)
     save_checkpoint(tmp_path / "a.pth", model, params)
-    options = {"dtype": "bfloat16", "param_dtype": "bfloat16", "remat": True, "chunk_size": 16, "implementation": "reference", "logical_axes": True}
+    options = {
+        "dtype": "bfloat16",
+        "param_dtype": "bfloat16",
+        "remat": True,
+        "chunk_size": 16,
+        "implementation": "reference",
+        "logical_axes": True,
+    }
     got, got_params = load_checkpoint(tmp_path / "a.pth", **options)
     assert got.config == dataclasses.replace(complete(model.config), **options)
     same(got_params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
@@ -171,7 +186,10 @@ def test_options(tmp_path):
 
 def test_boxed_parameters(tmp_path):
     model = small.model(6, logical_axes=True)
-    boxed = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    rng = np.random.default_rng(0)
+    shapes = small.shapes(model, jnp.zeros((1, 2), jnp.int32))
+    boxed = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
+    assert isinstance(boxed["head"]["kernel"], nn.LogicallyPartitioned)
     save_checkpoint(tmp_path / "a.pth", model, boxed)
     same(load_checkpoint(tmp_path / "a.pth")[1], nn.meta.unbox(boxed))
 
@@ -184,7 +202,10 @@ def test_extras(version, tmp_path):
     rng = np.random.default_rng(0)
     extras = {f"blocks.{i}.att.time_state": rng.normal(size=(2, 16, 16)).astype(np.float32) for i in range(2)}
     if version == 7:
-        extras |= {f"blocks.0.att.{name}": rng.normal(size=shape).astype(np.float32) for name, shape in (("v0", (1, 1, 32)), ("v1", (32, 5)), ("v2", (5, 32)))}
+        extras |= {
+            f"blocks.0.att.{name}": rng.normal(size=shape).astype(np.float32)
+            for name, shape in (("v0", (1, 1, 32)), ("v1", (32, 5)), ("v2", (5, 32)))
+        }
     z = {**official_file(version, params), **extras}
     write_pth(tmp_path / "a.pth", z)
     got, got_params = load_checkpoint(tmp_path / "a.pth")
@@ -194,29 +215,44 @@ def test_extras(version, tmp_path):
     same(read_pth(tmp_path / "b.pth"), z)
     save_checkpoint(tmp_path / "c.pth", got, got_params)
     assert load_extras(tmp_path / "c.pth") == {}
-    with pytest.raises(ValueError, match=r"extras: 'blocks.0.att.time_state' is no tensor that an FLA directory may have"):
+    with pytest.raises(
+        ValueError, match=r"extras: 'blocks.0.att.time_state' is no tensor that an FLA directory may have"
+    ):
         save_checkpoint(tmp_path / "d", got, got_params, extras=extras)
-    with pytest.raises(ValueError, match=r"extras: 'emb.weight' is no tensor that a .pth file may have beside the parameters"):
+    with pytest.raises(
+        ValueError, match=r"extras: 'emb.weight' is no tensor that a .pth file may have beside the parameters"
+    ):
         save_checkpoint(tmp_path / "d.pth", got, got_params, extras={"emb.weight": z["emb.weight"]})
     wrong = {"blocks.1.att.time_state": np.zeros((2, 16, 8), np.float32)}
-    with pytest.raises(ValueError, match=r"blocks.1.att.time_state must have shape \[H, V, K\] = \[2, 16, 16\], got \[2, 16, 8\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"'blocks.1.att.time_state' must have shape \[H, V, K\] = \[2, 16, 16\], got \[2, 16, 8\]",
+    ):
         save_checkpoint(tmp_path / "d.pth", got, got_params, extras=wrong)
     write_pth(tmp_path / "a.pth", {**z, **wrong})
-    with pytest.raises(ValueError, match=r"a\.pth: blocks.1.att.time_state must have shape"):
+    with pytest.raises(ValueError, match=r"a\.pth: 'blocks.1.att.time_state' must have shape"):
         load_checkpoint(tmp_path / "a.pth")
 
 
 def test_variations_in_files(tmp_path):
-    """Trainers' prefixes, vectors with and without axes of 1, FLA's older x_x, layers in several files, mixed dtypes."""
+    """Trainers' prefixes, vectors with and without axes of 1, FLA's older x_x, several files, dtypes."""
     model = small.model(7)
     params = small.params(model)
     z = official_file(7, params)
     for prefix in ("_forward_module.", "model.", "_forward_module.model."):
-        write_pth(tmp_path / "a.pth", {prefix + name: x.reshape(-1) if x.shape[:2] == (1, 1) else x for name, x in z.items()})
+        write_pth(
+            tmp_path / "a.pth",
+            {prefix + name: x.reshape(-1) if x.shape[:2] == (1, 1) else x for name, x in z.items()},
+        )
         same(load_checkpoint(tmp_path / "a.pth")[1], params)
     names = fla.tensors(7, z, 2)
     old = {name: x for name, x in names.items() if ".attn.x_" not in name}
-    old |= {f"model.layers.{i}.attn.x_x": np.concatenate([names[f"model.layers.{i}.attn.x_{n}"][0] for n in "rwkvag"]) for i in range(2)}
+    old |= {
+        f"model.layers.{i}.attn.x_x": np.concatenate(
+            [names[f"model.layers.{i}.attn.x_{n}"][0] for n in "rwkvag"]
+        )
+        for i in range(2)
+    }
     fla.save(tmp_path / "old", old)
     same(load_checkpoint(tmp_path / "old")[1], params)
 
@@ -227,10 +263,14 @@ def test_variations_in_files(tmp_path):
     same(load_checkpoint(tmp_path / "many")[1], params)
     with pytest.raises(ValueError, match="many already holds a model in several files"):
         save_checkpoint(tmp_path / "many", model, params)
-    (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**where, "x": min(where.values())}}))
-    with pytest.raises(ValueError, match=r"model-00001-of-00002.safetensors lacks x, which"):
+    (tmp_path / "many" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {**where, "x": min(where.values())}})
+    )
+    with pytest.raises(ValueError, match=r"model-00001-of-00002.safetensors lacks 'x', which"):
         load_checkpoint(tmp_path / "many")
-    (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../old/model.safetensors"}}))
+    (tmp_path / "many" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "../old/model.safetensors"}})
+    )
     with pytest.raises(ValueError, match="must have a weight_map of tensors to files beside it"):
         load_checkpoint(tmp_path / "many")
 
@@ -253,25 +293,69 @@ def changed(z, name, value=None):
 
 ONE = np.ones((2, 2), np.float32)
 ERRORS = [
-    (6, lambda z: changed(z, "blocks.1.att.time_maa_w2"), "lacks the tensor blocks.1.att.time_maa_w2"),
-    (7, lambda z: changed(z, "emb.weight"), "lacks the tensor emb.weight"),
-    (7, lambda z: changed(z, "blocks.1.att.v1"), "lacks the tensor blocks.1.att.v1"),
-    (7, lambda z: changed(z, "blocks.0.ln0.bias"), "lacks the tensor blocks.0.ln0.bias"),
-    (7, lambda z: changed(z, "blocks.1.ffn.key.weight", ONE), r"blocks.1.ffn.key.weight must have shape \[128, 32\], got \[2, 2\]"),
-    (7, lambda z: changed(z, "blocks.1.att.w1", z["blocks.1.att.w1"].T), r"blocks.1.att.w1 must have shape \[32, 4\], got \[4, 32\]"),
-    (6, lambda z: changed(z, "blocks.0.att.time_faaaa", ONE[0]), r"blocks.0.att.time_faaaa has the wrong shape, \[2\]"),
-    (6, lambda z: changed(z, "blocks.0.att.time_faaaa", np.ones((2, 5), np.float32)), "hidden_size must be a multiple of head_dim"),
-    (6, lambda z: changed(z, "blocks.1.att.ln_x.bias", ONE[0]), r"blocks.1.att.ln_x.bias must have shape \[32\], got \[2\]"),
-    (7, lambda z: changed(z, "emb.weight", np.ones((0, 32), np.float32)), "vocab_size must be a positive integer"),
-    (7, lambda z: changed(z, "blocks.1.att.x_z", ONE), "holds the tensor blocks.1.att.x_z, which RWKV-7 has not: another variant"),
-    (7, lambda z: changed(z, "blocks.3.att.w1", ONE), r"has tensors of the layers \[0, 1, 3\]: some are missing"),
-    (7, lambda z: changed(z, "model.emb.weight", z["emb.weight"]), "holds emb.weight twice, as emb.weight and as model.emb.weight"),
-    (7, lambda z: changed(z, "blocks.0.ffn.s_emb.weight", ONE), "blocks.0.ffn.s_emb.weight belongs to RWKV-7a"),
-    (7, lambda z: changed(z, "blocks.0.att.qkv.weight", ONE), "blocks.0.att.qkv.weight belongs to RWKV-7b"),
-    (6, lambda z: {"emb.weight": ONE, "blocks.0.att.time_mix_k": ONE}, "blocks.0.att.time_mix_k belongs to RWKV-4 or RWKV-5"),
-    (6, lambda z: {"weight": ONE}, "its names are not those of RWKV-6 or RWKV-7"),
-    (6, lambda z: {}, "its names are not those of RWKV-6 or RWKV-7"),
-    (7, lambda z: {name: x.astype(np.float64) for name, x in z.items()}, "is float64: give param_dtype, or set jax_enable_x64"),
+    (6, lambda z: changed(z, "blocks.1.att.time_maa_w2"), "lacks the tensor 'blocks.1.att.time_maa_w2'"),
+    (7, lambda z: changed(z, "emb.weight"), "lacks the tensor 'emb.weight'"),
+    (7, lambda z: changed(z, "blocks.1.att.v1"), "lacks the tensor 'blocks.1.att.v1'"),
+    (7, lambda z: changed(z, "blocks.0.ln0.bias"), "lacks the tensor 'blocks.0.ln0.bias'"),
+    (
+        7,
+        lambda z: changed(z, "blocks.1.ffn.key.weight", ONE),
+        r"'blocks.1.ffn.key.weight' must have shape \[128, 32\], got \[2, 2\]",
+    ),
+    (
+        7,
+        lambda z: changed(z, "blocks.1.att.w1", z["blocks.1.att.w1"].T),
+        r"'blocks.1.att.w1' must have shape \[32, 4\], got \[4, 32\]",
+    ),
+    (
+        6,
+        lambda z: changed(z, "blocks.0.att.time_faaaa", ONE[0]),
+        r"'blocks.0.att.time_faaaa' has the wrong shape, \[2\]",
+    ),
+    (
+        6,
+        lambda z: changed(z, "blocks.0.att.time_faaaa", np.ones((2, 5), np.float32)),
+        "hidden_size must be a multiple of head_dim",
+    ),
+    (
+        6,
+        lambda z: changed(z, "blocks.1.att.ln_x.bias", ONE[0]),
+        r"'blocks.1.att.ln_x.bias' must have shape \[32\], got \[2\]",
+    ),
+    (
+        7,
+        lambda z: changed(z, "emb.weight", np.ones((0, 32), np.float32)),
+        r"'emb.weight' has no values: its shape is \[0, 32\]",
+    ),
+    (
+        7,
+        lambda z: changed(z, "blocks.1.att.x_z", ONE),
+        "holds the tensor 'blocks.1.att.x_z', which RWKV-7 has not: another variant",
+    ),
+    (7, lambda z: changed(z, "blocks.3.att.w1", ONE), "has no tensor of layer 2, but some of layer 3"),
+    (
+        7,
+        lambda z: changed(z, "model.emb.weight", z["emb.weight"]),
+        "holds 'emb.weight' twice, as 'emb.weight' and as 'model.emb.weight'",
+    ),
+    (
+        7,
+        lambda z: changed(z, "blocks.0.ffn.s_emb.weight", ONE),
+        "'blocks.0.ffn.s_emb.weight' belongs to RWKV-7a",
+    ),
+    (7, lambda z: changed(z, "blocks.0.att.qkv.weight", ONE), "'blocks.0.att.qkv.weight' belongs to RWKV-7b"),
+    (
+        6,
+        lambda z: {"emb.weight": ONE, "blocks.0.att.time_mix_k": ONE},
+        "'blocks.0.att.time_mix_k' belongs to RWKV-4 or RWKV-5",
+    ),
+    (6, lambda z: {"weight": ONE}, "its names are not those of a known model; known are RWKV-LM's RWKV-6, "),
+    (6, lambda z: {}, "its names are not those of a known model; known are RWKV-LM's RWKV-6, "),
+    (
+        7,
+        lambda z: {name: x.astype(np.float64) for name, x in z.items()},
+        "' is float64: give param_dtype, or set jax_enable_x64",
+    ),
 ]
 
 
@@ -293,14 +377,35 @@ def test_refuses_directories(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds neither model.safetensors nor"):
         load_checkpoint(folder)
     for change, message in (
-        (lambda t: changed(t, "model.layers.1.attn.x_bias"), r"lacks the tensor model.layers.1.attn.x_bias\[\d\]"),
-        (lambda t: changed(t, "model.layers.1.attn.x_bias", ONE), "model.layers.1.attn.x_bias must have a first axis of 5"),
-        (lambda t: changed(t, "model.layers.1.attn.g_norm.weight"), "lacks the tensor model.layers.1.attn.g_norm.weight"),
-        (lambda t: changed(t, "model.layers.0.attn.x_proj.0.linear.weight", ONE), "model.layers.0.attn.x_proj.0.linear.weight has the wrong shape"),
-        (lambda t: changed(t, "model.layers.1.attn.x_proj.2.weight", ONE), r"model.layers.1.attn.x_proj.2.weight must have shape \[32, 20\], got \[2, 2\]"),
-        (lambda t: changed(t, "model.layers.1.attn.q_proj.weight", ONE), "q_proj.weight belongs to a hybrid with softmax attention"),
-        (lambda t: changed(t, "lm_head.weight"), "lacks the tensor lm_head.weight"),
-        (lambda t: changed(t, "lm_head.weight", np.ones((24, 32), np.int8)), "lm_head.weight has the element type I8"),
+        (
+            lambda t: changed(t, "model.layers.1.attn.x_bias"),
+            r"lacks the tensor 'model.layers.1.attn.x_bias\[\d\]'",
+        ),
+        (
+            lambda t: changed(t, "model.layers.1.attn.x_bias", ONE),
+            "'model.layers.1.attn.x_bias' must have a first axis of 5",
+        ),
+        (
+            lambda t: changed(t, "model.layers.1.attn.g_norm.weight"),
+            "lacks the tensor 'model.layers.1.attn.g_norm.weight'",
+        ),
+        (
+            lambda t: changed(t, "model.layers.0.attn.x_proj.0.linear.weight", ONE),
+            "'model.layers.0.attn.x_proj.0.linear.weight' has the wrong shape",
+        ),
+        (
+            lambda t: changed(t, "model.layers.1.attn.x_proj.2.weight", ONE),
+            r"'model.layers.1.attn.x_proj.2.weight' must have shape \[32, 20\], got \[2, 2\]",
+        ),
+        (
+            lambda t: changed(t, "model.layers.1.attn.q_proj.weight", ONE),
+            "q_proj.weight' belongs to a hybrid with softmax attention",
+        ),
+        (lambda t: changed(t, "lm_head.weight"), "lacks the tensor 'lm_head.weight'"),
+        (
+            lambda t: changed(t, "lm_head.weight", np.ones((24, 32), np.int8)),
+            "'lm_head.weight' has the element type I8",
+        ),
     ):
         fla.save(folder, change(names))
         with pytest.raises(ValueError, match=rf"{folder}.*{message}"):
@@ -329,14 +434,28 @@ def test_save_errors(tmp_path):
     for tree, error, message in (
         (without, ValueError, "params lack ln_out/"),
         ({**params, "more": ONE}, ValueError, "params hold more, which the model has not"),
-        ({**params, "head": {"kernel": ONE}}, ValueError, r"params: head/kernel must have shape \[32, 24\], got \[2, 2\]"),
-        (jax.tree.map(lambda x: x.astype(jnp.int32), params), TypeError, "params: .* must have a floating-point dtype, got int32"),
-        (jax.tree.map(lambda x: x.astype(jnp.float8_e5m2), params), TypeError, r"tensors\['.*'\] must be an array of float32"),
+        (
+            {**params, "head": {"kernel": ONE}},
+            ValueError,
+            r"params: head/kernel must have shape \[32, 24\], got \[2, 2\]",
+        ),
+        (
+            jax.tree.map(lambda x: x.astype(jnp.int32), params),
+            TypeError,
+            "params: .* must be an array of float16, .*, got int32",
+        ),
+        (
+            jax.tree.map(lambda x: x.astype(jnp.float8_e5m2), params),
+            TypeError,
+            "params: .* must be an array of float16, .*, got float8_e5m2",
+        ),
     ):
         with pytest.raises(error, match=message):
             save_checkpoint(tmp_path / "a.pth", model, tree)
     with pytest.raises(ValueError, match="rate_scale must be 1, the official models', got 2"):
         save_checkpoint(tmp_path / "a.pth", small.model(7, rate_scale=2.0), params)
-    with pytest.raises(ValueError, match=r"path must end in .pth, or be a directory for .safetensors files"):
+    with pytest.raises(
+        ValueError, match=r"path must name an FLA directory or a .pth file, got .*a\.safetensors"
+    ):
         save_checkpoint(tmp_path / "a.safetensors", model, params)
     assert not os.listdir(tmp_path)

@@ -1,0 +1,133 @@
+"""Files that are safe to open, and files that are whole when they appear."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+if sys.platform != "win32":
+    import fcntl
+
+_KINDS = {
+    stat.S_ISDIR: "a directory",
+    stat.S_ISFIFO: "a FIFO",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISSOCK: "a socket",
+}
+
+
+def as_path(path: Any) -> Path:
+    """The argument ``path``.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"path must be a str or an os.PathLike of str, got {type(path).__name__}")
+    return Path(path)
+
+
+def check_regular(path: Path) -> None:
+    """Raises unless ``path`` is a file or a link to one: a FIFO waits for a writer, a device may have no end.
+
+    Raises:
+        ValueError: it is something else. OSError: it does not exist, or cannot be looked at.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "something else")
+        raise ValueError(f"{path} must be a regular file, got {kind}")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of ``path`` when the block ends, and goes when the block raises.
+
+    It lies beside ``path`` as ``NAME.PID-N.tmp``, so that any number of threads and processes may save to one
+    path: the last to end wins, and whoever reads sees a whole file. While it is written it is locked; what a
+    killed process left behind is not, and goes.
+
+    Raises:
+        OSError: it cannot be written; the error names ``path``.
+    """
+    try:
+        if path.is_dir():
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _remove_leftovers(path)
+        file = _create(path)
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # a rename may reach the disk before the data do
+            if sys.platform == "win32":  # which renames no open file
+                file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # a full disk shows again when the rest of a buffer is written
+                file.close()
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise
+        file.close()
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _create(path: Path) -> BinaryIO:
+    """A new file beside ``path``, locked, with the permissions that the umask says."""
+    for n in itertools.count():
+        try:
+            name = path.with_name(f"{path.name}.{os.getpid()}-{n}.tmp")
+            file = open(name, "xb")  # noqa: SIM115, the caller closes it
+        except FileExistsError:
+            continue
+        _lock(file, wait=True)
+        if _is_at(file, file.name):  # or another save took it for something left behind, before it was locked
+            return file
+        file.close()
+    raise AssertionError("unreachable")
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes what killed saves to ``path`` have left; a file that cannot be locked belongs to a live one."""
+    pattern = re.compile(re.escape(path.name) + r"\.\d+(-\d+)?\.tmp")
+    with os.scandir(path.parent) as entries:
+        found = [entry for entry in entries if pattern.fullmatch(entry.name)]
+        names = [entry.path for entry in found if entry.is_file(follow_symlinks=False)]
+    for name in names:
+        with contextlib.suppress(OSError), open(name, "rb") as file:
+            # between opening and locking, its save may have ended, and another one have begun with this name
+            if _lock(file, wait=False) and _is_at(file, name):
+                os.unlink(name)
+
+
+def _lock(file: BinaryIO, *, wait: bool) -> bool:
+    """Takes a file's lock, which ends with the process at the latest.
+
+    False if another process or thread has it, or if the file system has no locks.
+    """
+    if sys.platform == "win32":  # which removes no open file: that is lock enough
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def _is_at(file: BinaryIO, name: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(name, follow_symlinks=False))
+    except OSError:
+        return False

@@ -1,0 +1,37 @@
+"""What a format of checkpoints is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..namings.naming import Naming
+from ..tensors import StoredTensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Format:
+    """One way to keep tensors, by name, in a file or a directory.
+
+    Attributes:
+        name: for messages, such as "a .pth file".
+        reads: whether what lies at a path is to be read in this format; by its name and kind, `read` looks
+            inside.
+        writes: whether a path to save to asks for this format.
+        read: gives the tensors by name, as the file has them; they are read one by one, later and in threads.
+            Raises ValueError, with the path, where the file is broken.
+        write: ``write(path, tensors, fields)`` writes arrays by name, whole or not at all; ``fields`` are
+            what a ``config.json`` would say of the model. Raises OSError with the path.
+        namings: those that it is written with, one for each family.
+    """
+
+    name: str
+    reads: Callable[[Path], bool]
+    writes: Callable[[Path], bool]
+    read: Callable[[Path], Mapping[str, StoredTensor]]
+    write: Callable[[Path, Mapping[str, np.ndarray], Mapping[str, Any]], None]
+    namings: tuple[Naming, ...]

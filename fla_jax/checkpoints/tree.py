@@ -1,0 +1,216 @@
+"""Parameters from the tensors of a file and back, by the places that a naming has for them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from ..layers.fields import DTYPES
+from ..models.config import RWKVConfig
+from .namings.naming import Layout, Naming
+from .tensors import StoredTensor, copy_into, quoted, read_ahead
+
+
+class Parameter(NamedTuple):
+    """Where a parameter comes from: its shape, and {row: (tensor, layout)}, rows being layers or 0 alone."""
+
+    shape: tuple[int, ...]
+    rows: dict[int, tuple[StoredTensor, Layout]]
+
+
+def sizes(naming: Naming, tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+    """The fields of the configuration that tensors tell.
+
+    Raises:
+        ValueError: a tensor that tells one is missing or has a wrong number of axes, or a whole layer is
+            missing.
+    """
+    layers = {layer for name in tensors if (layer := naming.layer_of(name)) is not None}
+    if lost := set(range(len(layers))) - layers:
+        raise ValueError(f"has no tensor of layer {min(lost)}, but some of layer {max(layers)}")
+
+    def shape(path: str, layer: int | None = None) -> tuple[int, ...]:
+        place = naming.place(path, layer)
+        tensor = find(tensors, place.name)
+        try:
+            shape = place.layout.load(np.broadcast_to(np.uint8(0), tensor.shape)).shape
+        except (ValueError, IndexError):
+            shape = ()
+        if len(shape) != 2:
+            raise ValueError(f"{quoted(tensor.name)} has the wrong shape, {list(tensor.shape)}")
+        return shape
+
+    vocab_size, hidden_size = shape("emb/embedding")
+    found = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_layers": len(layers)}
+    for field, size in naming.family.sizes.items():
+        if size.layer < len(layers):
+            found[field] = shape(size.path, size.layer)[size.axis] // size.parts
+    return found
+
+
+def find(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor:
+    """A tensor by name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in tensors:
+        raise ValueError(f"lacks the tensor {quoted(name)}")
+    return tensors[name]
+
+
+@functools.lru_cache(16)
+def _shapes(naming: Naming, config: RWKVConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters; those of a layer, under "blocks/...", without an axis of layers."""
+    # the scanned form traces one layer, however many there are; which implementation will run plays no role
+    config = dataclasses.replace(config, remat=False, logical_axes=False, scan_layers=True)
+    model = naming.family.model(dataclasses.replace(config, chunk_size=None, implementation=None))
+    tree = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    shapes = {path: x.shape for path, x in flatten_dict(tree, sep="/").items()}
+    if missing := shapes.keys() - naming.places.keys():
+        raise KeyError(f"the naming {naming.name!r} has no place for {min(missing)}")
+    return {path: shape[1:] if path.startswith("blocks/") else shape for path, shape in shapes.items()}
+
+
+def plan(naming: Naming, tensors: Mapping[str, StoredTensor], config: RWKVConfig) -> dict[str, Parameter]:
+    """Where every parameter comes from, by its path in the tree that ``config`` asks for. Reads nothing.
+
+    Raises:
+        ValueError: a tensor is missing, surplus, of a wrong shape, or shares its values where it may not.
+    """
+    shapes, used = _shapes(naming, config), set()
+
+    def source(path: str, layer: int | None = None) -> tuple[StoredTensor, Layout]:
+        (name, layout), shape = naming.place(path, layer), shapes[path]
+        tensor = find(tensors, name)
+        want = layout.save(np.broadcast_to(np.uint8(0), shape)).shape
+        # axes of size 1 around vectors come and go between files
+        flat = len(shape) == 1 and _without_ones(tensor.shape) == _without_ones(shape)
+        if tensor.shape != want and not flat:
+            raise ValueError(f"{quoted(tensor.name)} must have shape {list(want)}, got {list(tensor.shape)}")
+        used.add(name)
+        return tensor, layout
+
+    planned = {}
+    for path, shape in shapes.items():
+        if not path.startswith("blocks/"):
+            planned[path] = Parameter(shape, {0: source(path)})
+            continue
+        layers = {i: source(path, i) for i in naming.layers_of(path, config)}
+        if config.scan_layers:
+            planned[path] = Parameter((config.num_layers, *shape), layers)
+        else:
+            planned |= {layer_path(path, i): Parameter(shape, {0: row}) for i, row in layers.items()}
+    for name in tensors.keys() - used:
+        if not naming.is_extra(name):
+            what = f"which {naming.family.name} has not: another variant?"
+            raise ValueError(f"holds the tensor {quoted(tensors[name].name)}, {what}")
+        naming.check_extra(name, tensors[name].shape, config)
+    _check_shared(planned)
+    return planned
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def layer_path(path: str, i: int) -> str:
+    """The path of a layer's parameter in the tree of a model without scanned layers."""
+    return path.replace("blocks/", f"blocks_{i}/", 1)
+
+
+def _check_shared(planned: Mapping[str, Parameter]) -> None:
+    """Raises where parameters would take more memory than their values take in the file.
+
+    Tensors may lie in one storage, side by side. If they lie over one another, a few megabytes can make any
+    number of parameters; those of a model are independent, but for a head that is the embedding.
+    """
+    sharing: dict[Hashable, list[StoredTensor]] = collections.defaultdict(list)
+    for parameter in planned.values():
+        for tensor, _ in parameter.rows.values():
+            if tensor.storage is not None:
+                sharing[tensor.storage].append(tensor)
+    embedding, head = (planned[path].rows[0][0] for path in ("emb/embedding", "head/kernel"))
+    for tensors in sharing.values():
+        tied = any(tensor is embedding for tensor in tensors)
+        taken = 0
+        for tensor in tensors:
+            taken += 0 if tied and tensor is head else tensor.nbytes
+            if taken > tensor.room:
+                what = f"{len(tensors)} tensors have {tensor.room} bytes together"
+                raise ValueError(f"{quoted(tensor.name)} shares its values with other tensors: {what}")
+
+
+def read(planned: Mapping[str, Parameter], dtype: Any) -> dict[str, Any]:
+    """The parameters, in ``dtype`` or, with None, the file's. Rows that a file does not have are zero."""
+    params = {}
+    values = read_ahead(tensor for parameter in planned.values() for tensor, _ in parameter.rows.values())
+    for path, (shape, rows) in planned.items():
+        kinds = [tensor.dtype for tensor, _ in rows.values()] or [np.dtype(np.float32)]
+        x = np.zeros(shape, functools.reduce(jnp.promote_types, kinds) if dtype is None else dtype)
+        target = x if path.startswith("blocks/") else x[None]
+        for i, (_, layout) in rows.items():
+            copy_into(target[i], layout.load(next(values)))
+        params[path] = jnp.asarray(x)
+    return unflatten_dict(params, sep="/")
+
+
+def from_tree(naming: Naming, params: Any, config: RWKVConfig) -> dict[str, np.ndarray]:
+    """The tensors that hold the parameters, by name, in the order of the places; views where possible.
+
+    Raises:
+        ValueError: a parameter is missing, surplus or of a wrong shape. TypeError: one has another type or
+            dtype.
+    """
+    flat = {"/".join(map(str, path)): nn.meta.unbox(x) for path, x in flatten_dict(params).items()}
+    shapes, stacks = _shapes(naming, config), {}
+
+    def take(path: str, shape: tuple[int, ...]) -> np.ndarray:
+        if path not in flat:
+            raise ValueError(f"params lack {path}, which the model has")
+        x = as_array(f"params: {path}", flat.pop(path))
+        if x.shape != shape:
+            raise ValueError(f"params: {path} must have shape {list(shape)}, got {list(x.shape)}")
+        return x
+
+    tensors = {}
+    for path, layer in naming.order(config):
+        if layer is None:
+            x = take(path, shapes[path])
+        elif config.scan_layers:
+            if path not in stacks:
+                stacks[path] = take(path, (config.num_layers, *shapes[path]))
+            x = stacks[path][layer]
+        else:
+            x = take(layer_path(path, layer), shapes[path])
+        name, layout = naming.place(path, layer)
+        tensors[name] = layout.save(x)
+    if config.scan_layers:  # of one layer, some are in no file
+        for path in shapes.keys() - stacks.keys():
+            if path.startswith("blocks/"):
+                take(path, (config.num_layers, *shapes[path]))
+    if flat:
+        raise ValueError(f"params hold {min(flat)}, which the model has not")
+    return tensors
+
+
+def as_array(name: str, x: Any) -> np.ndarray:
+    """An array of a dtype that files may hold.
+
+    Raises:
+        TypeError: it is something else; the message has ``name``.
+    """
+    if not isinstance(x, np.ndarray | jax.Array):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if x.dtype.name not in DTYPES:
+        raise TypeError(f"{name} must be an array of {', '.join(DTYPES)}, got {x.dtype}")
+    return np.asarray(x)

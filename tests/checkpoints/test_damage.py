@@ -1,0 +1,413 @@
+"""Files that are damaged or made to do harm: an error that names file and tensor, soon, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import struct
+import time
+import zipfile
+
+import fla_names as fla
+import ml_dtypes
+import numpy as np
+import official
+import pytest
+import small_models as small
+
+from fla_jax.checkpoints import load_checkpoint, load_extras, read_pth, save_checkpoint, write_pth
+
+# would rename a terminal's window, begin a new line, turn the writing round
+NASTY = "\x1b]0;owned\x07\n\u202e\ud800"
+
+
+@pytest.fixture(autouse=True)
+def in_time():
+    """A read that waits for a writer would wait for ever."""
+
+    def stop(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def refused(act, *parts):
+    """Runs ``act``; its error must hold the parts, be short, and be fit for a terminal."""
+    with pytest.raises(ValueError) as error:
+        act()
+    text = str(error.value)
+    assert all(str(part) in text for part in parts), text
+    assert text.isprintable() and len(text) < 1000
+    return text
+
+
+def text(s):
+    s = s.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(s)) + s
+
+
+def number(n):
+    return (
+        b"J" + struct.pack("<i", n)
+        if -(2**31) <= n < 2**31
+        else b"\x8a\x20" + n.to_bytes(32, "little", signed=True)
+    )
+
+
+def entry(name, key, size, shape, stride=None, offset=0, metadata=b""):
+    """A name and a tensor of float32 as PyTorch pickles them."""
+    stride = [int(np.prod(shape[i + 1 :])) for i in range(len(shape))] if stride is None else stride
+    numbers = lambda ns: b"(" + b"".join(map(number, ns)) + b"t"
+    storage = (
+        b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu") + number(size) + b"tQ"
+    )
+    tensor = b"(" + storage + number(offset) + numbers(shape) + numbers(stride) + b"\x89}" + metadata + b"t"
+    return text(name) + b"ctorch._utils\n_rebuild_tensor_v2\n" + tensor + b"R"
+
+
+def make(path, entries, storages):
+    """A file with this pickle and these storages."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02}(" + b"".join(entries) + b"u.")
+        for key, values in storages.items():
+            archive.writestr(f"a/data/{key}", np.asarray(values, np.float32).tobytes())
+    return path
+
+
+SIX = {"0": np.arange(6)}
+
+
+def test_no_flipped_bit_changes_a_value(tmp_path):
+    want = {"x": np.arange(40, dtype=np.float32).reshape(5, 8), "y": np.ones(7, ml_dtypes.bfloat16)}
+    write_pth(tmp_path / "x.pth", want)
+    whole = (tmp_path / "x.pth").read_bytes()
+    failed, rng = 0, np.random.default_rng(0)
+    places = [i for i, byte in enumerate(whole) if byte not in b"\0Z"] + list(range(0, len(whole), 10))
+    for i in places:  # seldom in zeros and padding
+        data = bytearray(whole)
+        data[i] ^= 1 << rng.integers(8)
+        (tmp_path / "x.pth").write_bytes(data)
+        try:
+            got = read_pth(tmp_path / "x.pth")
+        except ValueError as error:
+            failed += 1
+            assert "x.pth" in str(error) and str(error).isprintable()
+        else:
+            assert {name: x.tobytes() for name, x in got.items()} == {
+                name: x.tobytes() for name, x in want.items()
+            }
+    assert failed > len(places) // 2
+
+
+def test_damaged_storage(tmp_path):
+    """The message names file, tensor and storage; a tensor's checksum is compared when the tensor is read."""
+    model = small.model(7)
+    states = {f"blocks.{i}.att.time_state": np.full((2, 16, 16), 7, np.float32) for i in range(2)}
+    path = tmp_path / "x.pth"
+    save_checkpoint(path, model, small.params(model), extras=states)
+    whole = path.read_bytes()
+    data = bytearray(whole)
+    data[whole.index(states["blocks.0.att.time_state"].tobytes()) + 100] ^= 1
+    path.write_bytes(data)
+    load_checkpoint(path)
+    for read in (read_pth, load_extras):
+        message = "'blocks.0.att.time_state' cannot be read: its storage 'archive/data/"
+        refused(functools.partial(read, path), path, message, "checksum")
+    data = bytearray(whole)
+    data[whole.index(read_pth(path_of(tmp_path, whole))["head.weight"].tobytes())] ^= 128
+    path.write_bytes(data)
+    refused(lambda: load_checkpoint(path), path, "'head.weight' cannot be read: its storage", "checksum")
+
+
+def path_of(folder, data):
+    (folder / "copy.pth").write_bytes(data)
+    return folder / "copy.pth"
+
+
+def test_files_without_checksums(tmp_path):
+    """PyTorch writes 0 when torch.utils.serialization.config.save.compute_crc32 is off."""
+    path = make(tmp_path / "x.pth", [entry("x", "0", 6, (6,))], SIX)
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            data[info.header_offset + 14 : info.header_offset + 18] = bytes(4)
+    at = -1
+    while (at := data.find(b"PK\x01\x02", at + 1)) >= 0:
+        data[at + 16 : at + 20] = bytes(4)
+    path.write_bytes(data)
+    np.testing.assert_array_equal(read_pth(path)["x"], np.arange(6))
+
+
+def test_truncated_anywhere(tmp_path):
+    write_pth(tmp_path / "x.pth", {"x": np.ones(3, np.float32)})
+    fla.save(tmp_path, {"x": np.ones(3, np.float32)}, "x.safetensors")
+    for name, read in (("x.pth", read_pth), ("x.safetensors", load_checkpoint)):
+        whole = (tmp_path / name).read_bytes()
+        for end in range(len(whole)):
+            (tmp_path / name).write_bytes(whole[:end])
+            refused(functools.partial(read, tmp_path / name), name)
+
+
+def test_names_that_are_there_twice(tmp_path):
+    x = entry("x", "0", 6, (6,))
+    refused(
+        lambda: read_pth(make(tmp_path / "x.pth", [x, entry("y", "0", 6, (3,)), x], SIX)),
+        "x.pth",
+        "holds 'x' twice",
+    )
+    with (
+        pytest.warns(UserWarning, match="Duplicate"),
+        zipfile.ZipFile(make(tmp_path / "x.pth", [x], SIX), "a") as archive,
+    ):
+        archive.writestr("a/data/0", bytes(24))
+    refused(lambda: read_pth(tmp_path / "x.pth"), "x.pth", "holds 'a/data/0' twice")
+    tensor = '"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+    for header, name in (
+        (f"{{{tensor},{tensor}}}", "x"),
+        (f'{{"__metadata__":{{"a":"","a":""}},{tensor}}}', "a"),
+    ):
+        data = struct.pack("<Q", len(header)) + header.encode() + bytes(8)
+        (tmp_path / "x.safetensors").write_bytes(data)
+        refused(
+            lambda: load_checkpoint(tmp_path / "x.safetensors"), "x.safetensors", f"it holds '{name}' twice"
+        )
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a", "x": "b"}}')
+    refused(lambda: load_checkpoint(tmp_path), "model.safetensors.index.json", "it holds 'x' twice")
+
+
+def test_members_that_lie_over_one_another(tmp_path):
+    """A hundred entries of the directory, one piece of the file."""
+    many = 100
+    path = make(
+        tmp_path / "x.pth", [entry(f"x{i}", str(i), 600, (600,)) for i in range(many)], {"0": np.zeros(600)}
+    )
+    with zipfile.ZipFile(path, "a") as archive:
+        info = archive.getinfo("a/data/0")
+        for i in range(1, many):
+            copy = zipfile.ZipInfo(f"a/data/{i}")
+            copy.header_offset, copy.CRC = info.header_offset, info.CRC
+            copy.file_size = copy.compress_size = info.file_size
+            archive.filelist.append(copy)
+            archive._didModify = True
+    refused(lambda: read_pth(path), path, "its members have more bytes than the file")
+
+
+@pytest.mark.parametrize(
+    "tensor, message",
+    [
+        (entry("x", "0", 6, (6,) * 9), "'x' has 9 axes, more than"),
+        (entry("x", "0", 6, (2**63,)), "'x' has a shape or strides that are no sizes"),
+        (entry("x", "0", 6, (2, 3), (-3, 1)), "'x' has a shape or strides that are no sizes"),
+        (entry("x", "0", 6, (2, 3), (2**62, 1)), "'x' reaches beyond its storage"),
+        (entry("x", "0", 6, (2**62, 2**62)), "'x' reaches beyond its storage"),
+        (entry("x", "0", 6, (1, 6), (2**62, 1)), "'x' "),
+        (entry("x", "0", 6, (2**62, 0)), "'x' "),
+        (entry("x", "0", 2**62, (2**62,)), "'x' has a storage of 24 bytes instead of"),
+        (entry("x", "0", 6, (6,), metadata=b"}" + text("neg") + b"\x88s"), "'x' has metadata"),
+        # the product of these would take minutes
+        (entry("x", "0", 6, (2**60,) * 200_000, (0,) * 200_000), "'x' has 200000 axes"),
+        (entry(NASTY, "0", 6, (7,)), "reaches beyond its storage"),
+        (entry("x", NASTY, 6, (6,)), "'x' has no values"),
+        (entry(NASTY * 1000, "0", 6, (7,)), "reaches beyond its storage"),
+        (entry(NASTY, "0", 6, (6,)) * 2, "twice"),
+        (text("x") + b"c\x1b\nsystem\n)R", "its pickle calls '\\x1b.system'"),
+        (text("x") + b"(" * 50_000 + b"t" * 50_000, "'x' is no tensor (a tuple)"),
+        (text("x") + b"\x8a\xff" + b"\xff" * 254 + b"\x7f", "'x' is no tensor (a int)"),
+        (text("x") + b"X\xff\xff\xff\x7f", "its pickle"),
+        (b"X\x01\x00\x00\x00\xff" + b"N", "cannot be read"),
+    ],
+)
+def test_hostile_tensors(tmp_path, tensor, message):
+    began = time.process_time()
+    path = make(tmp_path / "x.pth", [tensor], SIX)
+    refused(lambda: read_pth(path), path, message)
+    assert time.process_time() - began < 5
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    return official.checkpoint(small.params(small.model(7)), 7)
+
+
+def test_shared_values(tensors, tmp_path):
+    """Parameters take no more memory than their values in the file, but for a head that is the embedding."""
+    path, flat = tmp_path / "x.pth", {name: x.reshape(-1) for name, x in tensors.items()}
+    sizes = {name: x.size for name, x in flat.items()}
+
+    def save(key, offset=lambda name: 0):
+        """Every tensor in storage ``key(name)``."""
+        storages = {name: np.zeros(1) for name in map(key, tensors)}
+        for name, x in flat.items():
+            end = offset(name) + x.size
+            old = storages[key(name)]
+            storages[key(name)] = np.concatenate([old, np.zeros(max(0, end - old.size))])
+            storages[key(name)][offset(name) : end] = x
+        size = lambda name: storages[key(name)].size
+        entries = [
+            entry(name, key(name), size(name), x.shape, None, offset(name)) for name, x in tensors.items()
+        ]
+        return make(path, entries, storages)
+
+    # side by side in one storage, as some trainers have them
+    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist()))
+    _, params = load_checkpoint(save(lambda name: "0", starts.get))
+    np.testing.assert_array_equal(
+        params["blocks_1"]["att"]["key"]["kernel"], tensors["blocks.1.att.key.weight"].T
+    )
+    # all over one another
+    refused(lambda: load_checkpoint(save(lambda name: "0")), path, "' shares its values with other tensors: ")
+    # one matrix of all layers and projections
+    square = lambda name: "0" if name.endswith(("key.weight", "value.weight")) and ".att." in name else name
+    message = refused(lambda: load_checkpoint(save(square)), path, "4 tensors have 4096 bytes together")
+    assert ".att.value.weight'" in message or ".att.key.weight'" in message
+    # known: the head is the embedding; and that only
+    tied = lambda name: "head.weight" if name == "emb.weight" else name
+    _, params = load_checkpoint(save(tied))
+    np.testing.assert_array_equal(params["emb"]["embedding"], params["head"]["kernel"].T)
+    three = lambda name: "head.weight" if name in ("emb.weight", "blocks.0.att.key.weight") else name
+    refused(
+        lambda: load_checkpoint(save(three)), path, "' shares its values with other tensors: 3 tensors have"
+    )
+
+
+def test_small_files_of_large_models(monkeypatch, tmp_path):
+    """Many layers out of one storage: refused before memory is taken."""
+    model = small.model(7, hidden_size=64, head_dim=64, num_layers=1)
+    shapes = {name: x.shape for name, x in official.checkpoint(small.params(model), 7).items()}
+    layer = {
+        name: shape for name, shape in shapes.items() if name.startswith("blocks.0.") and ".ln0." not in name
+    }
+    every = {name: shape for name, shape in shapes.items() if name not in layer}
+    for i in range(40):
+        every |= {name.replace(".0.", f".{i}.", 1): shape for name, shape in layer.items()}
+        if i:
+            every |= {
+                f"blocks.{i}.att.v0": (1, 1, 64),
+                f"blocks.{i}.att.v1": (64, 32),
+                f"blocks.{i}.att.v2": (32, 64),
+            }
+    size = 4 * 64 * 64
+    path = make(
+        tmp_path / "x.pth",
+        [entry(name, "0", size, shape) for name, shape in every.items()],
+        {"0": np.zeros(size)},
+    )
+    monkeypatch.setattr("fla_jax.checkpoints.tree.read", None)  # takes the memory
+    refused(lambda: load_checkpoint(path), path, "shares its values with other tensors")
+
+
+def test_what_is_no_file(tensors, tmp_path):
+    """FIFOs and devices are not waited for; links to files are files."""
+    os.mkfifo(tmp_path / "fifo")
+    os.mkfifo(tmp_path / "fifo.safetensors")
+    (tmp_path / "link.pth").symlink_to("fifo")
+    (tmp_path / "device.pth").symlink_to("/dev/zero")
+    for name, kind in (
+        ("fifo", "FIFO"),
+        ("fifo.safetensors", "FIFO"),
+        ("link.pth", "FIFO"),
+        ("device.pth", "device"),
+    ):
+        refused(
+            functools.partial(load_checkpoint, tmp_path / name),
+            tmp_path / name,
+            f"must be a regular file, got a {kind}",
+        )
+    refused(lambda: read_pth(tmp_path), f"{tmp_path} must be a regular file, got a directory")
+    names = fla.tensors(7, tensors, 2)
+    for i, name in enumerate(("model.safetensors", "config.json", "model.safetensors.index.json")):
+        fla.save(tmp_path / str(i), names)
+        if name == "model.safetensors":
+            (tmp_path / str(i) / name).unlink()
+        os.mkfifo(tmp_path / str(i) / name)
+        refused(
+            functools.partial(load_checkpoint, tmp_path / str(i)),
+            tmp_path / str(i) / name,
+            "must be a regular file, got a FIFO",
+        )
+    (tmp_path / "2" / "model.safetensors.index.json").unlink()
+    (tmp_path / "2" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "part")})
+    )
+    os.mkfifo(tmp_path / "2" / "part")
+    refused(
+        lambda: load_checkpoint(tmp_path / "2"), tmp_path / "2" / "part", "must be a regular file, got a FIFO"
+    )
+
+    write_pth(tmp_path / "x.pth", tensors)
+    (tmp_path / "to.pth").symlink_to("x.pth")
+    (tmp_path / "to").symlink_to("0")
+    (tmp_path / "0" / "model.safetensors").unlink()
+    fla.save(tmp_path, names, "blob")
+    (tmp_path / "0" / "model.safetensors").symlink_to("../blob")
+    load_checkpoint(tmp_path / "to.pth")
+    load_checkpoint(tmp_path / "to")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="loop"):
+        load_checkpoint(tmp_path / "loop")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("..", "must have a weight_map of tensors to files beside it"),
+        ("", "must have a weight_map of tensors to files beside it"),
+        ("/etc/passwd", "must have a weight_map of tensors to files beside it"),
+        (NASTY, "must have a weight_map of tensors to files beside it"),
+        (3, "must have a weight_map of tensors to files beside it"),
+    ],
+)
+def test_indices(tmp_path, name, message):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    refused(lambda: load_checkpoint(tmp_path), tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[" * 10**6, b'{"norm_eps": ' + b"1" * 10_000 + b"}", b"\xff", b"[]", b'{"norm_eps": "\\u001b"}'],
+)
+def test_broken_json(tensors, tmp_path, data):
+    fla.save(tmp_path, fla.tensors(7, tensors, 2))
+    (tmp_path / "config.json").write_bytes(data)
+    refused(lambda: load_checkpoint(tmp_path), tmp_path / "config.json")
+
+
+def test_nasty_names_in_safetensors(tensors, tmp_path):
+    nasty = NASTY.replace("\ud800", "")
+    for change in (
+        {nasty: np.ones(3, np.float32)},
+        {nasty: np.ones(3, np.int8)},
+        {f"model.layers.0.attn.q_proj.{nasty}": np.ones(3, np.float32)},
+    ):
+        fla.save(tmp_path, fla.tensors(7, tensors, 2) | change)
+        refused(lambda: load_checkpoint(tmp_path), tmp_path, "x1b]0;owned")
+    header = '{"x":{"dtype":"\\u001b[31m","shape":[2],"data_offsets":[0,8]}}'
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(8))
+    refused(lambda: load_checkpoint(tmp_path / "x.safetensors"), "x.safetensors")
+
+
+def test_zeros_and_mixtures(tensors, tmp_path):
+    """Sizes without values could be anything; bfloat16 beside float16 in stacked layers needs float32."""
+    for name, shape in (("blocks.0.att.w1", (0, 2**40)), ("blocks.0.att.time_state", (2, 0, 16))):
+        write_pth(tmp_path / "x.pth", tensors | {name: np.empty((0,), np.float32).reshape((0,) * len(shape))})
+        refused(lambda: load_checkpoint(tmp_path / "x.pth"), f"{name!r} has no values")
+    mixed = tensors | {"blocks.0.ln1.bias": tensors["blocks.0.ln1.bias"].astype(np.float16)}
+    mixed["blocks.1.ln1.bias"] = mixed["blocks.1.ln1.bias"].astype(ml_dtypes.bfloat16)
+    write_pth(tmp_path / "x.pth", mixed)
+    _, params = load_checkpoint(tmp_path / "x.pth", scan_layers=True)
+    bias = params["blocks"]["ln1"]["bias"]
+    assert bias.dtype == np.float32
+    for i in range(2):
+        np.testing.assert_array_equal(bias[i], mixed[f"blocks.{i}.ln1.bias"].astype(np.float32))
+
+
+def test_options_are_checked_first(tmp_path):
+    """An option that does not fit is not the file's fault."""
+    with pytest.raises(ValueError, match=r"^chunk_size must be a power of two"):
+        load_checkpoint(tmp_path / "missing.pth", chunk_size=3)

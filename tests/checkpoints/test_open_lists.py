@@ -1,0 +1,104 @@
+"""A format and a naming that the library does not have, each added in a few lines from outside."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+import small_models as small
+
+from fla_jax.checkpoints import (
+    FORMATS,
+    NAMINGS,
+    Format,
+    load_checkpoint,
+    load_extras,
+    read_pth,
+    save_checkpoint,
+    stored,
+    write_pth,
+)
+from fla_jax.checkpoints.namings import OFFICIAL6, OFFICIAL7
+
+
+def is_npz(path):
+    return path.suffix == ".npz"
+
+
+def read_npz(path):
+    return {name: stored(name, x) for name, x in np.load(path).items()}
+
+
+def write_npz(path, tensors, fields):
+    np.savez(path, **tensors)
+
+
+NPZ = Format("an .npz file", is_npz, is_npz, read_npz, write_npz, (OFFICIAL6, OFFICIAL7))
+
+
+@pytest.fixture(autouse=True)
+def added():
+    before = list(FORMATS), list(NAMINGS)
+    FORMATS.append(NPZ)
+    yield
+    FORMATS[:], NAMINGS[:] = before
+
+
+def same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), got, want)
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_format(version, tmp_path):
+    """Saved and loaded like the others, with all that is checked for all formats."""
+    model = small.model(version)
+    params = small.params(model)
+    extras = {"blocks.1.att.time_state": np.ones((2, 16, 16), np.float32)}
+    save_checkpoint(tmp_path / "a.npz", model, params, extras=extras)
+    got, got_params = load_checkpoint(tmp_path / "a.npz", scan_layers=False)
+    assert type(got) is type(model) and got.config.head_dim == 16
+    same(got_params, params)
+    same(load_extras(tmp_path / "a.npz"), extras)
+    # the names are the official ones, so the tensors are those of a .pth file
+    save_checkpoint(tmp_path / "a.pth", model, params, extras=extras)
+    tensors = dict(np.load(tmp_path / "a.npz"))
+    same(read_pth(tmp_path / "a.pth"), tensors)
+    np.savez(tmp_path / "a.npz", **tensors | {"emb.weight": tensors["emb.weight"].astype(int)})
+    with pytest.raises(ValueError, match=r"a\.npz: 'emb.weight' must have a dtype of float16, .*, got int64"):
+        load_checkpoint(tmp_path / "a.npz")
+    del tensors["emb.weight"]
+    np.savez(tmp_path / "a.npz", **tensors)
+    with pytest.raises(ValueError, match=r"a\.npz: lacks the tensor 'emb.weight'"):
+        load_checkpoint(tmp_path / "a.npz")
+    with pytest.raises(ValueError, match=r"path must name an FLA directory or a .pth file or an .npz file"):
+        save_checkpoint(tmp_path / "a.json", model, params)
+
+
+def test_naming(tmp_path):
+    """RWKV-7 with other names of layers, in a known format."""
+    rename = lambda place: place._replace(name=place.name.replace("blocks.", "h."))
+    places = {path: rename(place) for path, place in OFFICIAL7.places.items()}
+    layer = r"h\.([0-9]+)\."
+    mine = dict(name="mine", mark=layer + r"att\.r_k", layer=layer, places=places, extras={})
+    naming = dataclasses.replace(OFFICIAL7, **mine)
+    model = small.model(7)
+    params = small.params(model)
+    save_checkpoint(tmp_path / "a.pth", model, params)
+    renamed = {re.sub(r"^blocks\.", "h.", name): x for name, x in read_pth(tmp_path / "a.pth").items()}
+    write_pth(tmp_path / "b.pth", renamed)
+    with pytest.raises(ValueError, match="its names are not those of a known model"):
+        load_checkpoint(tmp_path / "b.pth")
+    NAMINGS.append(naming)
+    same(load_checkpoint(tmp_path / "b.pth")[1], params)
+    # a format that is written with it
+    FORMATS.append(dataclasses.replace(NPZ, namings=(naming,)))
+    save_checkpoint(tmp_path / "b.npz", model, params)
+    same(dict(np.load(tmp_path / "b.npz")), dict(renamed))
+    with pytest.raises(KeyError, match="the naming 'mine' has no place for head/kernel"):
+        broken = {path: place for path, place in places.items() if path != "head/kernel"}
+        FORMATS.append(dataclasses.replace(NPZ, namings=(dataclasses.replace(naming, places=broken),)))
+        save_checkpoint(tmp_path / "c.npz", model, params)
