@@ -1,0 +1,73 @@
+"""A mesh in context decides where a traced call runs, and nothing else: `jax.set_mesh` with one CPU
+device.
+"""
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OPS, Case
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fla_jax.core.gpu import platform_of
+
+each_op = pytest.mark.parametrize("op", OPS)
+each_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+
+
+@each_op
+@each_kind
+@pytest.mark.parametrize("T", [1, 3])
+def test_token_by_token_under_a_mesh(op, kind, T):
+    """A mesh names its devices: on a CPU they were taken for a GPU that is lowered for."""
+    case = Case(op, B=2, T=T, H=2, K=16, V=16)
+    arrays = cases.build(case).arrays
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        put = {
+            name: jax.device_put(x, NamedSharding(mesh, P() if name == "u" else P("data")))
+            for name, x in arrays.items()
+        }
+        for run in (cases.call, jax.jit(cases.call, static_argnums=(0, 2))):
+            o, final = run(op, put, "fused_recurrent")
+            cases.assert_close("o", o, cases.expected(case).o, 3e-6)
+            cases.assert_close("final state", final, cases.expected(case).final, 3e-6)
+
+
+@each_op
+def test_sharded_tokens_are_refused_by_name(op):
+    """With explicit axes a call knows that T is sharded, and says so before JAX does."""
+    arrays = cases.build(Case(op, B=2, T=4, H=2, K=16, V=16)).arrays
+    mesh = jax.make_mesh((1,), ("seq",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        put = {
+            name: jax.device_put(x, NamedSharding(mesh, P(None, "seq") if name in cases.TOKENS[op] else P()))
+            for name, x in arrays.items()
+        }
+        for form in ("chunk", "fused_recurrent"):
+            with pytest.raises(
+                ValueError, match=rf"{form}_{op}: axis T of r \[B, T, H, K\].*mesh axis 'seq'"
+            ):
+                cases.call(op, put, form)
+
+
+def test_the_platform_of_a_traced_call():
+    """Concrete arrays first, then the mesh in context, then JAX's default device."""
+    x = jnp.ones(2)
+    assert platform_of([x]) == "cpu"
+
+    @jax.jit
+    def traced(x):
+        found.append(platform_of([x]))
+        return x
+
+    found: list[str] = []
+    known = {"platform": "gpu"} if "platform" in AbstractDevice.__dataclass_fields__ else {}
+    h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, **known)
+    traced.lower(x)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)):
+        traced.lower(x)
+    assert found == ["cpu", "gpu" if known else "cpu"]
+    assert platform_of([np.ones(2)]) == jax.default_backend()
