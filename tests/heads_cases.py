@@ -1,4 +1,4 @@
-"""Cases of the ops on tokens and heads, and how one is run and compared: used by test_keys.py, test_readout.py and sharded_heads.py."""
+"""Cases of the ops on tokens and heads (tests/layer_ops), and how one is run and compared."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from cases import FAST_COMPILE
 
-from fla_jax.ops.layer.keys import rwkv7_keys
+from fla_jax.ops.layer.keys import Keys, rwkv7_keys
 from fla_jax.ops.layer.readout import rwkv6_readout, rwkv7_readout
 
 KEYS_TOKENS, KEYS_VECTORS = ("decay", "rate", "mix", "k", "v", "v_first"), ("w0", "a0", "v0", "k_k", "k_a")
-TOKENS = {"rwkv7_keys": KEYS_TOKENS, "rwkv7_readout": ("o", "r", "k", "v", "gate"), "rwkv6_readout": ("o", "gate")}
-VECTORS = {"rwkv7_keys": KEYS_VECTORS, "rwkv7_readout": ("scale", "bias", "r_k"), "rwkv6_readout": ("scale", "bias")}
+TOKENS = {
+    "rwkv7_keys": KEYS_TOKENS,
+    "rwkv7_readout": ("o", "r", "k", "v", "gate"),
+    "rwkv6_readout": ("o", "gate"),
+}
+VECTORS = {
+    "rwkv7_keys": KEYS_VECTORS,
+    "rwkv7_readout": ("scale", "bias", "r_k"),
+    "rwkv6_readout": ("scale", "bias"),
+}
 FUNCTIONS = {"rwkv7_keys": rwkv7_keys, "rwkv7_readout": rwkv7_readout, "rwkv6_readout": rwkv6_readout}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. ``residual`` is None for a layer without v_first, a bool as rwkv7_keys takes it, or "traced True"."""
+    """One call. ``residual`` is None without v_first, a bool as rwkv7_keys takes it, or "traced True"."""
 
     op: str
     B: int = 2
@@ -49,18 +57,23 @@ def build(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         tokens = [name for name in tokens if name not in ("mix", "v_first")]
         vectors = [name for name in vectors if name != "v0"]
     shape = (case.B, case.T, case.H, case.N)
-    make = lambda name, shape: rng.normal(size=shape, loc=0.3 if name in ("k_a", "scale") else 0).astype("float32")
+
+    def make(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return rng.normal(size=shape, loc=0.3 if name in ("k_a", "scale") else 0).astype("float32")
+
     arrays = {name: make(name, shape).astype(jnp.dtype(case.dtype)) for name in tokens}
     wide = "float64" if case.dtype == "float64" else "float32"
     arrays |= {name: make(name, shape[2:]).astype(wide) for name in vectors}
-    results = ("w", "k", "v", "a", "b", "v_first") if case.op == "rwkv7_keys" else ("y",)
+    results = Keys._fields if case.op == "rwkv7_keys" else ("y",)
     kinds = dict.fromkeys(results, case.dtype)
     for name in ("w", "a", "b") if case.rate_scale > 1 else ("w",):
         kinds[name] = wide
     return arrays, {name: make(name, shape).astype(jnp.dtype(kinds[name])) for name in results}
 
 
-def call(case: Case, arrays: dict[str, Any], implementation: str | None = None, **options: Any) -> dict[str, jax.Array]:
+def call(
+    case: Case, arrays: dict[str, Any], implementation: str | None = None, **options: Any
+) -> dict[str, jax.Array]:
     """The results by name."""
     if case.op == "rwkv7_keys":
         residual = True if case.residual is None else case.residual
@@ -100,8 +113,8 @@ def errors(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[str,
     found = {}
     for name, x in want.items():
         assert got[name].shape == x.shape, (name, got[name].shape, x.shape)
-        away = np.max(np.abs(np.asarray(got[name], np.float64) - x), initial=0)
-        found[name] = float(away / max(np.max(np.abs(x), initial=0), 1e-30)) if away else 0.0
+        away = np.nan_to_num(np.max(np.abs(np.asarray(got[name], np.float64) - x), initial=0), nan=np.inf)
+        found[name] = float(away / max(np.max(np.abs(x), initial=0), 1e-30))
     return found
 
 

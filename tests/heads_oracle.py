@@ -1,7 +1,7 @@
-"""RWKV-7's keys and both readouts in NumPy, float64, with gradients by hand: independent of the code under test.
+"""RWKV-7's keys and both readouts in NumPy, float64, gradients by hand: independent of the code under test.
 
-Arrays come and go by name. Inputs are cast to float64 exactly, so a comparison measures the error of the op and not of
-its inputs' rounding.
+Arrays come and go by name. Inputs are cast to float64 exactly, so a comparison measures the error of the op
+and not of its inputs' rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def logistic(x):
 
 
 def keys(x: Arrays, cotangents: Arrays | None = None, *, residual: bool = True, rate_scale: float = 1.0):
-    """Results by name, and gradients by name where cotangents are given. Without ``mix`` there is no residual."""
+    """Results by name, and gradients where cotangents are given. Without ``mix`` there is no residual."""
     x, mixed = wide(x), "mix" in x
     low = -1 / np.sqrt(np.e)
     s = logistic(x["w0"] + x["decay"])
@@ -38,9 +38,11 @@ def keys(x: Arrays, cotangents: Arrays | None = None, *, residual: bool = True, 
         b=rate_scale * rate * kk,
         v_first=source,
     )
+    results |= dict(k_bonus=results["k"], v_bonus=results["v"])
     if cotangents is None:
         return results, None
     c = wide(cotangents)
+    c["k"], c["v"] = c["k"] + c["k_bonus"], c["v"] + c["v_bonus"]
     over_tokens = lambda y: y.sum((0, 1))
     ddecay = c["w"] * low * s * (1 - s)
     dkk = rate_scale * rate * c["b"] - c["a"]

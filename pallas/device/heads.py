@@ -1,6 +1,7 @@
-"""Device functions of kernels that work on every token and head by itself, in tiles [tokens, heads, channels].
+"""Device functions of kernels that work on each token and head by itself: tiles [tokens, heads, channels].
 
-A program walks the tiles of its share of a row's tokens and of its heads. Channels are padded to a power of two.
+A program walks the tiles of its share of a row's tokens and of its heads. Channels are padded to a power
+of two.
 """
 
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def share(T, span, H: tl.constexpr, BH: tl.constexpr):
-    """This program's row, its place among the row's shares of ``span`` tokens, its first head, first and last token.
+    """Row, place among the row's shares of ``span`` tokens, first head, first token and end of this program.
 
     Programs that follow each other take the heads of the same tokens, which lie side by side in memory.
     """
@@ -37,7 +38,10 @@ def vector(ptr, channel, there, EVEN: tl.constexpr):
 
 
 @triton.jit
-def partial_sum(ptr, index: tl.constexpr, count: tl.constexpr, sums, row, place, T, span, channel, there, H: tl.constexpr, N: tl.constexpr):
+def partial_sum(
+    ptr, index: tl.constexpr, count: tl.constexpr, sums, row, place, T, span, channel, there,
+    H: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """Stores a share's sum over tokens of ``sums`` [tokens, BH, BN], vector ``index`` of ``count``.
 
     ``ptr`` is [B, shares, count, H, N]; a second pass sums the shares in a fixed order.

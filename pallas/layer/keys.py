@@ -1,7 +1,7 @@
 """What RWKV-7 makes of its projections before the recurrence, in one pass forward and one backward.
 
-The maths is that of fla_jax/ops/layer/keys.py, in float32 whatever the arrays' dtypes; the backward computes all
-values of the forward again. A head's sums over its channels stay within a few lanes.
+The maths is that of fla_jax/ops/layer/keys.py, in float32 whatever the arrays' dtypes; the backward computes
+all values of the forward again. A head's sums over its channels stay within a few lanes.
 """
 
 import triton
@@ -13,7 +13,7 @@ from ..device.heads import channels, partial_sum, share, sigmoid, vector
 
 @triton.jit
 def direction(k, k_k, EPS: tl.constexpr):
-    """``k * k_k`` of length one, by head, and the factor that made it so, negative where nothing but zeros is there."""
+    """``k * k_k`` of length one, by head, the factor that made it so, and whether it has a direction."""
     raw = k * k_k
     square = tl.sum(raw * raw, 2, keep_dims=True)
     alive = square > EPS * EPS
@@ -25,12 +25,12 @@ def direction(k, k_k, EPS: tl.constexpr):
 def keys_fwd_kernel(
     decay_, rate_, mix_, k_, v_, first_, w0_, a0_, v0_, k_k_, k_a_, residual_, T, span,
     w_, key_, value_, a_, b_, source_,
-    H: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, RESIDUAL: tl.constexpr, CHOOSE: tl.constexpr, DECAY_SCALE: tl.constexpr,
-    RATE_SCALE: tl.constexpr, EPS: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, RESIDUAL: tl.constexpr, CHOOSE: tl.constexpr,
+    DECAY_SCALE: tl.constexpr, RATE_SCALE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: see `share`. Without ``RESIDUAL`` values are left alone; with ``CHOOSE`` ``residual_`` says it at run time."""
-    row, place, head, start, end = share(T, span, H, BH)
+    """Grid: see `share`. ``RESIDUAL``: values are mixed, if ``residual_`` says so where ``CHOOSE``."""
+    row, _place, head, start, end = share(T, span, H, BH)
     channel, there = channels(head, H, N, BH, BN)
     w0, a0 = vector(w0_, channel, there, EVEN), vector(a0_, channel, there, EVEN)
     k_k, k_a = vector(k_k_, channel, there, EVEN), vector(k_a_, channel, there, EVEN)
@@ -52,7 +52,7 @@ def keys_fwd_kernel(
         k = k.to(tl.float32)
         store_tokens(w_ + here, offsets, DECAY_SCALE * sigmoid(w0 + decay.to(tl.float32)), mask, EVEN)
         rate = sigmoid(a0 + rate.to(tl.float32))
-        kk, scale, alive = direction(k, k_k, EPS)
+        kk, _scale, _alive = direction(k, k_k, EPS)
         store_tokens(a_ + here, offsets, -kk, mask, EVEN)
         store_tokens(b_ + here, offsets, kk * rate * RATE_SCALE, mask, EVEN)
         store_tokens(key_ + here, offsets, k * (1.0 + (rate - 1.0) * k_a), mask, EVEN)
@@ -61,17 +61,18 @@ def keys_fwd_kernel(
             if CHOOSE:
                 first = tl.where(chosen, first, v)
                 store_tokens(source_ + here, offsets, first, mask, EVEN)
-            store_tokens(value_ + here, offsets, v + (first - v) * sigmoid(v0 + mix.to(tl.float32)), mask, EVEN)
+            v += (first - v) * sigmoid(v0 + mix.to(tl.float32))
+            store_tokens(value_ + here, offsets, v, mask, EVEN)
 
 
 @triton.jit
 def keys_bwd_kernel(
-    decay_, rate_, mix_, k_, v_, first_, w0_, a0_, v0_, k_k_, k_a_, residual_, dw_, dkey_, dvalue_, da_, db_, dsource_,
-    T, span,
+    decay_, rate_, mix_, k_, v_, first_, w0_, a0_, v0_, k_k_, k_a_, residual_,
+    dw_, dkey_, dvalue_, da_, db_, dsource_, dkey_bonus_, dvalue_bonus_, T, span,
     ddecay_, drate_, dmix_, dk_, dv_, dfirst_, sums_,
-    H: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, RESIDUAL: tl.constexpr, CHOOSE: tl.constexpr, DECAY_SCALE: tl.constexpr,
-    RATE_SCALE: tl.constexpr, EPS: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, RESIDUAL: tl.constexpr, CHOOSE: tl.constexpr,
+    DECAY_SCALE: tl.constexpr, RATE_SCALE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid and constants as in the forward; ``sums_`` [B, shares, 4 or 5, H, N] of w0, a0, k_k, k_a, v0."""
     COUNT: tl.constexpr = 5 if RESIDUAL else 4
@@ -94,6 +95,7 @@ def keys_bwd_kernel(
         rate = load_tokens(rate_ + here, offsets, mask, EVEN)
         k = load_tokens(k_ + here, offsets, mask, EVEN)
         dkey = load_tokens(dkey_ + here, offsets, mask, EVEN)
+        dkey_bonus = load_tokens(dkey_bonus_ + here, offsets, mask, EVEN)
         da = load_tokens(da_ + here, offsets, mask, EVEN)
         db = load_tokens(db_ + here, offsets, mask, EVEN)
         if RESIDUAL:
@@ -101,6 +103,7 @@ def keys_bwd_kernel(
             v = load_tokens(v_ + here, offsets, mask, EVEN)
             first = load_tokens(first_ + here, offsets, mask, EVEN)
             dvalue = load_tokens(dvalue_ + here, offsets, mask, EVEN)
+            dvalue_bonus = load_tokens(dvalue_bonus_ + here, offsets, mask, EVEN)
             dsource = load_tokens(dsource_ + here, offsets, mask, EVEN)
 
         decay = sigmoid(w0 + decay.to(tl.float32))
@@ -108,7 +111,8 @@ def keys_bwd_kernel(
         dw0 += ddecay
         store_tokens(ddecay_ + here, offsets, ddecay, mask, EVEN)
 
-        rate, k, dkey = sigmoid(a0 + rate.to(tl.float32)), k.to(tl.float32), dkey.to(tl.float32)
+        rate, k = sigmoid(a0 + rate.to(tl.float32)), k.to(tl.float32)
+        dkey = dkey.to(tl.float32) + dkey_bonus.to(tl.float32)
         kk, scale, alive = direction(k, k_k, EPS)
         db = db.to(tl.float32) * RATE_SCALE
         drate = (db * kk + dkey * k * k_a) * (rate * (1.0 - rate))
@@ -121,7 +125,8 @@ def keys_bwd_kernel(
         store_tokens(dk_ + here, offsets, dkey * (1.0 + (rate - 1.0) * k_a) + draw * k_k, mask, EVEN)
 
         if RESIDUAL:
-            mix, v, dvalue = sigmoid(v0 + mix.to(tl.float32)), v.to(tl.float32), dvalue.to(tl.float32)
+            mix, v = sigmoid(v0 + mix.to(tl.float32)), v.to(tl.float32)
+            dvalue = dvalue.to(tl.float32) + dvalue_bonus.to(tl.float32)
             dmix, dv = dvalue * (first.to(tl.float32) - v) * (mix * (1.0 - mix)), dvalue * (1.0 - mix)
             dfirst = dsource.to(tl.float32) + dvalue * mix
             if CHOOSE:

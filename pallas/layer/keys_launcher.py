@@ -1,4 +1,4 @@
-"""RWKV-7's keys on NVIDIA GPUs: the functions that the op loads (fla_jax/ops/op.py); they launch the Triton kernels."""
+"""RWKV-7's keys on NVIDIA GPUs: what the op loads (fla_jax/ops/op.py); it launches the Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from ...core.call import Call
-from ..plan.heads import HeadPlan, Tile, TileTable, head_plan, partial_sums, sums_by_row
+from ..plan.heads import HeadPlan, Tile, head_plan, partial_sums, sums_by_row
 from ..plan.kept_states import result
 from ..run.triton import launch
 from .keys import keys_bwd_kernel, keys_fwd_kernel
 
 # Not measured: 8 elements a thread in the forward, 4 in the backward, rows of at least 128 bytes
-LAUNCH: TileTable = {
+LAUNCH: dict[tuple[str, int], Tile] = {
     ("forward", 16): Tile(16, 4, 4, 2, 2112),
     ("forward", 32): Tile(16, 2, 4, 2, 2112),
     ("forward", 64): Tile(16, 1, 4, 2, 2112),
@@ -45,7 +45,7 @@ def _operands(plan: HeadPlan, settings: Any, x: Any) -> tuple[list[jax.Array], d
 
 
 def forward(call: Call[Any], x: Any) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
-    """w, k, v, a, b and v_first; values that are as they came are not written."""
+    """The results in the op's order. What is as it came is not written, and what comes twice once."""
     settings, shape = call.settings, x.k.shape
     plan = head_plan(LAUNCH, "forward", x.k)
     operands, options = _operands(plan, settings, x)
@@ -62,7 +62,7 @@ def forward(call: Call[Any], x: Any) -> tuple[tuple[jax.Array, ...], dict[str, j
         v = first = x.v
     elif x.residual is None:
         first = x.v_first
-    return (w, k, v, a, b, first), {}
+    return (w, k, v, a, b, first, k, v), {}
 
 
 def backward(call: Call[Any], x: Any, kept: dict[str, jax.Array], cotangents: Any) -> Any:
@@ -82,4 +82,4 @@ def backward(call: Call[Any], x: Any, kept: dict[str, jax.Array], cotangents: An
     gradients = x._replace(decay=decay, rate=rate, k=k, w0=w0, a0=a0, k_k=k_k, k_a=k_a, residual=None)
     if residual:
         return gradients._replace(mix=mix, v=v, v_first=first, v0=v0[0])
-    return gradients._replace(v=cotangents.v + cotangents.v_first)
+    return gradients._replace(v=cotangents.v + cotangents.v_first + cotangents.v_bonus)

@@ -1,7 +1,7 @@
 """What a layer makes of its recurrence's output, in one pass forward and one backward.
 
-The maths is that of fla_jax/ops/layer/readout.py, in float32 whatever the arrays' dtypes; the backward computes all
-values of the forward again. A head's sums over its channels stay within a few lanes.
+The maths is that of fla_jax/ops/layer/readout.py, in float32 whatever the arrays' dtypes; the backward
+computes all values of the forward again. A head's sums over its channels stay within a few lanes.
 """
 
 import triton
@@ -23,11 +23,11 @@ def normalised(o, there, N: tl.constexpr, EPS: tl.constexpr):
 def readout_fwd_kernel(
     o_, gate_, r_, k_, v_, scale_, bias_, r_k_, T, span,
     y_,
-    H: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, BONUS: tl.constexpr, SILU: tl.constexpr, EPS: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, BONUS: tl.constexpr, SILU: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: see `share`."""
-    row, place, head, start, end = share(T, span, H, BH)
+    row, _place, head, start, end = share(T, span, H, BH)
     channel, there = channels(head, H, N, BH, BN)
     scale, bias = vector(scale_, channel, there, EVEN), vector(bias_, channel, there, EVEN)
     if BONUS:
@@ -43,7 +43,7 @@ def readout_fwd_kernel(
             r = load_tokens(r_ + here, offsets, mask, EVEN)
             k = load_tokens(k_ + here, offsets, mask, EVEN)
             v = load_tokens(v_ + here, offsets, mask, EVEN)
-        normal, rstd = normalised(o.to(tl.float32), there, N, EPS)
+        normal, _rstd = normalised(o.to(tl.float32), there, N, EPS)
         y, gate = normal * scale + bias, gate.to(tl.float32)
         if BONUS:
             y += tl.sum(r.to(tl.float32) * k.to(tl.float32) * r_k, 2, keep_dims=True) * v.to(tl.float32)
@@ -56,8 +56,8 @@ def readout_fwd_kernel(
 def readout_bwd_kernel(
     o_, gate_, r_, k_, v_, scale_, bias_, r_k_, dy_, T, span,
     do_, dgate_, dr_, dk_, dv_, sums_,
-    H: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, BONUS: tl.constexpr, SILU: tl.constexpr, EPS: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, BONUS: tl.constexpr, SILU: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid and constants as in the forward; ``sums_`` [B, shares, 2 or 3, H, N] of scale, bias, r_k."""
     COUNT: tl.constexpr = 3 if BONUS else 2
@@ -101,7 +101,10 @@ def readout_bwd_kernel(
         dscale += dy * normal
         dbias += dy
         dy *= scale
-        mean, slope = tl.sum(dy, 2, keep_dims=True) * (1.0 / N), tl.sum(dy * normal, 2, keep_dims=True) * (1.0 / N)
+        mean, slope = (
+            tl.sum(dy, 2, keep_dims=True) * (1.0 / N),
+            tl.sum(dy * normal, 2, keep_dims=True) * (1.0 / N),
+        )
         store_tokens(do_ + here, offsets, (dy - mean - normal * slope) * rstd, mask, EVEN)
     partial_sum(sums_, 0, COUNT, dscale, row, place, T, span, channel, there, H, N)
     partial_sum(sums_, 1, COUNT, dbias, row, place, T, span, channel, there, H, N)

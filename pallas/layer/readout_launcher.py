@@ -1,4 +1,4 @@
-"""The readouts on NVIDIA GPUs: the functions that the ops load (fla_jax/ops/op.py); they launch the Triton kernels."""
+"""The readouts on NVIDIA GPUs: what the ops load (fla_jax/ops/op.py); it launches the Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from ...core.call import Call
-from ..plan.heads import HeadPlan, Tile, TileTable, head_plan, partial_sums, sums_by_row
+from ..plan.heads import HeadPlan, Tile, head_plan, partial_sums, sums_by_row
 from ..plan.kept_states import result
 from ..run.triton import launch
 from .readout import readout_bwd_kernel, readout_fwd_kernel
 
 # Not measured: 8 elements a thread in the forward, 4 in the backward, rows of at least 128 bytes
-LAUNCH: TileTable = {
+LAUNCH: dict[tuple[str, int], Tile] = {
     ("forward", 16): Tile(16, 4, 4, 2, 2112),
     ("forward", 32): Tile(16, 2, 4, 2, 2112),
     ("forward", 64): Tile(16, 1, 4, 2, 2112),
@@ -54,7 +54,10 @@ def backward(call: Call[Any], x: Any, kept: dict[str, jax.Array], cotangents: An
     operands, options = _operands(plan, call.settings, x)
     tokens = x[:5]
     out = (
-        *(result(array is not None, x.o.shape, x.o.dtype if array is None else array.dtype) for array in tokens),
+        *(
+            result(array is not None, x.o.shape, x.o.dtype if array is None else array.dtype)
+            for array in tokens
+        ),
         partial_sums(plan, 2 if x.r is None else 3),
     )
     made = launch(readout_bwd_kernel, *operands, *cotangents, *plan.lengths, out=out, **options)

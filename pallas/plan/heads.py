@@ -1,4 +1,4 @@
-"""How kernels that work on every token and head by itself are launched: tiles, shares of tokens, sums for vectors."""
+"""How kernels that work on each token and head by itself are launched: tiles, shares, sums for vectors."""
 
 from __future__ import annotations
 

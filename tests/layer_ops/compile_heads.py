@@ -1,9 +1,10 @@
-"""Registers, spilled bytes and shared memory of the kernels on tokens and heads, by GPU generation, without a GPU.
+"""Registers, spilled bytes and shared memory of the kernels on tokens and heads, by GPU, without a GPU.
 
     python tests/layer_ops/compile_heads.py                             what the test checks, as a table
     python tests/layer_ops/compile_heads.py --targets 86 --heads 96 --dtypes float32
 
-Recording and compiling are those of tests/compile/resources.py. Triton's interpreter must be off in this process.
+Recording and compiling are those of tests/compile/resources.py. Triton's interpreter must be off in this
+process.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import sys
 PATH = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [str(PATH), str(PATH / "compile")]
 
-import jax
-import resources
-from heads_cases import TOKENS, VECTORS, Case, call
+import jax  # noqa: E402
+import resources  # noqa: E402
+from heads_cases import TOKENS, VECTORS, Case, call  # noqa: E402
 
-from fla_jax.core.gpu import lowering_for
-from fla_jax.pallas.run import triton
+from fla_jax.core.gpu import lowering_for  # noqa: E402
+from fla_jax.pallas.run import triton  # noqa: E402
 
 
 def gradient(case: Case):
@@ -45,7 +46,10 @@ def abstract(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
 
 def record(case: Case, target: int) -> list[resources.Launch]:
     """What forward and backward launch."""
-    recorder, original = resources._Recorder(resources.Call(case.op, target, case.N, case.dtype)), triton._jax_triton
+    recorder, original = (
+        resources._Recorder(resources.Call(case.op, target, case.N, case.dtype)),
+        triton._jax_triton,
+    )
     triton._jax_triton = lambda: (recorder, True)
     try:
         with lowering_for(target):
@@ -57,7 +61,7 @@ def record(case: Case, target: int) -> list[resources.Launch]:
 
 
 def lowered(case: Case) -> int | None:
-    """How many kernels the program of a gradient calls when it is lowered for CUDA; None where that cannot be done."""
+    """How many kernels the program of a gradient calls when lowered for CUDA; None where that cannot be."""
     plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
     with lowering_for(90):
         if not plugin or triton.why_not("gpu") is not None:
@@ -67,7 +71,9 @@ def lowered(case: Case) -> int | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--targets", nargs="+", type=int, default=(80, 90, 120))
     parser.add_argument("--heads", nargs="+", type=int, default=(64,))
     parser.add_argument("--dtypes", nargs="+", default=("bfloat16",))
@@ -79,7 +85,10 @@ def main() -> None:
     ]  # fmt: skip
     calls = {case.op: lowered(case) for case in cases} if args.json else {}
     usages = [
-        resources.compile_launch(launch) for case in cases for target in args.targets for launch in record(case, target)
+        resources.compile_launch(launch)
+        for case in cases
+        for target in args.targets
+        for launch in record(case, target)
     ]
     if args.json:
         print("USAGES", json.dumps({"usages": [dataclasses.asdict(u) for u in usages], "calls": calls}))

@@ -1,9 +1,10 @@
-"""Runs one implementation of the ops on tokens and heads on eight fake devices and prints, as JSON, the collectives of
-each sharded program and what went wrong.
+"""Runs one implementation of the ops on tokens and heads on eight fake devices, and reports as JSON.
 
-Started by test_keys_sharding.py in a process of its own: the number of devices is fixed when JAX starts. "triton" runs
-in Triton's interpreter; JAX cannot run host callbacks inside automatically partitioned kernels, so there its programs
-are compiled and their collectives counted.
+The collectives of each sharded program and what went wrong.
+
+Started by test_keys_sharding.py in a process of its own: the number of devices is fixed when JAX starts.
+"triton" runs in Triton's interpreter; JAX cannot run host callbacks inside automatically partitioned kernels,
+so there its programs are compiled and their collectives counted.
 """
 
 import json
@@ -42,7 +43,7 @@ def collectives(text: str) -> list[list]:
 
 
 def program(case: Case, implementation: str, mesh, name: str, specs):
-    """Results and gradients; in shard_map without its check the sum of vectors' gradients over rows is the caller's."""
+    """Results and gradients; in shard_map without its check the caller sums vectors' gradients over rows."""
 
     def run(arrays, cotangents):
         results, pull = jax.vjp(lambda arrays: call(case, arrays, implementation), arrays)
@@ -81,12 +82,18 @@ def one(case: Case, implementation: str, name: str) -> list[list]:
 
 def main(implementation: str) -> None:
     report = {}
-    for case in (Case("rwkv7_keys", B=8, T=8, H=4, N=4, residual="traced True"), Case("rwkv7_readout", B=8, T=8, H=4, N=4)):
+    for case in (
+        Case("rwkv7_keys", B=8, T=8, H=4, N=4, residual="traced True"),
+        Case("rwkv7_readout", B=8, T=8, H=4, N=4),
+    ):
         for name in LAYOUTS:
             try:
                 report[f"{case.op}: {name}"] = {"collectives": one(case, implementation, name), "error": None}
             except Exception as e:
-                report[f"{case.op}: {name}"] = {"collectives": None, "error": f"{type(e).__name__}: {e}"[:2000]}
+                report[f"{case.op}: {name}"] = {
+                    "collectives": None,
+                    "error": f"{type(e).__name__}: {e}"[:2000],
+                }
     print("REPORT", json.dumps(report))
 
 

@@ -1,4 +1,4 @@
-"""Keys and readout on eight fake devices: right results, and no communication but the sums of vectors' gradients."""
+"""Keys and readout on eight fake devices: right results, and nothing is sent but vectors' gradients."""
 
 import json
 import os
@@ -24,8 +24,10 @@ def test_sharded_programs(implementation):
     assert len(report) == 14
     wrong = {name: r["error"] for name, r in report.items() if r["error"]}
     assert not wrong, wrong
-    # vectors' gradients are sums over rows: of at most 5 of them, [4, 4] each; nothing else may leave a device
+    # vectors' gradients are sums over rows, at most 5 of [4, 4]; nothing else may leave a device
     allowed = lambda kind, size: kind in ("all-reduce", "reduce-scatter") and size <= 5 * 16
     talk = {name: r["collectives"] for name, r in report.items() if "time" not in name}
-    too_much = {name: found for name, found in talk.items() if not found or not all(allowed(*c) for c in found)}
+    too_much = {
+        name: found for name, found in talk.items() if not found or not all(allowed(*c) for c in found)
+    }
     assert not too_much, too_much

@@ -1,4 +1,4 @@
-"""Both readouts, plain JAX and Triton (in its interpreter where there is no GPU), against the float64 oracle."""
+"""Both readouts in plain JAX and in Triton (interpreted where there is no GPU) against the float64 oracle."""
 
 import heads_cases
 import heads_oracle
@@ -43,7 +43,9 @@ def test_sizes(op, implementation, B, T, H, N):
 
 @kernels
 @each_op
-@pytest.mark.parametrize("B, T, H, N", [(1, 16, 4, 16), (3, 17, 2, 33), (1, 5, 1, 136), (2, 3, 2, 256), (1, 9, 2, 7)])
+@pytest.mark.parametrize(
+    "B, T, H, N", [(1, 16, 4, 16), (3, 17, 2, 33), (1, 5, 1, 136), (2, 3, 2, 256), (1, 9, 2, 7)]
+)
 def test_sizes_of_tiles(op, B, T, H, N):
     """Even and uneven tiles of every kind, and heads that are no power of two."""
     check(Case(op, B=B, T=T, H=H, N=N), "triton")
@@ -52,7 +54,7 @@ def test_sizes_of_tiles(op, B, T, H, N):
 @kernels
 @each_op
 def test_shares_of_tokens_are_summed(op):
-    """More tokens than one program takes, so that vectors' gradients come from several; the sums have the same bits."""
+    """Vectors' gradients come from several programs, and have the same bits in every run."""
     case = Case(op, B=2, T=21, H=1, N=16)
     check(case, "triton")
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, run(case, "triton"), run(case, "triton"))))
@@ -86,7 +88,7 @@ def test_bfloat16_is_rounded_once(op):
 
 @each_op
 def test_dtypes(op):
-    """A float32 gate with bfloat16 tokens, as a low-rank product may give it; gradients have the dtypes of what came."""
+    """A float32 gate with bfloat16 tokens; gradients have the dtypes of what came."""
     arrays, _ = build(Case(op, dtype="bfloat16"))
     arrays["gate"] = arrays["gate"].astype("float32")
     for implementation in IMPLEMENTATIONS:
@@ -104,7 +106,7 @@ def test_dtypes(op):
 def test_float64(op):
     with jax.enable_x64(True):
         check(Case(op, dtype="float64"), "xla", limit=1e-13)
-        with pytest.raises(ValueError, match="implementation='triton' cannot run this call: .*float64"):
+        with pytest.raises(ValueError, match=r"implementation='triton' cannot run this call: .*float64"):
             call(Case(op), build(Case(op, dtype="float64"))[0], "triton")
 
 
@@ -116,7 +118,10 @@ def test_vmap(op, vectors):
     case = Case(op, B=1)
     cases = [build(case), build(Case(**(vars(case) | dict(seed=1))))]
     mapped = [name for name in cases[0][0] if vectors or name in TOKENS[op]]
-    cases[1] = ({name: x if name in mapped else cases[0][0][name] for name, x in cases[1][0].items()}, cases[1][1])
+    cases[1] = (
+        {name: x if name in mapped else cases[0][0][name] for name, x in cases[1][0].items()},
+        cases[1][1],
+    )
     axes = {name: 0 if name in mapped else None for name in cases[0][0]}
     arrays = {n: jnp.stack([x[n] for x, _ in cases]) if n in mapped else cases[0][0][n] for n in axes}
     cotangents = {n: jnp.stack([c[n] for _, c in cases]) for n in cases[0][1]}
@@ -144,7 +149,9 @@ def test_no_tokens(op):
 
 def test_errors():
     arrays = build(Case("rwkv7_readout"))[0]
-    with pytest.raises(ValueError, match=r"gate must have shape \[B, T, H, N\] = \[2, 5, 3, 16\], got \[2, 5, 48\]"):
+    with pytest.raises(
+        ValueError, match=r"gate must have shape \[B, T, H, N\] = \[2, 5, 3, 16\], got \[2, 5, 48\]"
+    ):
         rwkv7_readout(**(arrays | dict(gate=np.zeros((2, 5, 48), "float32"))))
     with pytest.raises(TypeError, match="r_k must be a floating-point array, got NoneType"):
         rwkv7_readout(**(arrays | dict(r_k=None)))

@@ -66,5 +66,5 @@ def supports(call: Call[Any]) -> str | None:
 
 
 def automatic(call: Call[Any]) -> bool:
-    """Whether to take the kernels unasked: one token, as in decoding, is better fused with what is around it."""
+    """Whether to take them unasked: one token, as in decoding, is better fused with what is around it."""
     return call.inputs[0].shape[1] > 1 and triton.automatic(call)

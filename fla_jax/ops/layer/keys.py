@@ -1,4 +1,4 @@
-"""What RWKV-7 makes of its projections before the recurrence: log decays, keys, values, and the two directions."""
+"""What RWKV-7 makes of its projections before the recurrence: log decays, keys, values, two directions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ class KeysInputs(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What `rwkv7_keys` returns, [B, T, H, N] each: the recurrence's inputs, and ``v_first`` for the layers above."""
+    """What `rwkv7_keys` returns, [B, T, H, N] each.
+
+    The recurrence's inputs, ``v_first`` for the layers above, and ``k`` and ``v`` again for the readout: the
+    gradients of both uses are then added within the one pass backward, where JAX would add them in passes of
+    their own.
+    """
 
     w: Any
     k: Any
@@ -40,6 +45,8 @@ class Keys(NamedTuple):
     a: Any
     b: Any
     v_first: Any
+    k_bonus: Any
+    v_bonus: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +73,8 @@ class KeysSettings:
 def normalise(x: jax.Array, eps: float = 1e-12) -> jax.Array:
     """``x / max(|x|, eps)`` over the last axis.
 
-    Where ``|x| <= eps`` the gradient is zero: the slope there, 1 / eps, is no information and would drown every other.
+    Where ``|x| <= eps`` the gradient is zero: the slope there, 1 / eps, is no information and would drown
+    every other.
     """
     square = jnp.sum(x * x, -1, keepdims=True)
     alive = square > eps**2
@@ -90,8 +98,8 @@ def definition(settings: KeysSettings, x: KeysInputs) -> Keys:
             first = jnp.where(x.residual != 0, first, v)
         v = v + (first - v) * jax.nn.sigmoid(x.v0.astype(wide) + x.mix.astype(wide))
     a, b = (array.astype(settings.transition_name) for array in (-kk, kk * rate * settings.rate_scale))
-    key = (k * (1 + (rate - 1) * k_a)).astype(x.k.dtype)
-    return Keys(w.astype(settings.decay_name), key, v.astype(x.v.dtype), a, b, first.astype(x.v.dtype))
+    k, v = (k * (1 + (rate - 1) * k_a)).astype(x.k.dtype), v.astype(x.v.dtype)
+    return Keys(w.astype(settings.decay_name), k, v, a, b, first.astype(x.v.dtype), k, v)
 
 
 def forward(call: Call[KeysSettings], x: KeysInputs) -> tuple[Keys, dict[str, jax.Array]]:
@@ -99,7 +107,9 @@ def forward(call: Call[KeysSettings], x: KeysInputs) -> tuple[Keys, dict[str, ja
     return definition(call.settings, x), {}
 
 
-def backward(call: Call[KeysSettings], x: KeysInputs, kept: dict[str, jax.Array], cotangents: Keys) -> KeysInputs:
+def backward(
+    call: Call[KeysSettings], x: KeysInputs, kept: dict[str, jax.Array], cotangents: Keys
+) -> KeysInputs:
     """See `fla_jax.ops.op`."""
     floats = x._replace(residual=None)
     _, pull = jax.vjp(lambda floats: definition(call.settings, floats._replace(residual=x.residual)), floats)
@@ -118,12 +128,13 @@ def _triton() -> Any:
     return keys_launcher
 
 
-TOKENS = ("decay", "rate", "mix", "k", "v", "v_first", "w", "a", "b")
+TOKENS = ("decay", "rate", "mix", "k", "v", "v_first", "w", "a", "b", "k_bonus", "v_bonus")
+VECTORS = ("w0", "a0", "v0", "k_k", "k_a")
 KEYS = Op(
     "rwkv7_keys",
     KeysInputs,
     Keys,
-    dict.fromkeys(TOKENS, "b t h k") | dict.fromkeys(("w0", "a0", "v0", "k_k", "k_a"), "h k") | {"residual": "m"},
+    {"residual": "m"} | dict.fromkeys(TOKENS, "b t h k") | dict.fromkeys(VECTORS, "h k"),
     [Implementation("triton", _triton, supports, automatic, opaque=True), Implementation("xla", _xla)],
 )
 
@@ -156,13 +167,14 @@ def rwkv7_keys(
         k' = k (1 + (rate' - 1) k_a),   a = -kk,   b = kk rate' rate_scale
         v' = v + (v_first - v) sigmoid(v0 + mix)
 
-    All of it is float32 arithmetic (float64 where an input is), whatever the arrays' dtypes; a result is rounded
-    once. Differentiable in reverse mode in every floating-point array. Keys that are shorter than 1e-12 get no
-    gradient through their direction. No head sees another one: rows and heads may be shared by devices.
+    All of it is float32 arithmetic (float64 where an input is), whatever the arrays' dtypes; a result is
+    rounded once. Differentiable in reverse mode in every floating-point array. Keys that are shorter than
+    1e-12 get no gradient through their direction. No head sees another one: rows and heads may be shared by
+    devices.
 
     Args:
-        decay: [B, T, H, N], low-rank part of the decay, what ``w0`` is added to; as all token arrays here float16,
-            bfloat16, float32 or float64.
+        decay: [B, T, H, N], low-rank part of the decay, what ``w0`` is added to; as all token arrays here
+            float16, bfloat16, float32 or float64.
         rate: [B, T, H, N], low-rank part of the in-context rate.
         k: [B, T, H, N], projected key.
         v: [B, T, H, N], projected value.
@@ -170,21 +182,23 @@ def rwkv7_keys(
         a0: [H, N].
         k_k: [H, N].
         k_a: [H, N].
-        mix: [B, T, H, N], low-rank part of the share of ``v_first`` in the value; None, with ``v_first`` and ``v0``,
-            for a layer without value residual: ``v' = v``.
+        mix: [B, T, H, N], low-rank part of the share of ``v_first`` in the value; None, with ``v_first`` and
+            ``v0``, for a layer without value residual: ``v' = v``.
         v_first: [B, T, H, N], value of layer 0.
         v0: [H, N].
-        residual: whether this layer has a value residual: False makes ``v' = v`` and ``v_first = v``. A Python bool,
-            or a traced boolean where the layer's index is traced.
-        rate_scale: Python number >= 0, factor on the rate in the transition. Up to 1 the transition contracts even with
-            a and b rounded to 16 bits; above it they are float32.
-        decay_dtype: dtype of ``w``; None for float32 (float64).
-        implementation: ``"triton"`` (NVIDIA GPUs, heads of up to 256 channels, no float64) or ``"xla"`` (plain JAX);
-            None for the first, where it can run and there is more than one token, else the second.
+        residual: whether this layer has a value residual: False makes ``v' = v`` and ``v_first = v``. A
+            Python bool, or a traced boolean where the layer's index is traced.
+        rate_scale: Python number >= 0, factor on the rate in the transition. Up to 1 the transition contracts
+            even with a and b rounded to 16 bits; above it they are float32.
+        decay_dtype: dtype of ``w``, bfloat16, float16 or float32; None for float32 (float64).
+        implementation: ``"triton"`` (NVIDIA GPUs, heads of up to 256 channels, no float64) or ``"xla"``
+            (plain JAX); None for the first, where it can run and there is more than one token, else the
+            second.
 
     Returns:
-        `Keys`: ``w`` in ``decay_dtype``, ``k`` in k's dtype, ``v`` and ``v_first`` in v's, ``a`` and ``b`` in k's or,
-        with a rate_scale above 1, float32. ``v_first`` is the array that came, or v at a layer without residual.
+        `Keys`: ``w`` in ``decay_dtype``, ``k`` in k's dtype, ``v`` and ``v_first`` in v's, ``a`` and ``b`` in
+        k's or, with a rate_scale above 1, float32. ``v_first`` is the array that came, or v at a layer
+        without residual. ``k_bonus`` and ``v_bonus`` are ``k`` and ``v`` again: give them to `rwkv7_readout`.
 
     Raises:
         ValueError: a shape or value does not fit, or ``implementation`` is unknown or cannot run here.
@@ -196,7 +210,9 @@ def rwkv7_keys(
     trio = {"mix": mix, "v_first": v_first, "v0": v0}
     absent = [name for name, array in trio.items() if array is None]
     if absent and len(absent) < 3:
-        raise ValueError(f"mix, v_first and v0 belong together: give all or none of them, got {absent[0]} = None")
+        raise ValueError(
+            f"mix, v_first and v0 belong together: give all or none of them, got {absent[0]} = None"
+        )
     if isinstance(rate_scale, jax.core.Tracer) or not 0 <= rate_scale < math.inf:
         raise ValueError(f"rate_scale must be a Python number >= 0, got {rate_scale!r}")
     if absent or residual is False:
@@ -214,9 +230,12 @@ def rwkv7_keys(
         x = x._replace(v_first=x.v_first.astype(x.v.dtype))
     if residual is not True:
         x = x._replace(residual=jnp.asarray(residual).astype(jnp.int32).reshape(1))
+    decay_name = compute if decay_dtype is None else jnp.dtype(decay_dtype).name
+    if decay_name not in ("bfloat16", "float16", "float32", compute):
+        raise ValueError(f"decay_dtype must be bfloat16, float16, float32 or None, got {decay_name}")
     settings = KeysSettings(
         float(rate_scale),
-        compute if decay_dtype is None else jnp.dtype(decay_dtype).name,
+        decay_name,
         jnp.dtype(x.k.dtype).name if rate_scale <= 1 else compute,
         compute,
     )

@@ -86,7 +86,8 @@ def _triton() -> Any:
     return readout_launcher
 
 
-AXES = dict.fromkeys(("o", "gate", "r", "k", "v", "y"), "b t h k") | dict.fromkeys(("scale", "bias", "r_k"), "h k")
+TOKENS, VECTORS = ("o", "gate", "r", "k", "v", "y"), ("scale", "bias", "r_k")
+AXES = dict.fromkeys(TOKENS, "b t h k") | dict.fromkeys(VECTORS, "h k")
 TRITON = Implementation("triton", _triton, supports, automatic, opaque=True)
 XLA = Implementation("xla", _xla)
 RWKV6 = Op("rwkv6_readout", ReadoutInputs, Readout, AXES, [TRITON, XLA])
@@ -106,24 +107,27 @@ def rwkv7_readout(
     eps: float = EPS,
     implementation: str | None = None,
 ) -> jax.Array:
-    """RWKV-7's readout, in one pass over memory on an NVIDIA GPU: ``(group_norm(o) + (sum_n r k r_k) v) gate``.
+    """RWKV-7's readout in one pass over memory (on a GPU): ``(group_norm(o) + (sum_n r k r_k) v) gate``.
 
-    The norm is over every head's N channels by itself: ``(o - mean) / sqrt(var + eps) scale + bias``. All of it is
-    float32 arithmetic (float64 where an input is), whatever the arrays' dtypes; the result is rounded once.
-    Differentiable in reverse mode in every array. No head sees another one: rows and heads may be shared by devices.
+    The norm is over every head's N channels by itself: ``(o - mean) / sqrt(var + eps) scale + bias``. All of
+    it is float32 arithmetic (float64 where an input is), whatever the arrays' dtypes; the result is rounded
+    once. Differentiable in reverse mode in every array. No head sees another one: rows and heads may be
+    shared by devices.
 
     Args:
-        o: [B, T, H, N], output of the recurrence; as all token arrays here float16, bfloat16, float32 or float64.
+        o: [B, T, H, N], output of the recurrence; as all token arrays here float16, bfloat16, float32 or
+            float64.
         r: [B, T, H, N], receptance.
-        k: [B, T, H, N], the key that the recurrence got: the third result of `rwkv7_keys`.
-        v: [B, T, H, N], the value that it got.
+        k: [B, T, H, N], the key that the recurrence got: ``k_bonus`` of `rwkv7_keys`.
+        v: [B, T, H, N], the value that it got: ``v_bonus``.
         gate: [B, T, H, N], the factor itself.
         scale: [H, N], as all vectors here of any floating-point dtype.
         bias: [H, N].
         r_k: [H, N].
         eps: Python number, added to the variance.
-        implementation: ``"triton"`` (NVIDIA GPUs, heads of up to 256 channels, no float64) or ``"xla"`` (plain JAX);
-            None for the first, where it can run and there is more than one token, else the second.
+        implementation: ``"triton"`` (NVIDIA GPUs, heads of up to 256 channels, no float64) or ``"xla"``
+            (plain JAX); None for the first, where it can run and there is more than one token, else the
+            second.
 
     Returns:
         [B, T, H, N] in o's dtype.
@@ -150,9 +154,10 @@ def rwkv6_readout(
 ) -> jax.Array:
     """RWKV-6's readout, in one pass over memory on an NVIDIA GPU: ``group_norm(o) silu(gate)``.
 
-    `rwkv7_readout` documents the arguments, the result, the arithmetic and the errors; here ``gate`` is what silu is
-    applied to.
+    `rwkv7_readout` documents the arguments, the result, the arithmetic and the errors; here ``gate`` is what
+    silu is applied to.
     """
     arrays, compute = check_heads({"o": o, "gate": gate}, {"scale": scale, "bias": bias})
     absent: dict[str, Any] = dict.fromkeys(("r", "k", "v", "r_k"))
-    return RWKV6(ReadoutInputs(**(absent | arrays)), ReadoutSettings(float(eps), True, compute), implementation).y
+    settings = ReadoutSettings(float(eps), True, compute)
+    return RWKV6(ReadoutInputs(**(absent | arrays)), settings, implementation).y
