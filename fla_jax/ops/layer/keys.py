@@ -1,0 +1,242 @@
+"""What RWKV-7 makes of its projections before the recurrence: log decays, keys, values, two directions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...core.call import Call
+from ..op import Implementation, Op
+from .heads import automatic, check_heads, supports
+
+
+class KeysInputs(NamedTuple):
+    """The arrays of one call: tokens [B, T, H, N], vectors [H, N]."""
+
+    decay: Any
+    rate: Any
+    mix: Any
+    k: Any
+    v: Any
+    v_first: Any
+    w0: Any
+    a0: Any
+    v0: Any
+    k_k: Any
+    k_a: Any
+    residual: Any = None  # [1] int32, or None where it is known to be there (or v_first is None)
+
+
+class Keys(NamedTuple):
+    """What `rwkv7_keys` returns, [B, T, H, N] each.
+
+    The recurrence's inputs, ``v_first`` for the layers above, and ``k`` and ``v`` again for the readout: the
+    gradients of both uses are then added within the one pass backward, where JAX would add them in passes of
+    their own.
+    """
+
+    w: Any
+    k: Any
+    v: Any
+    a: Any
+    b: Any
+    v_first: Any
+    k_bonus: Any
+    v_bonus: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class KeysSettings:
+    """Constants of a call and the names of its dtypes.
+
+    Attributes:
+        rate_scale: factor on the rate in the transition.
+        decay_name: dtype of the log decays.
+        transition_name: dtype of a and b.
+        compute_name: dtype of the arithmetic.
+        decay_scale: log decay where its sigmoid is one.
+        eps: length up to which a key has no direction.
+    """
+
+    rate_scale: float
+    decay_name: str
+    transition_name: str
+    compute_name: str
+    decay_scale: float = -math.exp(-0.5)
+    eps: float = 1e-12
+
+
+def normalise(x: jax.Array, eps: float = 1e-12) -> jax.Array:
+    """``x / max(|x|, eps)`` over the last axis.
+
+    Where ``|x| <= eps`` the gradient is zero: the slope there, 1 / eps, is no information and would drown
+    every other.
+    """
+    square = jnp.sum(x * x, -1, keepdims=True)
+    alive = square > eps**2
+    scale = jnp.where(alive, jax.lax.rsqrt(jnp.where(alive, square, 1)), 1 / eps)
+    return jnp.where(alive, x, jax.lax.stop_gradient(x)) * scale
+
+
+def definition(settings: KeysSettings, x: KeysInputs) -> Keys:
+    """The op in plain JAX: everything in the compute dtype, every result rounded once."""
+    wide = jnp.dtype(settings.compute_name)
+    decay, rate, k, w0, a0, k_k, k_a = (
+        array.astype(wide) for array in (x.decay, x.rate, x.k, x.w0, x.a0, x.k_k, x.k_a)
+    )
+    w = settings.decay_scale * jax.nn.sigmoid(w0 + decay)
+    rate = jax.nn.sigmoid(a0 + rate)
+    kk = normalise(k * k_k, settings.eps)
+    v, first = x.v, x.v
+    if x.v_first is not None:
+        first, v = x.v_first.astype(wide), v.astype(wide)
+        if x.residual is not None:
+            first = jnp.where(x.residual != 0, first, v)
+        v = v + (first - v) * jax.nn.sigmoid(x.v0.astype(wide) + x.mix.astype(wide))
+    a, b = (array.astype(settings.transition_name) for array in (-kk, kk * rate * settings.rate_scale))
+    k, v = (k * (1 + (rate - 1) * k_a)).astype(x.k.dtype), v.astype(x.v.dtype)
+    return Keys(w.astype(settings.decay_name), k, v, a, b, first.astype(x.v.dtype), k, v)
+
+
+def forward(call: Call[KeysSettings], x: KeysInputs) -> tuple[Keys, dict[str, jax.Array]]:
+    """See `fla_jax.ops.op`; nothing is kept."""
+    return definition(call.settings, x), {}
+
+
+def backward(
+    call: Call[KeysSettings], x: KeysInputs, kept: dict[str, jax.Array], cotangents: Keys
+) -> KeysInputs:
+    """See `fla_jax.ops.op`."""
+    floats = x._replace(residual=None)
+    _, pull = jax.vjp(lambda floats: definition(call.settings, floats._replace(residual=x.residual)), floats)
+    return pull(cotangents)[0]
+
+
+def _xla() -> Any:
+    from . import keys
+
+    return keys
+
+
+def _triton() -> Any:
+    from ...pallas.layer import keys_launcher
+
+    return keys_launcher
+
+
+TOKENS = ("decay", "rate", "mix", "k", "v", "v_first", "w", "a", "b", "k_bonus", "v_bonus")
+VECTORS = ("w0", "a0", "v0", "k_k", "k_a")
+KEYS = Op(
+    "rwkv7_keys",
+    KeysInputs,
+    Keys,
+    {"residual": "m"} | dict.fromkeys(TOKENS, "b t h k") | dict.fromkeys(VECTORS, "h k"),
+    [Implementation("triton", _triton, supports, automatic, opaque=True), Implementation("xla", _xla)],
+)
+
+
+def rwkv7_keys(
+    decay: jax.Array,
+    rate: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    w0: jax.Array,
+    a0: jax.Array,
+    k_k: jax.Array,
+    k_a: jax.Array,
+    mix: jax.Array | None = None,
+    v_first: jax.Array | None = None,
+    v0: jax.Array | None = None,
+    residual: jax.Array | bool = True,
+    rate_scale: float = 1.0,
+    decay_dtype: Any = None,
+    implementation: str | None = None,
+) -> Keys:
+    """What RWKV-7 makes of its projections before the recurrence, in one pass over memory on an NVIDIA GPU.
+
+    For every token and channel, |.| the length of a head's N channels::
+
+        w = -exp(-1/2) sigmoid(w0 + decay)
+        rate' = sigmoid(a0 + rate)
+        kk = k k_k / max(|k k_k|, 1e-12)
+        k' = k (1 + (rate' - 1) k_a),   a = -kk,   b = kk rate' rate_scale
+        v' = v + (v_first - v) sigmoid(v0 + mix)
+
+    All of it is float32 arithmetic (float64 where an input is), whatever the arrays' dtypes; a result is
+    rounded once. Differentiable in reverse mode in every floating-point array. Keys that are shorter than
+    1e-12 get no gradient through their direction. No head sees another one: rows and heads may be shared by
+    devices.
+
+    Args:
+        decay: [B, T, H, N], low-rank part of the decay, what ``w0`` is added to; as all token arrays here
+            float16, bfloat16, float32 or float64.
+        rate: [B, T, H, N], low-rank part of the in-context rate.
+        k: [B, T, H, N], projected key.
+        v: [B, T, H, N], projected value.
+        w0: [H, N], as all vectors here of any floating-point dtype.
+        a0: [H, N].
+        k_k: [H, N].
+        k_a: [H, N].
+        mix: [B, T, H, N], low-rank part of the share of ``v_first`` in the value; None, with ``v_first`` and
+            ``v0``, for a layer without value residual: ``v' = v``.
+        v_first: [B, T, H, N], value of layer 0.
+        v0: [H, N].
+        residual: whether this layer has a value residual: False makes ``v' = v`` and ``v_first = v``. A
+            Python bool, or a traced boolean where the layer's index is traced.
+        rate_scale: Python number >= 0, factor on the rate in the transition. Up to 1 the transition contracts
+            even with a and b rounded to 16 bits; above it they are float32.
+        decay_dtype: dtype of ``w``, bfloat16, float16 or float32; None for float32 (float64).
+        implementation: ``"triton"`` (NVIDIA GPUs, heads of up to 256 channels, no float64) or ``"xla"``
+            (plain JAX); None for the first, where it can run and there is more than one token, else the
+            second.
+
+    Returns:
+        `Keys`: ``w`` in ``decay_dtype``, ``k`` in k's dtype, ``v`` and ``v_first`` in v's, ``a`` and ``b`` in
+        k's or, with a rate_scale above 1, float32. ``v_first`` is the array that came, or v at a layer
+        without residual. ``k_bonus`` and ``v_bonus`` are ``k`` and ``v`` again: give them to `rwkv7_readout`.
+
+    Raises:
+        ValueError: a shape or value does not fit, or ``implementation`` is unknown or cannot run here.
+        TypeError: a dtype does not fit, or the call is differentiated in forward mode.
+
+    Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025; RWKV-LM
+    ``RWKV-v7/train_temp/src/model.py``.
+    """
+    trio = {"mix": mix, "v_first": v_first, "v0": v0}
+    absent = [name for name, array in trio.items() if array is None]
+    if absent and len(absent) < 3:
+        raise ValueError(
+            f"mix, v_first and v0 belong together: give all or none of them, got {absent[0]} = None"
+        )
+    if isinstance(rate_scale, jax.core.Tracer) or not 0 <= rate_scale < math.inf:
+        raise ValueError(f"rate_scale must be a Python number >= 0, got {rate_scale!r}")
+    if absent or residual is False:
+        mix = v_first = v0 = None
+        residual = True
+    tokens: dict[str, Any] = {"k": k, "v": v, "decay": decay, "rate": rate}
+    vectors: dict[str, Any] = {"w0": w0, "a0": a0, "k_k": k_k, "k_a": k_a}
+    if v_first is not None:
+        tokens |= {"mix": mix, "v_first": v_first}
+        vectors |= {"v0": v0}
+    arrays, compute = check_heads(tokens, vectors)
+    none: dict[str, Any] = dict.fromkeys(("mix", "v_first", "v0"))
+    x = KeysInputs(**(none | arrays))
+    if x.v_first is not None:
+        x = x._replace(v_first=x.v_first.astype(x.v.dtype))
+    if residual is not True:
+        x = x._replace(residual=jnp.asarray(residual).astype(jnp.int32).reshape(1))
+    decay_name = compute if decay_dtype is None else jnp.dtype(decay_dtype).name
+    if decay_name not in ("bfloat16", "float16", "float32", compute):
+        raise ValueError(f"decay_dtype must be bfloat16, float16, float32 or None, got {decay_name}")
+    settings = KeysSettings(
+        float(rate_scale),
+        decay_name,
+        jnp.dtype(x.k.dtype).name if rate_scale <= 1 else compute,
+        compute,
+    )
+    return KEYS(x, settings, implementation)

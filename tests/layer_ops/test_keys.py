@@ -1,0 +1,229 @@
+"""RWKV-7's keys in plain JAX and in Triton (interpreted where there is no GPU) against the float64 oracle."""
+
+import heads_cases
+import heads_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from heads_cases import Case, build, call, check, run
+
+from fla_jax.core.gpu import gpu_missing
+from fla_jax.ops.layer.keys import rwkv7_keys
+from fla_jax.pallas.run import triton
+
+IMPLEMENTATIONS = ["xla", *(["triton"] if triton.why_not(jax.default_backend()) is None else [])]
+each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+kernels = pytest.mark.skipif("triton" not in IMPLEMENTATIONS, reason="Triton kernels cannot run here")
+OP = "rwkv7_keys"
+
+
+@pytest.mark.parametrize("residual", [True, False, None])
+def test_the_oracles_gradients_are_those_of_its_results(residual):
+    """By central differences along a random direction."""
+    case = Case(OP, B=1, T=2, H=2, N=4, residual=residual, rate_scale=0.7)
+    arrays, cotangents = map(heads_oracle.wide, build(case))
+    rng = np.random.default_rng(1)
+    direction = {name: rng.normal(size=x.shape) for name, x in arrays.items()}
+    value = lambda h: sum(
+        np.sum(cotangents[name] * y)
+        for name, y in heads_cases.expected(case, {n: x + h * direction[n] for n, x in arrays.items()}, None)[
+            0
+        ].items()
+    )
+    _, gradients = heads_cases.expected(case, arrays, cotangents)
+    slope = sum(np.sum(gradients[name] * direction[name]) for name in arrays)
+    assert abs((value(1e-6) - value(-1e-6)) / 2e-6 - slope) < 1e-7 * max(1, abs(slope))
+
+
+@each
+@pytest.mark.parametrize("residual", [None, True, False, "traced True", "traced False"])
+def test_with_and_without_residual(implementation, residual):
+    check(Case(OP, residual=residual), implementation)
+
+
+@each
+@pytest.mark.parametrize("B, T, H, N", [(2, 1, 1, 64), (1, 37, 5, 24)])
+def test_sizes(implementation, B, T, H, N):
+    check(Case(OP, B=B, T=T, H=H, N=N), implementation)
+
+
+@kernels
+@pytest.mark.parametrize(
+    "B, T, H, N", [(1, 16, 4, 16), (3, 17, 2, 33), (1, 5, 1, 136), (2, 3, 2, 256), (1, 9, 2, 7)]
+)
+def test_sizes_of_tiles(B, T, H, N):
+    """Even and uneven tiles of every kind, and heads that are no power of two."""
+    check(Case(OP, B=B, T=T, H=H, N=N, residual="traced True"), "triton")
+
+
+@kernels
+def test_shares_of_tokens_are_summed():
+    """Vectors' gradients come from several programs, and have the same bits in every run."""
+    case = Case(OP, B=2, T=21, H=1, N=16)
+    check(case, "triton")
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, run(case, "triton"), run(case, "triton"))))
+
+
+@each
+def test_a_rate_scale_above_one_keeps_directions_wide(implementation):
+    case = Case(OP, rate_scale=2.0)
+    check(case, implementation)
+    arrays = {n: x.astype(jnp.bfloat16) for n, x in build(case)[0].items()}
+    kinds = {name: x.dtype for name, x in jax.eval_shape(lambda: call(case, arrays, implementation)).items()}
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    assert kinds == dict(w=f32, k=bf16, v=bf16, a=f32, b=f32, v_first=bf16, k_bonus=bf16, v_bonus=bf16)
+
+
+@each
+def test_keys_without_length_have_no_direction_and_no_gradient_through_it(implementation):
+    case = Case(OP)
+    arrays, cotangents = build(case)
+    arrays["k"][0, 1, 2] = 0
+    arrays["k"][1, 0, 0] = 1e-14
+    arrays["k_k"][1] = 0
+    check(case, implementation, arrays, cotangents)
+    results, gradients = run(case, implementation, arrays, cotangents)
+    assert not results["a"][0, 1, 2].any() and not results["b"][:, :, 1].any()
+    assert np.max(np.abs(gradients["k"])) < 1e3
+
+
+@each
+def test_strong_gates(implementation):
+    """Where sigmoids are 0 or 1 in float32 results stay finite, and exact where they are flat."""
+    case = Case(OP)
+    arrays, cotangents = build(case)
+    for name in ("decay", "rate", "mix"):
+        arrays[name] = arrays[name] * 100
+    results, gradients = run(case, implementation, arrays, cotangents)
+    want, slopes = heads_cases.expected(case, arrays, cotangents)
+    for got, right in ((results, want), (gradients, slopes)):
+        assert all(np.isfinite(x).all() for x in got.values())
+        wrong = {
+            n: e for n, e in heads_cases.errors(got, right).items() if not e < 1e-5
+        }  # 100 loses six bits
+        assert not wrong, wrong
+
+
+def test_bfloat16_is_rounded_once():
+    """Every result is as near as its dtype allows, and the kernels lose no more than plain JAX by a fifth."""
+    case = Case(OP, B=2, T=40, H=2, N=64, dtype="bfloat16")
+    want = heads_cases.expected(case)
+    plain = [heads_cases.errors(got, right) for got, right in zip(run(case, "xla"), want)]
+    assert max(plain[0].values()) < 2**-8 and plain[0]["w"] < 1e-6 and max(plain[1].values()) < 2**-8
+    if gpu_missing(jax.default_backend()) is None:  # the interpreter does not round to bfloat16 as a GPU does
+        kernel = [heads_cases.errors(got, right) for got, right in zip(run(case, "triton"), want)]
+        for mine, theirs in zip(kernel, plain):
+            assert all(mine[name] <= 1.2 * theirs[name] + 1e-6 for name in mine), (mine, theirs)
+
+
+@each
+def test_log_decays_in_bfloat16(implementation):
+    """Half the bytes; the strongest one stays within what the layer promises of the recurrence."""
+    arrays, _ = build(Case(OP))
+    arrays["decay"][0, 0] = 40
+    w = np.asarray(call(Case(OP), arrays, implementation, decay_dtype=jnp.bfloat16)["w"])
+    assert w.dtype == jnp.bfloat16 and w.min() >= -0.61
+    want = heads_oracle.keys(arrays)[0]["w"]
+    limit = 2**-7 if implementation == "triton" and triton.INTERPRET else 2**-8  # the interpreter truncates
+    assert np.max(np.abs(np.asarray(w, np.float64) - want) / np.abs(want)) <= limit
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        check(Case(OP, dtype="float64"), "xla", limit=1e-14)
+        arrays, _ = build(Case(OP, dtype="float64"))
+        with pytest.raises(ValueError, match=r"implementation='triton' cannot run this call: .*float64"):
+            call(Case(OP), arrays, "triton")
+
+
+@kernels
+@pytest.mark.parametrize("implementation, vectors", [("triton", False), ("triton", True), ("xla", True)])
+def test_vmap(implementation, vectors):
+    """Over tokens with vectors shared, and over both."""
+    case = Case(OP, B=1, residual="traced True")
+    (one, cotangents), (other, more) = build(case), build(Case(**(vars(case) | dict(seed=1))))
+    other = {
+        name: x if vectors or name in heads_cases.KEYS_TOKENS else one[name] for name, x in other.items()
+    }
+    stacked, both = ({n: jnp.stack([x[n], y[n]]) for n in x} for x, y in ((one, other), (cotangents, more)))
+    axes = {name: 0 if vectors or name in heads_cases.KEYS_TOKENS else None for name in one}
+    for name, axis in axes.items():
+        stacked[name] = stacked[name] if axis == 0 else stacked[name][0]
+
+    def local(arrays, cotangents):
+        results, pull = jax.vjp(lambda arrays: call(case, arrays, implementation), arrays)
+        return results, pull(cotangents)[0]
+
+    got = jax.device_get(jax.jit(jax.vmap(local, in_axes=(axes, 0)))(stacked, both))
+    for i, (x, c) in enumerate([(one, cotangents), (other, more)]):
+        for mine, want in zip(got, heads_cases.expected(case, x, c)):
+            assert max(heads_cases.errors({n: y[i] for n, y in mine.items()}, want).values()) < 1e-6
+
+
+@each
+def test_remat_and_scan_over_layers(implementation):
+    """The layer's index is traced: v_first comes from layer 0, whose residual is none."""
+    case = Case(OP, B=1, T=4, H=1, N=8)
+    layers = [
+        {n: x for n, x in build(Case(**(vars(case) | dict(seed=i))))[0].items() if n != "v_first"}
+        for i in range(3)
+    ]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *layers)
+
+    @jax.checkpoint
+    def step(v_first, one):
+        index, arrays = one
+        keys = rwkv7_keys(**arrays, v_first=v_first, residual=index > 0, implementation=implementation)
+        return keys.v_first, jnp.sum(jnp.sin(keys.v) * keys.k_bonus) + jnp.sum(keys.b * keys.w)
+
+    def scanned(stacked):
+        start = jnp.full(stacked["v"].shape[1:], 7.0)  # which layer 0 must not look at
+        return jnp.sum(jax.lax.scan(step, start, (jnp.arange(3), stacked))[1])
+
+    def unrolled(stacked):
+        total, v_first = 0.0, None
+        for i in range(3):
+            arrays = jax.tree.map(lambda x, i=i: x[i], stacked)
+            trio = {} if i == 0 else {"v_first": v_first}
+            keys = rwkv7_keys(
+                **{n: x for n, x in arrays.items() if i or n not in ("mix", "v0")},
+                **trio,
+                implementation="xla",
+            )
+            v_first = keys.v_first
+            total += jnp.sum(jnp.sin(keys.v) * keys.k_bonus) + jnp.sum(keys.b * keys.w)
+        return total
+
+    (got, grads), (want, right) = (jax.jit(jax.value_and_grad(f))(stacked) for f in (scanned, unrolled))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert (
+        max(heads_cases.errors(jax.device_get(grads), heads_oracle.wide(jax.device_get(right))).values())
+        < 2e-6
+    )
+
+
+def test_the_default_on_a_cpu_is_plain_jax():
+    case = Case(OP, B=1, T=2, H=1, N=4)
+    assert "custom_call" not in jax.jit(lambda arrays: call(case, arrays)).lower(build(case)[0]).as_text()
+
+
+def test_no_tokens():
+    case = Case(OP, T=0)
+    results, gradients = run(case, None)
+    assert results["w"].shape == (2, 0, 3, 16) and not gradients["w0"].any()
+
+
+@pytest.mark.parametrize("change, error, message", [
+    (dict(rate=np.zeros((2, 5, 3, 8))), ValueError, r"rate must .* \[2, 5, 3, 16\], got \[2, 5, 3, 8\]"),
+    (dict(k=np.zeros((2, 5, 48), "float32")), ValueError, r"k must have shape .*N\], got \[2, 5, 48\]"),
+    (dict(w0=np.zeros(48, "float32")), ValueError, r"w0 must have shape \[H, N\] = \[3, 16\], got \[48\]"),
+    (dict(a0=np.zeros((3, 16), "int32")), TypeError, "a0 must be a floating-point array, got int32"),
+    (dict(v0=None), ValueError, "mix, v_first and v0 belong together: .* got v0 = None"),
+    (dict(rate_scale=-1), ValueError, "rate_scale must be a Python number >= 0, got -1"),
+    (dict(decay_dtype="int8"), ValueError, "decay_dtype must be bfloat16, float16, .* got int8"),
+    (dict(implementation="cuda"), ValueError, "must be one of .*'triton', 'xla'.* or None, got 'cuda'"),
+])  # fmt: skip
+def test_errors(change, error, message):
+    with pytest.raises(error, match=message):
+        rwkv7_keys(**(build(Case(OP))[0] | change))
