@@ -24,8 +24,12 @@ def shift(h: jax.Array, last: jax.Array | None, segment_ids: jax.Array | None) -
 def compute(settings: Mix, x: MixInputs) -> Mixed:
     """The results; one rounding each, to the dtype of ``x.x``."""
     dtype, wide = x.x.dtype, jnp.dtype(settings.compute_name)
-    total = x.x if x.y is None else x.x + x.y
-    h = total.astype(wide)
+    h = x.x.astype(wide)
+    if x.y is not None:
+        # rounded as the result x is; XLA would drop a cast there and back
+        info = jnp.finfo(dtype)
+        h = jax.lax.reduce_precision(h + x.y.astype(wide), info.nexp, info.nmant)
+    total = h.astype(dtype)
     if x.scale is not None:
         h = h - jnp.mean(h, -1, keepdims=True)
         h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + settings.eps)

@@ -36,26 +36,22 @@ class Launch(NamedTuple):
 
 # By kernel, number of mixes and channels, padded to a power of two: whole tokens. What is missing goes by tiles.
 # Four channels a thread are a load of 8 bytes and keep the backward of six mixes within 128 registers: two programs of
-# 1024 channels share a multiprocessor. Not measured yet.
+# 1024 channels share a multiprocessor. Nothing of this is measured yet.
 WHOLE: dict[tuple[str, str, int], Launch] = {
-    **{("forward", "many", n): Launch(n, n // 128, 64) for n in (128, 256, 512, 1024, 2048)},
-    **{("forward", "few", n): Launch(n, n // 128, 64) for n in (128, 256, 512, 1024, 2048)},
-    **{("backward", "many", n): Launch(n, n // 128, 64, 2) for n in (128, 256, 512, 1024, 2048)},
-    **{("backward", "few", n): Launch(n, n // 128, 64, 2) for n in (128, 256, 512, 1024, 2048)},
-    ("forward", "many", 4096): Launch(4096, 16, 64),
-    ("forward", "few", 4096): Launch(4096, 16, 64),
-    ("forward", "few", 8192): Launch(8192, 16, 64),
+    **{("forward", few, n): Launch(n, n // 128, 64, 2) for few in ("few", "many") for n in (128, 256, 512, 1024, 2048, 4096)},
+    **{("backward", few, n): Launch(n, n // 128, 64, 2) for few in ("few", "many") for n in (128, 256, 512, 1024, 2048)},
+    ("forward", "few", 8192): Launch(8192, 32, 64),
     ("backward", "few", 4096): Launch(4096, 16, 64, 2),
 }
 TILES: dict[str, Launch] = {
-    "forward": Launch(512, 4, 64),
+    "forward": Launch(512, 4, 64, 2),
     "backward": Launch(512, 4, 64, 2),
-    "statistics": Launch(0, 0, 16),  # these two hold whole tokens
-    "norm": Launch(0, 0, 16),
+    "statistics": Launch(0, 0, 16, 2),  # these two hold whole tokens
+    "norm": Launch(0, 0, 16, 2),
 }
 FEW = 2
-# Programs that keep a GPU busy: with fewer, stretches are cut in two, down to the shortest worth a program of its own.
-PROGRAMS, SHORTEST = 264, 8
+# Warps that keep a GPU busy: with fewer, stretches are cut in two, down to the shortest that is worth a program.
+WARPS, SHORTEST = 4096, 8
 
 
 def _padded(C: int) -> int:
@@ -85,7 +81,7 @@ def _tiled(kernel: str, C: int) -> Launch:
 def _grid(chosen: Launch, B: int, T: int, C: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
     """(tokens that a program walks, grid, options of the launch)."""
     tiles, span = -(-C // chosen.channels), chosen.span
-    while span > SHORTEST and B * -(-T // span) * tiles < PROGRAMS:
+    while span > SHORTEST and B * -(-T // span) * tiles * chosen.warps < WARPS:
         span //= 2
     span = min(span, T)
     options = dict(num_warps=chosen.warps, num_stages=1, C=C, BC=chosen.channels, STAGES=chosen.stages)
