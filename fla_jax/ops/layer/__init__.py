@@ -1,1 +1,7 @@
 """The pieces of a layer around its recurrence, as ops: plain JAX, and kernels that do each in one pass."""
+
+from .keys import rwkv7_keys
+from .norm_mix import norm_shift_mix
+from .readout import rwkv6_readout, rwkv7_readout
+
+__all__ = ["norm_shift_mix", "rwkv6_readout", "rwkv7_keys", "rwkv7_readout"]
