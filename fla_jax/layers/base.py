@@ -9,16 +9,43 @@ import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
+from ..ops.layer import norm_shift_mix
 from .init import ByDepth, Initializer
+from .shift import last_token
 from .state import RWKVState, check_state, zero_state
 
 LAYER_NORM_EPS = 1e-5
-GROUP_NORM_EPS = 64e-5  # 1e-5 times the square of RWKV's head size divisor, 8
 
 
 def with_axes(init: Initializer, axes: tuple[str | None, ...], logical_axes: bool) -> Initializer:
     """``init``, its result boxed with the names of its axes if ``logical_axes``."""
     return nn.with_logical_partitioning(init, axes) if logical_axes else init
+
+
+Norm = tuple[jax.Array, jax.Array]  # scale and bias [C]
+
+
+class NormParameters(nn.Module):
+    """Scale and bias of a norm, whose arithmetic is part of an op (`fla_jax.ops.layer`).
+
+    Attributes:
+        features: C.
+        param_dtype: dtype of the parameters.
+        scale_init: initial values of the scale, boxed or not.
+        bias_init: likewise, of the bias.
+    """
+
+    features: int
+    param_dtype: Any
+    scale_init: Initializer
+    bias_init: Initializer
+
+    @nn.compact
+    def __call__(self) -> Norm:
+        """``(scale, bias)``."""
+        shape = (self.features,)
+        scale = self.param("scale", self.scale_init, shape, self.param_dtype)
+        return scale, self.param("bias", self.bias_init, shape, self.param_dtype)
 
 
 class Layer(nn.Module):
@@ -52,6 +79,29 @@ class Layer(nn.Module):
         """``x @ kernel``, kernel [in, out]."""
         init = with_axes(init, axes, self.logical_axes)
         return name_dense(nn.Dense(features, use_bias=False, dtype=x.dtype, param_dtype=self.param_dtype, kernel_init=init, name=name)(x))
+
+    def shift_and_mix(
+        self,
+        x: jax.Array,
+        mixes: list[jax.Array],
+        last: jax.Array,
+        segment_ids: jax.Array | None,
+        lengths: jax.Array | None,
+        norm: Norm | None,
+        y: jax.Array | None = None,
+        normalised: bool = False,
+    ):
+        """`fla_jax.ops.layer.norm_shift_mix`, whose ``last`` is that of each row's last token with ``lengths``."""
+        scale, bias = (None, None) if norm is None else norm
+        mixed = norm_shift_mix(
+            x, mixes, last, y=y, scale=scale, bias=bias, segment_ids=segment_ids, normalised=normalised
+        )
+        if lengths is None:
+            return mixed
+        end = last_token(x if mixed.x is None else mixed.x, last, lengths)
+        if norm is not None:
+            end = norm_shift_mix(end[:, None], mixes[:1], scale=scale, bias=bias).last
+        return mixed._replace(last=jnp.where(lengths[:, None] > 0, end, last.astype(x.dtype)))
 
     def check_input(
         self, x: jax.Array, segment_ids: jax.Array | None, lengths: jax.Array | None = None
@@ -159,7 +209,7 @@ class Attention(Layer):
         lengths: jax.Array | None = None,
         **options: Any,
     ):
-        """The op on [B, T, H, N] arrays, r the first: output [B, T, C] and final state [B, H, K, V]."""
+        """The op on [B, T, H, N] arrays, r the first: output and final state [B, H, K, V]."""
         B, T = arrays[0].shape[:2]
         if lengths is not None:
             # A token that is 0 in every input but r leaves the state as it is. Selected and not multiplied:
@@ -173,19 +223,23 @@ class Attention(Layer):
         else:
             options.pop("lower_bound", None)
         o, wkv = op(*arrays, initial_state=state.wkv, output_final_state=True, segment_ids=segment_ids, implementation=self.implementation, **options)
-        o = nn.with_logical_constraint(o, ("batch", "length", "heads", "kv"))
-        return o.reshape(B, T, self.hidden_size), wkv
+        return nn.with_logical_constraint(o, ("batch", "length", "heads", "kv")), wkv
 
-    def group_norm(self, o: jax.Array, dtype: Any) -> jax.Array:
-        """Normalises every head on its own; eps is 64e-5 whatever the size of a head."""
-        return nn.GroupNorm(
-            num_groups=self.hidden_size // self.head_dim,
-            epsilon=GROUP_NORM_EPS,
-            reduction_axes=(-1,),
-            use_fast_variance=False,
-            dtype=dtype,
-            param_dtype=self.param_dtype,
-            scale_init=with_axes(lambda key, shape, dtype: jnp.full(shape, self.depth.depth_scale(), dtype), ("heads",), self.logical_axes),
-            bias_init=with_axes(nn.initializers.zeros, ("heads",), self.logical_axes),
+    def group_norm(self) -> Norm:
+        """Scale and bias [H, N] of the norm of every head on its own; its eps is 64e-5 whatever the size of a head."""
+
+        def scale_init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            return jnp.full(shape, self.depth.depth_scale(), dtype)
+
+        scale, bias = NormParameters(
+            self.hidden_size,
+            self.param_dtype,
+            with_axes(scale_init, ("heads",), self.logical_axes),
+            with_axes(nn.initializers.zeros, ("heads",), self.logical_axes),
             name="ln_x",
-        )(o)
+        )()
+        return self.by_head(scale), self.by_head(bias)
+
+    def by_head(self, x: jax.Array) -> jax.Array:
+        """[C] -> [H, N]."""
+        return x.reshape(-1, self.head_dim)

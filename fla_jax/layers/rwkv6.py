@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
 from ..ops import chunk_rwkv6, fused_recurrent_rwkv6
-from .base import Attention, FeedForward
+from ..ops.layer import norm_shift_mix, rwkv6_readout
+from .base import Attention, FeedForward, Norm
 from .init import ByDepth, computed, orthogonal, symmetric_uniform
-from .shift import last_token, token_shift
 from .state import RWKVState
 
 _zeros = nn.initializers.zeros
@@ -40,6 +42,7 @@ class RWKV6Attention(Attention):
         state: RWKVState | None = None,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        norm: Norm | None = None,
     ) -> tuple[jax.Array, RWKVState]:
         """Mixes tokens.
 
@@ -49,6 +52,7 @@ class RWKV6Attention(Attention):
             segment_ids: [B, T] integers: state and token shift restart wherever the id changes; ``state`` belongs to each row's first segment.
             lengths: [B] integers from 0 to T: the tokens of each row. What stands behind them is not read:
                 the new state is the one after ``lengths`` tokens, and the output there means nothing.
+            norm: scale and bias [C] of the layer norm before this layer; x is then the residual stream.
 
         Returns:
             ``(y, state)``: y [B, T, C] in the compute dtype, and the state after the last token.
@@ -65,35 +69,58 @@ class RWKV6Attention(Attention):
         official = 1 if C < 4096 else 2
         R = 32 * official if self.proj_low_rank_dim is None else self.proj_low_rank_dim
         D = 64 * official if self.decay_low_rank_dim is None else self.decay_low_rank_dim
-        vector = lambda name, value, axis: self.weight(name, computed(value), (C,), (axis,))
 
-        falling = lambda: depth.mix(depth.falling)
-        half = lambda: depth.mix(0.5 * depth.falling)
-        maa = {"x": falling, "w": falling, "k": falling, "v": lambda: falling() - 0.3 * depth.rising, "r": half, "g": half}
-        mu = {name: vector(f"time_maa_{name}", value, "embed").astype(dtype) for name, value in maa.items()}
+        def vector(name: str, value: Any, axis: str) -> jax.Array:
+            return self.weight(name, computed(value), (C,), (axis,))
+
+        def falling() -> jax.Array:
+            return depth.mix(depth.falling)
+
+        def half() -> jax.Array:
+            return depth.mix(0.5 * depth.falling)
+
+        def lower() -> jax.Array:
+            return falling() - 0.3 * depth.rising
+
+        maa = {"x": falling, "w": falling, "k": falling, "v": lower, "r": half, "g": half}
+        mu = {name: vector(f"time_maa_{name}", value, "embed") for name, value in maa.items()}
         w1 = self.weight("time_maa_w1", _zeros, (C, 5 * R), ("embed", "rank")).astype(dtype)
         w2 = self.weight("time_maa_w2", symmetric_uniform(0.01), (5, R, C), (None, "rank", "embed")).astype(dtype)
-        d = token_shift(x, state.att_shift, segment_ids) - x
-        z = jnp.tanh(name_dense((x + d * mu["x"]) @ w1)).reshape(B, T, 5, R)
-        m = jnp.einsum("btnr,nrc->nbtc", z, w2)
-        xw, xk, xv, xr, xg = (x + d * (mu[name] + m[n]) for n, name in enumerate("wkvrg"))
+        first = self.shift_and_mix(
+            x, [mu["x"]], state.att_shift, segment_ids, lengths, norm, normalised=norm is not None
+        )
+        z = jnp.tanh(name_dense(first.mixed[0] @ w1)).reshape(B, T, 5, R)
+        moves = jnp.einsum("btnr,nrc->nbtc", z, w2)
+        mixed = norm_shift_mix(
+            x if norm is None else first.normalised,
+            [mu[name] for name in "wkvrg"],
+            state.att_shift,
+            moves=moves,
+            segment_ids=segment_ids,
+        )
+        xw, xk, xv, xr, xg = mixed.mixed
 
         r = self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr)
         k = self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk)
         v = self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv)
-        g = jax.nn.silu(self.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg))
+        gate = self.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg)
         d1 = self.weight("time_decay_w1", _zeros, (C, D), ("embed", "rank")).astype(dtype)
         d2 = self.weight("time_decay_w2", symmetric_uniform(0.01), (D, C), ("rank", "heads")).astype(dtype)
-        w = vector("time_decay", depth.decay6, "heads").astype(wide) + jnp.matmul(jnp.tanh(name_dense(xw @ d1)), d2, preferred_element_type=wide)
+        w = jnp.matmul(jnp.tanh(name_dense(xw @ d1)), d2, preferred_element_type=wide)
+        w += vector("time_decay", depth.decay6, "heads").astype(wide)
         # exp(-exp(20)) is 0 already; without the bound exp overflows and its gradient is inf * 0
         w = -jnp.exp(jnp.minimum(w, 20))
 
-        bonus = lambda: depth.bonus6().reshape(-1, self.head_dim)
+        def bonus() -> jax.Array:
+            return self.by_head(depth.bonus6())
+
         u = self.weight("time_faaaa", computed(bonus), (C // self.head_dim, self.head_dim), ("heads", "kv"))
         arrays = (self.heads(r), self.heads(k), self.heads(v), self.heads(w), u)
         o, wkv = self.run(chunk_rwkv6, fused_recurrent_rwkv6, arrays, state, segment_ids, lengths)
-        y = self.dense("output", C, _zeros, ("heads", "embed"), self.group_norm(o, dtype) * g)
-        return y, state.replace(att_shift=last_token(x, state.att_shift, lengths), wkv=wkv)
+        scale, bias = self.group_norm()
+        y = rwkv6_readout(o, self.heads(gate), scale=scale, bias=bias)
+        y = self.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
+        return y, state.replace(att_shift=first.last, wkv=wkv)
 
 
 class RWKV6FeedForward(FeedForward):
@@ -113,6 +140,8 @@ class RWKV6FeedForward(FeedForward):
         shift: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        norm: Norm | None = None,
+        y: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Mixes channels.
 
@@ -121,9 +150,12 @@ class RWKV6FeedForward(FeedForward):
             shift: [B, C], the second result of the call before; None for zeros.
             segment_ids: [B, T] integers: the token shift restarts wherever the id changes.
             lengths: [B] integers from 0 to T: the tokens of each row, as the attention takes them.
+            norm: scale and bias [C] of the layer norm before this layer. x is then the residual stream, and so
+                is the first result: ``x + y`` with what this layer adds to it.
+            y: [B, T, C], what the attention adds to the residual stream; only with ``norm``.
 
         Returns:
-            ``(y, shift)``: y [B, T, C] in the compute dtype, and x at the last token [B, C].
+            ``(y, shift)``: y [B, T, C] in the compute dtype, and the layer's input at the last token [B, C].
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
@@ -132,10 +164,12 @@ class RWKV6FeedForward(FeedForward):
         C = self.hidden_size
         depth = ByDepth(self.layer_index, self.num_layers, C, 1)
         maa = computed(lambda: depth.mix(depth.falling**3))
-        mu_k, mu_r = (self.weight(f"time_maa_{name}", maa, (C,), ("embed",)).astype(x.dtype) for name in "kr")
-        d = token_shift(x, shift, segment_ids) - x
+        mixes = [self.weight(f"time_maa_{name}", maa, (C,), ("embed",)) for name in "kr"]
+        mixed = self.shift_and_mix(x, mixes, shift, segment_ids, lengths, norm, y)
+        xk, xr = mixed.mixed
         width = max(32, int(3.5 * C) // 32 * 32) if self.intermediate_size is None else self.intermediate_size
-        h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), x + d * mu_k)
-        y = self.dense("value", C, _zeros, ("mlp", "embed"), jnp.square(jax.nn.relu(h)))
-        gate = jax.nn.sigmoid(self.dense("receptance", C, _zeros, ("embed", None), x + d * mu_r))
-        return gate * y, last_token(x, shift, lengths)
+        h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), xk)
+        value = self.dense("value", C, _zeros, ("mlp", "embed"), jnp.square(jax.nn.relu(h)))
+        gate = jax.nn.sigmoid(self.dense("receptance", C, _zeros, ("embed", None), xr))
+        out = gate * value
+        return out if norm is None else mixed.x + out, mixed.last

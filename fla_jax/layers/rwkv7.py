@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import flax.linen as nn
@@ -11,25 +10,13 @@ import jax.numpy as jnp
 
 from ..core.names import name_dense
 from ..ops import chunk_rwkv7, fused_recurrent_rwkv7
-from .base import Attention, FeedForward
+from ..ops.layer import rwkv7_keys, rwkv7_readout
+from .base import Attention, FeedForward, Norm
 from .init import ByDepth, computed, low_rank_dim, low_rank_out, orthogonal
-from .shift import last_token, token_shift
 from .state import RWKVState
 
-LOG_DECAY_SCALE = -math.exp(-0.5)
 LOWER_BOUND = -0.61  # the op's promise: -exp(-1/2) = -0.60653 with room for rounding
 _zeros = nn.initializers.zeros
-
-
-def normalise(x: jax.Array, eps: float = 1e-12) -> jax.Array:
-    """``x / max(|x|, eps)`` over the last axis.
-
-    Where ``|x| <= eps`` the gradient is zero: the slope there, 1 / eps, is no information and would drown every other gradient.
-    """
-    square = jnp.sum(x * x, -1, keepdims=True)
-    alive = square > eps**2
-    scale = jnp.where(alive, jax.lax.rsqrt(jnp.where(alive, square, 1)), 1 / eps)
-    return jnp.where(alive, x, jax.lax.stop_gradient(x)) * scale
 
 
 class RWKV7Attention(Attention):
@@ -58,16 +45,22 @@ class RWKV7Attention(Attention):
     gate_low_rank_dim: int | None = None
     rate_scale: float = 1.0
 
-    def low_rank(self, name: str, x: jax.Array, rank: int | None, factor: float, activation: Any = None, keep: Any = None) -> jax.Array:
-        """``activation(x @ name1) @ name2`` in float32 (at least)."""
+    def low_rank(
+        self, name: str, x: jax.Array, rank: int | None, factor: float, activation: Any = None, keep: Any = None
+    ) -> jax.Array:
+        """``activation(x @ name1) @ name2``."""
         C = self.hidden_size
         rank = low_rank_dim(C, factor) if rank is None else rank
-        second = low_rank_out if keep is None else lambda *args: low_rank_out(*args) * jnp.asarray(keep, args[-1])
+        second = low_rank_out
+        if keep is not None:
+
+            def second(*args: Any) -> jax.Array:
+                return low_rank_out(*args) * jnp.asarray(keep, args[-1])
+
         down = self.weight(f"{name}1", _zeros, (C, rank), ("embed", "rank")).astype(x.dtype)
         up = self.weight(f"{name}2", second, (rank, C), ("rank", "heads")).astype(x.dtype)
         h = name_dense(x @ down)
-        h = h if activation is None else activation(h)
-        return jnp.matmul(h, up, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+        return (h if activation is None else activation(h)) @ up
 
     @nn.compact
     def __call__(
@@ -77,6 +70,7 @@ class RWKV7Attention(Attention):
         v_first: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        norm: Norm | None = None,
     ) -> tuple[jax.Array, RWKVState, jax.Array]:
         """Mixes tokens.
 
@@ -87,6 +81,7 @@ class RWKV7Attention(Attention):
             segment_ids: [B, T] integers: state and token shift restart wherever the id changes; ``state`` belongs to each row's first segment.
             lengths: [B] integers from 0 to T: the tokens of each row. What stands behind them is not read:
                 the new state is the one after ``lengths`` tokens, and the output there means nothing.
+            norm: scale and bias [C] of the layer norm before this layer; x is then the residual stream.
 
         Returns:
             ``(y, state, v_first)``: y [B, T, C] in the compute dtype, the state after the last token, and v_first for the layers above.
@@ -107,49 +102,53 @@ class RWKV7Attention(Attention):
             raise ValueError("v_first must be given at layers above 0 (layer_index > 0): it is the third result of layer 0")
         elif v_first.shape != x.shape:
             raise ValueError(f"v_first must have shape [B, T, C] = {list(x.shape)}, got {list(v_first.shape)}")
-        wide = jnp.promote_types(dtype, jnp.float32)  # of everything elementwise that the state's transition is made of
-        vector = lambda name, value, axis: self.weight(name, computed(value), (C,), (axis,))
+        keep = True if isinstance(layer, int) else layer > 0  # whether there is a value residual
 
-        d = token_shift(x, state.att_shift, segment_ids) - x
-        mixed = lambda name, exponent: x + d * vector(f"x_{name}", lambda: depth.mix(exponent * depth.falling), "embed").astype(dtype)
-        xr, xw, xk, xv, xa, xg = mixed("r", 0.2), mixed("w", 0.9), mixed("k", 0.7), mixed("v", 0.7), mixed("a", 0.9), mixed("g", 0.2)
+        def vector(name: str, value: Any, axis: str) -> jax.Array:
+            return self.weight(name, computed(value), (C,), (axis,))
 
-        r = self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr)
+        def mix(name: str, exponent: float) -> jax.Array:
+            return vector(f"x_{name}", lambda: depth.mix(exponent * depth.falling), "embed")
+
+        mixes = [mix("r", 0.2), mix("w", 0.9), mix("k", 0.7), mix("v", 0.7), mix("a", 0.9), mix("g", 0.2)]
+        mixed = self.shift_and_mix(x, mixes, state.att_shift, segment_ids, lengths, norm)
+        xr, xw, xk, xv, xa, xg = mixed.mixed
+
+        r = self.heads(self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr))
         k = self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk)
         v = self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv)
-        w = self.low_rank("w", xw, self.decay_low_rank_dim, 2.5, jnp.tanh)
-        w = LOG_DECAY_SCALE * jax.nn.sigmoid(vector("w0", depth.decay7, "heads").astype(wide) + w)
-        a = self.low_rank("a", xa, self.a_low_rank_dim, 2.5)
-        a = jax.nn.sigmoid(vector("a0", depth.rate7, "heads").astype(wide) + a)
-        g = self.low_rank("g", xg, self.gate_low_rank_dim, 5.0, jax.nn.sigmoid)
-
-        if v_first is None:
-            v_first = v
-        else:
-            keep = True if isinstance(layer, int) else layer > 0
-            mix = self.low_rank("v", xv, self.v_low_rank_dim, 1.7, keep=keep)
-            mix = jax.nn.sigmoid(vector("v0", lambda: depth.value7() * keep, "heads").astype(wide) + mix).astype(dtype)
-            v_first = jnp.where(keep, v_first.astype(dtype), v)  # at layer 0 the residual is then zero
-            v = v + (v_first - v) * mix
-
-        k_wide = k.astype(wide)
-        kk = normalise(self.heads(k_wide * vector("k_k", depth.key7, "heads").astype(wide)))
-        k = (k_wide * (1 + (a - 1) * vector("k_a", lambda: 1.02, "heads").astype(wide))).astype(dtype)
-        # up to a rate of 1 the transition contracts even with kk rounded to bfloat16; at 2 rounding alone could make it expand
-        b = (kk * self.heads(a) * self.rate_scale).astype(dtype if self.rate_scale <= 1 else wide)
-        kk = kk.astype(b.dtype)
-
-        r, k, v = self.heads(r), self.heads(k), self.heads(v)
-        arrays = (r, self.heads(w), k, v, -kk, b)
+        decay = self.low_rank("w", xw, self.decay_low_rank_dim, 2.5, jnp.tanh)
+        rate = self.low_rank("a", xa, self.a_low_rank_dim, 2.5)
+        gate = self.low_rank("g", xg, self.gate_low_rank_dim, 5.0, jax.nn.sigmoid)
+        vectors = {
+            "w0": vector("w0", depth.decay7, "heads"),
+            "a0": vector("a0", depth.rate7, "heads"),
+            "k_k": vector("k_k", depth.key7, "heads"),
+            "k_a": vector("k_a", lambda: 1.02, "heads"),
+        }
+        residual: dict[str, Any] = {}
+        if v_first is not None:
+            residual_mix = self.low_rank("v", xv, self.v_low_rank_dim, 1.7, keep=keep)
+            residual = {"mix": self.heads(residual_mix), "v_first": self.heads(v_first), "residual": keep}
+            vectors["v0"] = vector("v0", lambda: depth.value7() * keep, "heads")
+        keys = rwkv7_keys(
+            *map(self.heads, (decay, rate, k, v)),
+            **{name: self.by_head(x) for name, x in vectors.items()},
+            **residual,
+            rate_scale=self.rate_scale,
+            decay_dtype=dtype,
+        )
+        arrays = (r, keys.w, keys.k, keys.v, keys.a, keys.b)
         o, wkv = self.run(
             chunk_rwkv7, fused_recurrent_rwkv7, arrays, state, segment_ids, lengths, lower_bound=LOWER_BOUND
-        )  # fmt: skip
-        o = self.group_norm(o, dtype)
+        )
+        scale, bias = self.group_norm()
         r_k = self.weight("r_k", computed(lambda: -0.04), (C // self.head_dim, self.head_dim), ("heads", "kv"))
-        bonus = jnp.sum(r.astype(wide) * k.astype(wide) * r_k.astype(wide), -1, keepdims=True) * v
-        y = (o + bonus.reshape(o.shape)) * g
-        y = self.dense("output", C, _zeros, ("heads", "embed"), y.astype(dtype))
-        return y, state.replace(att_shift=last_token(x, state.att_shift, lengths), wkv=wkv), v_first
+        y = rwkv7_readout(
+            o, r, keys.k_bonus, keys.v_bonus, self.heads(gate), scale=scale, bias=bias, r_k=r_k
+        )
+        y = self.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
+        return y, state.replace(att_shift=mixed.last, wkv=wkv), keys.v_first.reshape(x.shape)
 
 
 class RWKV7FeedForward(FeedForward):
@@ -169,6 +168,8 @@ class RWKV7FeedForward(FeedForward):
         shift: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        norm: Norm | None = None,
+        y: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Mixes channels.
 
@@ -177,9 +178,12 @@ class RWKV7FeedForward(FeedForward):
             shift: [B, C], the second result of the call before; None for zeros.
             segment_ids: [B, T] integers: the token shift restarts wherever the id changes.
             lengths: [B] integers from 0 to T: the tokens of each row, as the attention takes them.
+            norm: scale and bias [C] of the layer norm before this layer. x is then the residual stream, and so
+                is the first result: ``x + y`` with what this layer adds to it.
+            y: [B, T, C], what the attention adds to the residual stream; only with ``norm``.
 
         Returns:
-            ``(y, shift)``: y [B, T, C] in the compute dtype, and x at the last token [B, C].
+            ``(y, shift)``: y [B, T, C] in the compute dtype, and the layer's input at the last token [B, C].
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
@@ -187,9 +191,9 @@ class RWKV7FeedForward(FeedForward):
         x, shift = self.prepare(x, shift, segment_ids, lengths)
         C = self.hidden_size
         depth = ByDepth(self.layer_index, self.num_layers, C, 1)
-        x_k = self.weight("x_k", computed(lambda: depth.mix(depth.falling**4)), (C,), ("embed",)).astype(x.dtype)
-        mixed = x + (token_shift(x, shift, segment_ids) - x) * x_k
+        x_k = self.weight("x_k", computed(lambda: depth.mix(depth.falling**4)), (C,), ("embed",))
+        mixed = self.shift_and_mix(x, [x_k], shift, segment_ids, lengths, norm, y)
         width = 4 * C if self.intermediate_size is None else self.intermediate_size
-        h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), mixed)
-        y = self.dense("value", C, _zeros, ("mlp", "embed"), jnp.square(jax.nn.relu(h)))
-        return y, last_token(x, shift, lengths)
+        h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), mixed.mixed[0])
+        out = self.dense("value", C, _zeros, ("mlp", "embed"), jnp.square(jax.nn.relu(h)))
+        return out if norm is None else mixed.x + out, mixed.last

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..core.names import remat_policy
 from ..layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward, RWKVState
-from ..layers.base import LAYER_NORM_EPS, with_axes
+from ..layers.base import LAYER_NORM_EPS, Norm, NormParameters, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.state import check_state, zero_state
 from .config import RWKV6Config, RWKV7Config, RWKVConfig
@@ -30,6 +30,13 @@ def _layer_norm(config: RWKVConfig, name: str | None = None) -> nn.LayerNorm:
         bias_init=boxed(nn.initializers.zeros),
         name=name,
     )
+
+
+def _norm(config: RWKVConfig, name: str) -> Norm:
+    """Scale and bias of a norm that the layer behind it computes."""
+    boxed = functools.partial(with_axes, axes=("embed",), logical_axes=config.logical_axes)
+    ones, zeros = boxed(nn.initializers.ones), boxed(nn.initializers.zeros)
+    return NormParameters(config.hidden_size, config.param_dtype, ones, zeros, name=name)()
 
 
 class RWKV6Block(nn.Module):
@@ -64,11 +71,10 @@ class RWKV6Block(nn.Module):
         """
         config, (x, v_first) = self.config, carry
         att = RWKV6Attention(**config.attention, layer_index=layer_index, name="att")
-        y, state = att(_layer_norm(config, "ln1")(x), state, segment_ids, lengths)
-        x = x + y
+        y, state = att(x, state, segment_ids, lengths, _norm(config, "ln1"))
         ffn = RWKV6FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
-        y, shift = ffn(_layer_norm(config, "ln2")(x), state.ffn_shift, segment_ids, lengths)
-        return (x + y, v_first), state.replace(ffn_shift=shift)
+        x, shift = ffn(x, state.ffn_shift, segment_ids, lengths, _norm(config, "ln2"), y)
+        return (x, v_first), state.replace(ffn_shift=shift)
 
 
 class RWKV7Block(nn.Module):
@@ -103,11 +109,10 @@ class RWKV7Block(nn.Module):
         """
         config, (x, v_first) = self.config, carry
         att = RWKV7Attention(**config.attention, layer_index=layer_index, name="att")
-        y, state, v_first = att(_layer_norm(config, "ln1")(x), state, v_first, segment_ids, lengths)
-        x = x + y
+        y, state, v_first = att(x, state, v_first, segment_ids, lengths, _norm(config, "ln1"))
         ffn = RWKV7FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
-        y, shift = ffn(_layer_norm(config, "ln2")(x), state.ffn_shift, segment_ids, lengths)
-        return (x + y, v_first), state.replace(ffn_shift=shift)
+        x, shift = ffn(x, state.ffn_shift, segment_ids, lengths, _norm(config, "ln2"), y)
+        return (x, v_first), state.replace(ffn_shift=shift)
 
 
 class RWKVForCausalLM(nn.Module):

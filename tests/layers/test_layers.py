@@ -24,7 +24,7 @@ from fla_jax.layers import (
     rwkv7,
     token_shift,
 )
-from fla_jax.layers.rwkv7 import normalise
+from fla_jax.ops.layer.keys import normalise
 
 B, T, C, N = 2, 6, 32, 16
 FIELDS = {"hidden_size": C, "num_layers": 3}
