@@ -120,9 +120,9 @@ def no_file_above(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loud():
-    """After a failed write or read the program is silent, as it is at its end; other tests are not."""
+    """After a failed write the program is silent, as it is at its end; other modules, moments later, are not."""
     hook, levels = sys.unraisablehook, {name: logging.getLogger(name).level for name in ("absl", "asyncio")}
     yield
     sys.unraisablehook = hook
