@@ -12,20 +12,21 @@ vocabulary, a tokenizer.json needs ``pip install tokenizers``, models on bytes n
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-import tyro
+from _cli import first_device, parse, program
 
 from fla_jax.checkpoints import load_checkpoint
 from fla_jax.generation import Sampling, decode_stream, generate, load_tokenizer, stream, uncounted
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
 from fla_jax.training import initial_state, load_states
 
+MODELS = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, RWKV7Config)}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -67,26 +68,28 @@ class Options:
 
 def load_model(path: Path, precision: str = "auto") -> tuple[Any, Any]:
     """Model and parameters of a checkpoint of any kind that this repository reads."""
-    on_gpu = jax.devices()[0].platform in ("gpu", "cuda")
+    on_gpu = first_device().platform in ("gpu", "cuda")
     dtype = DTYPES["bf16" if on_gpu else "fp32"] if precision == "auto" else DTYPES[precision]
     if not (path / "options.json").exists():
         return load_checkpoint(path, dtype=dtype)
-    import orbax.checkpoint as ocp
+    import _run  # only here: Orbax takes a while to import
 
-    options = json.loads((path / "options.json").read_text())
-    kind, config = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, RWKV7Config)}[options["model"]]
-    model = kind(config(256, options["hidden_size"], options["num_layers"], options["head_dim"], dtype=dtype))
-    with ocp.CheckpointManager((path / "checkpoints").absolute()) as manager:
-        if manager.latest_step() is None:
-            raise ValueError(f"{path} holds no checkpoint yet")
-        return model, manager.restore(manager.latest_step(), args=ocp.args.StandardRestore())["params"]
+    options = _run.described(path)
+    try:
+        kind, config = MODELS[options["model"]]
+        sizes = [options[name] for name in ("hidden_size", "num_layers", "head_dim")]
+    except KeyError as error:
+        raise ValueError(f"{path / 'options.json'} is not that of a run of train_lm.py: no {error}") from None
+    params = _run.read_last(path)["params"]
+    return kind(config(256, *sizes, dtype=dtype)), params
 
 
 def run(options: Options) -> None:
     """Generates and prints."""
     model, params = load_model(options.checkpoint, options.precision)
     vocab_size = model.config.vocab_size
-    tokenizer = load_tokenizer(options.tokenizer, vocab_size=vocab_size)
+    tokenizer = options.tokenizer and os.path.expanduser(options.tokenizer)
+    tokenizer = load_tokenizer(tokenizer, vocab_size=vocab_size)
     stop = ((0,) if vocab_size > 65000 else ()) if options.stop is None else options.stop
     names = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "penalty_decay")
     sampling = Sampling(**{name: getattr(options, name) for name in names}, banned=options.ban, stop=stop, uncounted=uncounted(tokenizer, vocab_size))
@@ -97,7 +100,6 @@ def run(options: Options) -> None:
     began, count = time.perf_counter(), 0
 
     if len(prompts) == 1:
-        print(options.prompt[0], end="", flush=True)
 
         def tokens() -> Any:
             nonlocal began, count
@@ -105,7 +107,9 @@ def run(options: Options) -> None:
                 began, count = (began, count + 1) if count else (time.perf_counter(), 1)  # the first one waits for the compiler
                 yield int(new[0])
 
-        for piece in decode_stream(tokenizer, tokens()):
+        pieces = decode_stream(tokenizer, tokens())
+        first = next(pieces, "")  # with it, all arguments have proved good: an error gets a line of its own
+        for piece in itertools.chain((options.prompt[0], first), pieces):
             print(piece, end="", flush=True)
         print(f"\n\n{count} tokens, {max(count - 1, 0) / (time.perf_counter() - began):.1f} tokens/s", file=sys.stderr)
         return
@@ -113,13 +117,10 @@ def run(options: Options) -> None:
     print("\n\n---\n\n".join(text + tokenizer.decode(row.tolist()) for text, row in zip(options.prompt, rows)))
 
 
+@program(lower="the number of prompts, or take a smaller model")
 def main(arguments: list[str] | None = None) -> None:
     """Runs the program."""
-    options = tyro.cli(Options, args=arguments, description=__doc__)
-    try:
-        run(options)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        sys.exit(f"generate.py: {error}")
+    run(parse(Options, arguments, __doc__))
 
 
 if __name__ == "__main__":

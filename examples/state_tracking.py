@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-import tyro
+from _cli import check_numbers, make_folder, parse, program, replacing
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -108,18 +107,21 @@ def plot(path: Path, curves: dict[str, np.ndarray], length: int) -> None:
     axes.set(xlabel="position in the sequence", ylabel="right answers, %", title="Parity of the bits so far, one layer", ylim=(40, 103), xlim=(0, 4 * length))
     axes.grid(alpha=0.3)
     axes.legend(loc="center right")
-    figure.savefig(path, dpi=150)
+    with replacing(path) as new:
+        figure.savefig(new, dpi=150)
     plt.close(figure)
 
 
+@program(lower="--batch, --length or --hidden-size")
 def main(arguments: list[str] | None = None) -> None:
     """Runs the experiment."""
-    options = tyro.cli(Options, args=arguments, description=__doc__)
-    for name in ("length", "batch", "learning_rate"):
-        if getattr(options, name) <= 0:
-            sys.exit(f"state_tracking.py: --{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
-    if options.steps <= 10 or not options.rate_scales:
-        sys.exit("state_tracking.py: --steps must be above 10, the steps of the warm-up, and --rate-scales must name at least one layer")
+    options = parse(Options, arguments, __doc__)
+    check_numbers(options, "length", "steps", "batch", "learning_rate", "hidden_size", "head_dim")
+    if options.steps <= 10:
+        raise ValueError(f"--steps must be above 10, the steps of the warm-up, got {options.steps}")
+    if not options.rate_scales:
+        raise ValueError("--rate-scales must name at least one layer")
+    make_folder(options.out)  # before the work, not after it
     n = options.length
     table = Table(title=f"Parity, one layer, trained on {n} bits: right answers in % at positions")
     for column in ("layer", f"1-{n}", f"{n + 1}-{2 * n}", f"{2 * n + 1}-{4 * n}", "loss", "seconds"):
@@ -128,16 +130,13 @@ def main(arguments: list[str] | None = None) -> None:
     for scale in options.rate_scales:
         began = time.perf_counter()
         label = LAYERS.get(scale, f"RWKV-7, rate scale {scale:g}")
-        try:
-            model = RWKV7ForCausalLM(RWKV7Config(2, options.hidden_size, num_layers=1, head_dim=options.head_dim, rate_scale=scale))
-        except ValueError as error:
-            sys.exit(f"state_tracking.py: {error}")
+        sizes = {"hidden_size": options.hidden_size, "num_layers": 1, "head_dim": options.head_dim}
+        model = RWKV7ForCausalLM(RWKV7Config(2, **sizes, rate_scale=scale))
         params, loss = train(model, options, label)
         curve = curves[label] = np.asarray(accuracy(model, params, 4 * n))
         parts = (f"{100 * part.mean():.1f}" for part in (curve[:n], curve[n : 2 * n], curve[2 * n :]))
         table.add_row(label, *parts, f"{loss:.1e}", f"{time.perf_counter() - began:.0f}")
     Console().print(table)
-    options.out.mkdir(parents=True, exist_ok=True)
     plot(options.out / "parity.png", curves, n)
     print(f"picture: {options.out / 'parity.png'}")
 

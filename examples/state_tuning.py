@@ -11,7 +11,7 @@ that no weight has changed, and leaves the states in a file that RWKV-PEFT and p
 from __future__ import annotations
 
 import dataclasses
-import sys
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
+from _cli import about, check_numbers, claimed, make_folder, parse, program
 from generate import load_model
 from rich.progress import track
 
@@ -106,20 +106,22 @@ def train_base(options: Options) -> tuple[Any, Any]:
     for i in track(range(options.base_steps), description="base model"):
         params, opt_state, loss = step(params, opt_state, random_batch(data, i, options))
     print(f"base model: {sum(x.size for x in jax.tree.leaves(params)):,} parameters, loss on prose {float(loss):.3f} nats per byte")
-    save_checkpoint(options.out / "base.pth", model, params)
+    with about(options.out / "base.pth", "written"):
+        save_checkpoint(options.out / "base.pth", model, params)
     return model, params
 
 
 def run(options: Options) -> None:
     """Tunes and prints."""
     began = time.perf_counter()
-    for name in ("steps", "sequence", "batch", "base_steps", "learning_rate"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    if options.data is None:
+        text = program_text()
+    else:
+        with about(f"--data: {options.data}", "read"):
+            text = options.data.read_text(errors="replace")
     model, params = train_base(options) if options.checkpoint is None else load_model(options.checkpoint)
-    tokenizer = load_tokenizer(options.tokenizer, vocab_size=model.config.vocab_size)
-    text = program_text() if options.data is None else options.data.read_text(errors="replace")
+    tokenizer = options.tokenizer and os.path.expanduser(options.tokenizer)
+    tokenizer = load_tokenizer(tokenizer, vocab_size=model.config.vocab_size)
     data = np.array(tokenizer.encode(text), np.int32)
     cut = len(data) - len(data) // 10
     rows = min((len(data) - cut) // (options.sequence + 1), 64)
@@ -136,7 +138,8 @@ def run(options: Options) -> None:
     after = float(measure(states))
     same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(params)))
 
-    save_states(options.out / "states.pth", states)
+    with about(options.out / "states.pth", "written"):
+        save_states(options.out / "states.pth", states)
     assert np.array_equal(load_states(options.out / "states.pth", model), states)
     print(f"weights     {'unchanged, bit for bit' if same else 'CHANGED'}; {states.size:,} numbers tuned")
     print(f"before      {before:.4f} nats per token on {held[:, 1:].size:,} held-out tokens")
@@ -145,13 +148,14 @@ def run(options: Options) -> None:
     print(f"time        {time.perf_counter() - began:.0f} s")
 
 
+@program(lower="--batch, --sequence or --base-size")
 def main(arguments: list[str] | None = None) -> None:
     """Runs the program."""
-    options = tyro.cli(Options, args=arguments, description=__doc__)
-    try:
+    options = parse(Options, arguments, __doc__)
+    check_numbers(options, "steps", "sequence", "batch", "base_steps", "base_size", "learning_rate")
+    make_folder(options.out)
+    with claimed(options.out, options.out / ".lock"):
         run(options)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        sys.exit(f"state_tuning.py: {error}")
 
 
 if __name__ == "__main__":

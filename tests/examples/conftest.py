@@ -1,7 +1,13 @@
 """The examples compile the same programs again and again: with one cache for all of them, in this process and in those they start, once."""
 
+import sys
+from pathlib import Path
+
 import jax
 import pytest
+
+# as Python does it for a program: the modules that the examples share lie beside them
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 SETTINGS = {"jax_persistent_cache_min_compile_time_secs": 0.1, "jax_persistent_cache_min_entry_size_bytes": 0}
 

@@ -1,8 +1,12 @@
 """The examples, with tiny sizes: they run, resume exactly, survive interruption, and refuse wrong options by name."""
 
+import contextlib
 import csv
+import errno
 import importlib.util
+import logging
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -10,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+import _run
+import _text
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -103,6 +109,90 @@ def test_interrupted_and_resumed_equals_straight(train_lm, straight, text, tmp_p
         assert losses(out) == losses(straight)
 
 
+@contextlib.contextmanager
+def no_file_above(size):
+    """Writing more than ``size`` bytes to a file fails, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture(scope="module")
+def loud():
+    """After a failed write the program is silent, as it is at its end; other modules, moments later, are not."""
+    hook, levels = sys.unraisablehook, {name: logging.getLogger(name).level for name in ("absl", "asyncio")}
+    yield
+    sys.unraisablehook = hook
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def refusal(main, *arguments):
+    with pytest.raises(SystemExit) as error:
+        main([str(argument) for argument in arguments])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_without_memory_and_disk(train_lm, straight, text, tmp_path, monkeypatch, loud, capfd):
+    """One line each, no tracebacks of Orbax; the last good checkpoint is kept and leads to the same end."""
+    out = tmp_path / "run"
+    arguments = [str(a) for a in ("--data", text, "--out", out, *TINY)]
+    batch_at, save = train_lm.batch_at, _run.save
+
+    def no_memory(text, step, options):
+        return np.empty(2**50, np.uint8) if step == 20 else batch_at(text, step, options)
+
+    def no_disk(manager, out, log, state):
+        with no_file_above(2000) if log[-1][0] == 45 else contextlib.nullcontext():
+            save(manager, out, log, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_lm, "batch_at", no_memory)
+        line = refusal(train_lm.main, *arguments)
+    assert line.startswith("train_lm.py: out of memory (Unable to allocate 1.00 PiB")
+    assert line.endswith("lower --batch, --sequence, --hidden-size or --num-layers")
+    with monkeypatch.context() as patch:
+        patch.setattr(_run, "save", no_disk)
+        line = refusal(train_lm.main, *arguments, "--resume")
+    full = os.strerror(errno.EFBIG)
+    kept = "that of step 30 is kept, and --resume goes on from there"
+    assert line == f"train_lm.py: {out}/checkpoints/45 cannot be written: {full}; {kept}"
+    assert "Traceback" not in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # no lock is left
+    # step 45 not again: this process, other than a new one, still has TensorStore's memory of the failed writes
+    run(train_lm, *arguments, "--resume", "--checkpoint-every", "30")
+    jax.tree.map(np.testing.assert_array_equal, saved(out), saved(straight))
+    curve = (out / "loss.png").read_bytes()
+    with no_file_above(2000), pytest.raises(ValueError, match=f"loss.png cannot be written: {full}$"):
+        _run.plot_log(out, _run.read_log(out, 60), 10, "title")
+    assert (out / "loss.png").read_bytes() == curve and not list(out.glob("*.new*"))
+
+
+def test_broken_files_are_named(straight, tmp_path, monkeypatch, loud, capfd):
+    monkeypatch.chdir(tmp_path)
+    out, generate = shutil.copytree(straight, "run"), load("generate")
+    # saved on one device, read on another: not broken
+    sharding = Path(out, "checkpoints/60/default/_sharding")
+    assert "cpu:0" in sharding.read_text()
+    sharding.write_text(sharding.read_text().replace("cpu:0", "cuda:0"))
+    params = generate.load_model(Path(out))[1]
+    jax.tree.map(np.testing.assert_array_equal, params, saved(straight)["params"])
+    Path(out, "checkpoints/60/default/manifest.ocdbt").write_text("broken")
+    line = refusal(generate.main, "--checkpoint", out, "--prompt", "a")
+    assert line.startswith("generate.py: run/checkpoints/60 cannot be read: ")
+    assert line.endswith("; delete it to use the one before, if there is one")
+    with pytest.raises(ValueError, match=r"run/log\.csv has no row for step 70"):
+        _run.read_log(Path(out), 70)
+    Path(out, "log.csv").write_text("step\n20\n")
+    with pytest.raises(ValueError, match=r"run/log\.csv cannot be read: "):
+        _run.read_log(Path(out), 20)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_results(straight):
     header, *rows = losses(straight)
     assert header == ["step", "train_loss", "validation_loss"]
@@ -147,8 +237,8 @@ def test_split_and_batches(train_lm):
     assert (batch != train_lm.batch_at(train, 4, options)).any()
 
 
-def test_default_text_holds_no_paragraph_twice(train_lm):
-    text = train_lm.python_reference().decode()
+def test_default_text_holds_no_paragraph_twice():
+    text = _text.python_reference().decode()
     assert len(text) > 300_000
     paragraphs = [p for p in text.split("\n\n") if len(p) > 80]
     assert len(set(paragraphs)) > 0.99 * len(paragraphs)

@@ -86,11 +86,13 @@ def test_generate_from_train_lm(generate, tmp_path, capsys):
         (["--prompt", "a", "--top-p", "2"], "top_p must be from 0 to 1"),
         (["--prompt", "a", "--tokenizer", "nowhere"], "nowhere"),
         (["--prompt", "a", "--stop", "256"], "stop must hold tokens"),
+        (["--prompt", "a", "--tokens", "-1"], "max_tokens must be an integer >= 0"),
     ],
 )
 def test_errors(generate, checkpoint, capsys, arguments, message):
     with pytest.raises(SystemExit, match=message):
         run(generate, capsys, "--checkpoint", checkpoint, *arguments)
+    assert capsys.readouterr().out == ""  # the message stands on a line of its own
 
 
 def test_state_tuning(tmp_path, monkeypatch, capsys):

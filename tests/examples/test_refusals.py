@@ -1,0 +1,255 @@
+"""What users of the examples can do wrong ends with one line and a status other than 0, and loses nothing."""
+
+import importlib.util
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import _cli
+import _run
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = ["--hidden-size", "16", "--head-dim", "8", "--num-layers", "1", "--sequence", "16", "--batch", "2"]
+TINY += ["--steps", "40", "--checkpoint-every", "20", "--sample-bytes", "0"]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"refusing_{name}", EXAMPLES / f"{name}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def train_lm():
+    return load("train_lm")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty current folder, a text of squares in it, and an earlier run."""
+    (tmp_path / "place").mkdir()
+    monkeypatch.chdir(tmp_path / "place")
+    text = "".join(f"{i} squared is {i * i}, and its double is {2 * i}.\n" for i in range(600))
+    Path("texts").mkdir()
+    Path("texts/text").write_text(text)
+    Path("earlier/checkpoints/60").mkdir(parents=True)
+    Path("earlier/options.json").write_text('{"hidden_size": 16, "steps": 30, "seed": 0}')
+    Path("file").write_text("kept")
+    return tmp_path / "place"
+
+
+def tree(folder):
+    """Everything below a folder: paths, and what files hold."""
+    return {path: path.is_file() and path.read_bytes() for path in Path(folder).rglob("*")}
+
+
+def refusal(main, *arguments):
+    """The one line with which a program ends."""
+    with pytest.raises(SystemExit) as error:
+        main([str(argument) for argument in arguments])
+    line = str(error.value)
+    assert line and "\n" not in line and line.split(": ")[0].endswith(".py")
+    return line
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--out", "."], "--out: . is the current folder"),
+        (["--out", ".."], "--out: .. is the current folder"),
+        (["--out", ""], "--out: . is the current folder"),
+        (["--out", "file"], "--out: file is a file"),
+        (["--out", "file", "--resume"], "--out: file is a file"),
+        (["--out", "file/run"], "cannot be made"),
+        (["--out", "other"], "--out: other holds other files than a run's"),
+        (["--out", "texts"], "--data: texts/text is inside --out texts"),
+        (["--out", "earlier", "--data", "earlier/text"], "--data: earlier/text is inside --out earlier"),
+        (["--out", "texts/run", "--data", "texts"], "--out: texts/run is inside --data texts"),
+        (["--out", "link/run", "--data", "texts"], "--out: link/run is inside --data texts"),
+        (["--out", "texts", "--data", "texts"], "--out: texts is inside --data texts"),
+        (["--out", "earlier", "--data", "."], "--out: earlier is inside --data ."),
+        (["--out", "r\udcff"], "is not UTF-8"),
+        (["--prompt", "ab\udcff"], "--prompt is not UTF-8: its character 3"),
+        (["--data", "/proc/self/mem"], "--data: /proc/self/mem cannot be read: "),
+        (["--data", "~nobody-of-this-name/x"], "--data: there is no ~nobody-of-this-name/x"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--batch", str(10**20)], "--batch must be below 2**31"),
+        (["--seed", str(10**20)], "--seed must be below 2**63"),
+        (["--head-dim", "512", "--hidden-size", "512"], "--hidden-size 512, --head-dim 512: "),
+        (["--out", "broken", "--resume"], "broken/options.json cannot be read"),
+        (["--resume"], "--steps was 30 in earlier and is 40 now, --seed was 0 in earlier and is 1 now"),
+    ],
+)
+def test_a_refused_run_changes_nothing(train_lm, place, arguments, message):
+    os.symlink("texts", "link")
+    Path("other/folder").mkdir(parents=True)
+    Path("earlier/text").write_bytes(Path("texts/text").read_bytes())
+    Path("broken").mkdir()
+    Path("broken/options.json").write_text("{")
+    before = tree(place)
+    line = refusal(train_lm.main, "--data", "texts/text", "--out", "earlier", "--seed", 1, *TINY, *arguments)
+    assert message in line
+    assert tree(place) == before
+
+
+def test_a_folder_that_cannot_be_read_is_no_smaller_text(place, monkeypatch):
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # whoever runs tests as root may read everything
+    Path("texts/closed").mkdir()
+    with pytest.raises(ValueError, match="--data: texts/closed cannot be read: Permission denied"):
+        load("_text").read_text(Path("texts"))
+
+
+HOLDER = """
+import sys, _cli, _run
+from pathlib import Path
+with _cli.claimed(Path("earlier"), _run.lock_file(Path("earlier"))):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_process_a_run(train_lm, place):
+    """The second is told the first one's number; what a killed process leaves behind keeps nobody out."""
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER], env=environment, **pipes)
+    try:
+        assert holder.stdout.readline() == "claimed\n"
+        os.symlink("earlier", "link")
+        before = tree(place)
+        for out in (["--out", "earlier"], ["--out", "earlier", "--resume"], ["--out", "link"]):
+            line = refusal(train_lm.main, "--data", "texts/text", *TINY, *out)
+            assert f"{out[1]} is in use by process {holder.pid} on " in line
+        assert tree(place) == before  # the file with the number, too
+    finally:
+        holder.kill()
+        holder.communicate()
+    lock = _run.lock_file(Path("link"))
+    assert lock == place / ".earlier.lock" and lock.read_text().startswith(f"{holder.pid} on ")
+    with _cli.claimed(Path("link"), lock) as check:
+        check()
+        assert lock.read_text().startswith(f"{os.getpid()} on ")
+        line = refusal(train_lm.main, "--data", "texts/text", *TINY, "--out", "earlier")
+        assert f"in use by process {os.getpid()} on " in line
+        lock.unlink()
+        check()  # nobody has come in meanwhile
+        lock.write_text("1 on another\n")
+        with pytest.raises(ValueError, match="--out: link is now in use by process 1 on another"):
+            check()
+    assert lock.read_text() == "1 on another\n"  # the other one's
+    lock.unlink()
+    with _cli.claimed(Path("new/run"), _run.lock_file(Path("new/run"))):
+        pass
+    assert tree("new") == {}
+
+
+def test_a_run_whose_folder_is_gone(place):
+    shutil.rmtree("earlier")
+    with pytest.raises(ValueError, match="--out: earlier is gone"):
+        _run.save(None, Path("earlier"), [[20, 1.0, 1.0]], None)
+    assert not Path("earlier").exists()
+
+
+def failing(error):
+    @_cli.program(lower="--size")
+    def main(arguments):
+        if callable(error):
+            error()
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (ValueError("first line\nsecond line"), "test_refusals.py: first line"),
+        (FileNotFoundError(2, "No such file", "a/b"), "test_refusals.py: a/b: No such file"),
+        (FileNotFoundError("a/b lacks it"), "test_refusals.py: a/b lacks it"),
+        (lambda: jnp.zeros(2**46), "test_refusals.py: out of memory (RESOURCE_EXHAUSTED: "),
+        (lambda: np.empty(2**50, np.uint8), "test_refusals.py: out of memory (Unable to allocate"),
+    ],
+)
+def test_errors_in_one_line(error, message):
+    assert refusal(failing(error)).startswith(message)
+
+
+def test_other_errors_keep_their_traceback():
+    for error in (KeyError("x"), RuntimeError("x")):
+        with pytest.raises(type(error)):
+            failing(error)([])
+
+
+def test_an_interrupt_is_no_error(capsys):
+    with pytest.raises(SystemExit) as error:
+        failing(KeyboardInterrupt())([])
+    assert error.value.code == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "\ntest_refusals.py: interrupted\n"
+
+
+def test_output_that_cannot_be_written(monkeypatch):
+    greet = _cli.program(lower="")(lambda arguments: print("\u00e9"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+        greet()
+        assert sys.stdout.buffer.getvalue() == b"?\n"
+    with monkeypatch.context() as patch, open("/dev/full", "w") as full:
+        patch.setattr(sys, "stdout", full)
+        assert "the output: No space left on device" in refusal(greet)  # and closing it is no error any more
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch, open(writer, "w") as pipe:
+        patch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as error:
+            greet([])
+        assert error.value.code == 1
+
+
+def test_no_device(monkeypatch):
+    def no_backend():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", no_backend)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ValueError, match=r"^JAX finds no device, with JAX_PLATFORMS='cuda'$"):
+        _cli.first_device()
+
+
+def test_the_other_examples_refuse_before_they_work(place):
+    tracking, tuning = load("state_tracking"), load("state_tuning")
+    for main in (tracking.main, tuning.main):
+        assert "--out: file is a file" in refusal(main, "--out", "file")
+        assert "--seed must be from 0" in refusal(main, "--seed", "-1")
+        assert "--learning-rate must be above 0" in refusal(main, "--learning-rate", "nan")
+    assert "--data: nowhere cannot be read" in refusal(tuning.main, "--data", "nowhere", "--out", "new")
+    assert "--data: texts cannot be read" in refusal(tuning.main, "--data", "texts", "--out", "new")
+    assert "nowhere" in refusal(tuning.main, "--checkpoint", "nowhere", "--out", "new")
+    with _cli.claimed(Path("new"), Path("new/.lock")):
+        assert f"new is in use by process {os.getpid()} on " in refusal(tuning.main, "--out", "new")
+    assert tree("new") == {}
+    generate = load("generate")
+    assert "--prompt is not UTF-8" in refusal(generate.main, "--prompt", "a\udcff", "--checkpoint", "new")
+    assert "new holds neither" in refusal(generate.main, "--prompt", "a", "--checkpoint", "new")
+    assert "no 'model'" in refusal(generate.main, "--prompt", "a", "--checkpoint", "earlier")
+
+
+def test_home(place, monkeypatch):
+    monkeypatch.setenv("HOME", str(place))
+    options = _cli.parse(load("train_lm").Options, ["--data", "~/texts", "--out", "~/run"], None)
+    assert (options.data, options.out) == (place / "texts", place / "run")
