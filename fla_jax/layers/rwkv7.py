@@ -115,28 +115,32 @@ class RWKV7Attention(Attention):
         xr, xw, xk, xv, xa, xg = mixed.mixed
 
         r = self.heads(self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr))
-        k = self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk)
-        v = self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv)
-        decay = self.low_rank("w", xw, self.decay_low_rank_dim, 2.5, jnp.tanh)
-        rate = self.low_rank("a", xa, self.a_low_rank_dim, 2.5)
-        gate = self.low_rank("g", xg, self.gate_low_rank_dim, 5.0, jax.nn.sigmoid)
-        vectors = {
-            "w0": vector("w0", depth.decay7, "heads"),
-            "a0": vector("a0", depth.rate7, "heads"),
-            "k_k": vector("k_k", depth.key7, "heads"),
-            "k_a": vector("k_a", lambda: 1.02, "heads"),
-        }
-        residual: dict[str, Any] = {}
+        k = self.heads(self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk))
+        v = self.heads(self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv))
+        decay = self.heads(self.low_rank("w", xw, self.decay_low_rank_dim, 2.5, jnp.tanh))
+        rate = self.heads(self.low_rank("a", xa, self.a_low_rank_dim, 2.5))
+        gate = self.heads(self.low_rank("g", xg, self.gate_low_rank_dim, 5.0, jax.nn.sigmoid))
+        residual_mix = v0 = None
         if v_first is not None:
-            residual_mix = self.low_rank("v", xv, self.v_low_rank_dim, 1.7, keep=keep)
-            residual = {"mix": self.heads(residual_mix), "v_first": self.heads(v_first), "residual": keep}
-            vectors["v0"] = vector("v0", lambda: depth.value7() * keep, "heads")
+            residual_mix = self.heads(self.low_rank("v", xv, self.v_low_rank_dim, 1.7, keep=keep))
+            v0 = self.by_head(vector("v0", lambda: depth.value7() * keep, "heads"))
+            v_first = self.heads(v_first)
         keys = rwkv7_keys(
-            *map(self.heads, (decay, rate, k, v)),
-            **{name: self.by_head(x) for name, x in vectors.items()},
-            **residual,
+            decay,
+            rate,
+            k,
+            v,
+            w0=self.by_head(vector("w0", depth.decay7, "heads")),
+            a0=self.by_head(vector("a0", depth.rate7, "heads")),
+            k_k=self.by_head(vector("k_k", depth.key7, "heads")),
+            k_a=self.by_head(vector("k_a", lambda: 1.02, "heads")),
+            mix=residual_mix,
+            v_first=v_first,
+            v0=v0,
+            residual=keep,
             rate_scale=self.rate_scale,
-            decay_dtype=dtype,
+            # made in float32; the op takes it with the range of bfloat16, which float16 has not
+            decay_dtype=dtype if dtype == jnp.bfloat16 else None,
         )
         arrays = (r, keys.w, keys.k, keys.v, keys.a, keys.b)
         o, wkv = self.run(
@@ -144,9 +148,7 @@ class RWKV7Attention(Attention):
         )
         scale, bias = self.group_norm()
         r_k = self.weight("r_k", computed(lambda: -0.04), (C // self.head_dim, self.head_dim), ("heads", "kv"))
-        y = rwkv7_readout(
-            o, r, keys.k_bonus, keys.v_bonus, self.heads(gate), scale=scale, bias=bias, r_k=r_k
-        )
+        y = rwkv7_readout(o, r, keys.k_bonus, keys.v_bonus, gate, scale=scale, bias=bias, r_k=r_k)
         y = self.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
         return y, state.replace(att_shift=mixed.last, wkv=wkv), keys.v_first.reshape(x.shape)
 
