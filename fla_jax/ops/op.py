@@ -71,8 +71,9 @@ class Op(Generic[Inputs, Outputs]):
 
     Attributes:
         name: the public function's name, for messages.
-        inputs: named tuple class of its arrays; None stands for one that was not given.
-        outputs: named tuple class of its results.
+        inputs: named tuple class of its arrays; None stands for one that was not given, and a tuple for any number of
+            arrays with the same axes.
+        outputs: named tuple class of its results, likewise.
         axes: the axes of every array by name, such as ``{"r": "b t h k"}``. ``b`` are rows. ``n``, packed sequences,
             is ``b`` unless the input ``cu_seqlens`` is given.
         implementations: open, in order of preference. Add one with ``op.implementations.insert(0, ...)``.
@@ -80,6 +81,8 @@ class Op(Generic[Inputs, Outputs]):
         output_names: names of the results for `jax.checkpoint` policies, or None.
         kept_name: the same of what forwards keep.
         check: ``check(call, x, outputs)`` holds the checks of `fla_jax.checked`.
+        results: ``results(call)`` says, as ``outputs`` with axes for arrays, which results a call has, where that
+            depends on the call; None where every call has one array for each of ``outputs``.
     """
 
     name: str
@@ -91,6 +94,7 @@ class Op(Generic[Inputs, Outputs]):
     output_names: tuple[str | None, ...] | None = None
     kept_name: str | None = None
     check: Callable[[Call, Inputs, Outputs], None] | None = None
+    results: Callable[[Call], Outputs] | None = None
 
     def __call__(self, x: Inputs, settings: Any, implementation: str | None = None) -> Outputs:
         """The op on ``x``.
@@ -131,20 +135,23 @@ class Op(Generic[Inputs, Outputs]):
         packed = getattr(x, "cu_seqlens", None) is not None
         return " ".join(ROWS if axis == "n" and not packed else axis for axis in self.axes[name].split())
 
-    def given(self, x: Inputs) -> dict[str, str]:
-        """Names and axes of the inputs that were given."""
+    def given(self, x: Inputs) -> list[tuple[str, str]]:
+        """Name and axes of every array that was given."""
         fields: tuple[str, ...] = self.inputs._fields  # type: ignore[attr-defined]
-        return {name: self.axes_of(name, x) for name, array in zip(fields, x) if array is not None}
+        return [(name, self.axes_of(name, x)) for name, field in zip(fields, x) for _ in jax.tree.leaves(field)]
 
-    def results(self, x: Inputs) -> dict[str, str]:
-        """Names and axes of the results."""
-        return {name: self.axes_of(name, x) for name in self.outputs._fields}  # type: ignore[attr-defined]
+    def axes_of_results(self, call: Call) -> Outputs:
+        """The results of a call, axes in the place of arrays."""
+        if self.results is not None:
+            return self.results(call)
+        fields = self.outputs._fields  # type: ignore[attr-defined]
+        return self.outputs(*(self.axes_of(name, call.inputs) for name in fields))
 
     def _refuse_sharded(self, x: Inputs) -> None:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or AxisType.Explicit not in mesh.axis_types:
             return
-        for (name, axes), array in zip(self.given(x).items(), jax.tree.leaves(x)):
+        for (name, axes), array in zip(self.given(x), jax.tree.leaves(x)):
             for axis, entry in zip(axes.split(), jax.typeof(array).sharding.spec):
                 if mesh_axes(entry) and axis not in self.shardable:
                     raise ValueError(
@@ -177,15 +184,16 @@ def _forward(op: Op, implementation: Implementation, call: Call, x: Any) -> tupl
         return module.forward(call, x)
     kept_axes = module.kept_axes(call) if call.keep else {}
     arrays, tree = jax.tree.flatten(x)
-    results = op.results(x)
+    results, outputs_tree = jax.tree.flatten(op.axes_of_results(call))
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         outputs, kept = module.forward(call, jax.tree.unflatten(tree, arrays))
-        return (*outputs, *(kept[name] for name in kept_axes))
+        return (*jax.tree.leaves(outputs), *(kept[name] for name in kept_axes))
 
-    right = [*results.values(), *kept_axes.values()]
-    made = sharded(local, list(op.given(x).values()), right, op.shardable)(*arrays)
-    return op.outputs(*made[: len(results)]), dict(zip(kept_axes, made[len(results) :]))
+    right = [*results, *kept_axes.values()]
+    made = sharded(local, [axes for _, axes in op.given(x)], right, op.shardable)(*arrays)
+    outputs = jax.tree.unflatten(outputs_tree, made[: len(results)])
+    return outputs, dict(zip(kept_axes, made[len(results) :]))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
@@ -194,7 +202,8 @@ def _backward(op: Op, implementation: Implementation, call: Call, x: Any, kept: 
     module = implementation.load()
     if not implementation.opaque:
         return module.backward(call, x, kept, cotangents)
-    inputs, results, kept_axes = op.given(x), op.results(x), module.kept_axes(call)
+    inputs, results = [axes for _, axes in op.given(x)], jax.tree.leaves(op.axes_of_results(call))
+    kept_axes = module.kept_axes(call)
     floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in jax.tree.leaves(x)]
     arrays, tree = jax.tree.flatten((x, cotangents, tuple(kept[name] for name in kept_axes)))
 
@@ -202,12 +211,11 @@ def _backward(op: Op, implementation: Implementation, call: Call, x: Any, kept: 
         x, cotangents, kept = jax.tree.unflatten(tree, arrays)
         return tuple(jax.tree.leaves(module.backward(call, x, dict(zip(kept_axes, kept)), cotangents)))
 
-    left = [*inputs.values(), *results.values(), *kept_axes.values()]
-    per_row = [axes if ROWS in axes.split() or "n" in axes.split() else f"{ROWS} {axes}" for axes in inputs.values()]
+    left = [*inputs, *results, *kept_axes.values()]
+    per_row = [axes if ROWS in axes.split() or "n" in axes.split() else f"{ROWS} {axes}" for axes in inputs]
     made = sharded(local, left, [a for a, f in zip(per_row, floating) if f], op.shardable)(*arrays)
     remaining = iter(made)
-    gradients = iter([next(remaining) if f else None for f in floating])
-    return type(x)(*(None if array is None else next(gradients) for array in x))
+    return jax.tree.unflatten(jax.tree.structure(x), [next(remaining) if f else None for f in floating])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -227,14 +235,14 @@ def _run_bwd(op: Op, implementation: Implementation, call: Call, residuals: Any,
     x, kept = residuals
     gradients = _backward(op, implementation, call, x, kept, cotangents)
 
-    def like(gradient: jax.Array | None, primal: jax.Array | None) -> jax.Array | None:
-        if gradient is None or primal is None:
+    def like(primal: jax.Array, gradient: jax.Array | None) -> jax.Array | None:
+        if gradient is None:
             return None
         if gradient.ndim > primal.ndim:  # one per row
             gradient = jnp.sum(gradient, 0).astype(primal.dtype)
         return reduce_like(gradient, primal)
 
-    return (type(x)(*map(like, gradients, x)),)
+    return (jax.tree.map(like, x, gradients),)
 
 
 _run.defvjp(_run_fwd, _run_bwd)
