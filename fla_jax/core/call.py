@@ -67,6 +67,43 @@ class Outputs(NamedTuple):
     final_state: Any  # [N, H, K, V]
 
 
+class MixInputs(NamedTuple):
+    """The arrays of one call of norm, token shift and mixes; B rows, T tokens, C channels, M mixes."""
+
+    x: Any  # [B, T, C]
+    mixes: tuple[Any, ...]  # M arrays [C]
+    y: Any = None  # [B, T, C], added to x first
+    scale: Any = None  # [C], of the norm; None for no norm
+    bias: Any = None  # [C]
+    last: Any = None  # [B, C], what the first token of a row sees; None for zeros
+    moves: Any = None  # [M, B, T, C], added to the mixes
+    segment_ids: Any = None  # [B, T] integers
+
+
+class Mixed(NamedTuple):
+    """The results of norm, token shift and mixes."""
+
+    mixed: tuple[Any, ...]  # M arrays [B, T, C]
+    last: Any  # [B, C], the normalised last token of every row
+    x: Any = None  # [B, T, C], x + y, or x itself; None where there is neither y nor a norm
+    normalised: Any = None  # [B, T, C]; None unless asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """The settings of norm, token shift and mixes.
+
+    Attributes:
+        eps: what the norm adds to the variance.
+        normalised: whether the normalised tokens are a result as well.
+        compute_name: name of the dtype of statistics and arithmetic, ``"float32"`` or ``"float64"``.
+    """
+
+    eps: float = 1e-5
+    normalised: bool = False
+    compute_name: str = "float32"
+
+
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
     """The settings of both recurrences, resolved from the public arguments.
