@@ -1,0 +1,179 @@
+"""Norm, token shift and mixes: the public function, and the op with its implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...core.call import Call, Mix, Mixed, MixInputs
+from ...pallas.run import triton
+from ..common.validate import _floating, _integers, _shape
+from ..op import Implementation, Op
+
+MOST_CHANNELS, MOST_MIXES = 16384, 6  # that a kernel takes
+
+AXES = {
+    **dict.fromkeys(("x", "y", "mixed", "normalised"), "b t c"),
+    **dict.fromkeys(("mixes", "scale", "bias"), "c"),
+    "last": "b c",
+    "moves": "m b t c",
+    "segment_ids": "b t",
+}
+
+
+def _plain() -> Any:
+    from . import norm_mix_plain
+
+    return norm_mix_plain
+
+
+def _triton() -> Any:
+    from ...pallas.layer.norm_mix import launcher
+
+    return launcher
+
+
+def _supports(call: Call[Mix]) -> str | None:
+    """None where the Triton kernels can serve a call, else the reason."""
+    (B, T, C), M = call.inputs.x.shape, len(call.inputs.mixes)
+    if not isinstance(B, int) or not isinstance(T, int):
+        return f"its grid must be known, and x has a symbolic shape [{B}, {T}, {C}]"
+    if B == 0:
+        return "there are no rows (B = 0)"
+    if not 1 <= M <= MOST_MIXES:
+        return f"it takes 1 to {MOST_MIXES} mixes, got {M}"
+    if C > MOST_CHANNELS:
+        return f"it takes up to {MOST_CHANNELS} channels, got C = {C}"
+    return triton.supports(call)
+
+
+def _results(call: Call[Mix]) -> Mixed:
+    x = call.inputs
+    return Mixed(
+        (AXES["mixed"],) * len(x.mixes),
+        AXES["last"],
+        None if x.y is None and x.scale is None else AXES["x"],
+        AXES["normalised"] if call.settings.normalised else None,
+    )
+
+
+TRITON = Implementation("triton", _triton, _supports, triton.automatic, opaque=True)
+XLA = Implementation("xla", _plain)
+NORM_SHIFT_MIX = Op(
+    "norm_shift_mix", MixInputs, Mixed, AXES, [TRITON, XLA], shardable=("b",), results=_results
+)
+
+
+def norm_shift_mix(
+    x: jax.Array,
+    mixes: Sequence[jax.Array],
+    last: jax.Array | None = None,
+    *,
+    y: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    eps: float = 1e-5,
+    moves: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    normalised: bool = False,
+    implementation: str | None = None,
+) -> Mixed:
+    r"""What stands between a residual stream and the projections of an RWKV layer, in one pass over memory.
+
+    With h the layer norm of ``x + y`` over channels (h = x + y without ``scale``), and p the token before::
+
+        mixed[n]_t = h_t + (p_t - h_t) * (mixes[n] + moves[n]_t)        p_t = h_{t-1}
+
+    A row's first token sees ``last``, the first token of each later segment sees zeros. Statistics and
+    arithmetic are in float32 (float64 if an input is float64); every result is rounded once.
+
+    RWKV-7's attention has six mixes, its feed-forward one. RWKV-6's feed-forward has two; its attention takes
+    two calls: one mix with ``normalised=True``, whose result makes ``moves`` by a low-rank product, and on
+    the normalised tokens five mixes with these ``moves``.
+
+    Differentiable in reverse mode in every floating-point array.
+
+    Args:
+        x: [B, T, C], T >= 1; float16, bfloat16, float32 or float64.
+        mixes: M arrays [C], floating-point like all others below.
+        last: [B, C], the result ``last`` of the call before; None for zeros.
+        y: [B, T, C] in x's dtype, added to x first: the output of the layer before. None for nothing.
+        scale: [C], of the layer norm; None where x is normalised already.
+        bias: [C], given where ``scale`` is.
+        eps: Python number, added to the variance.
+        moves: [M, B, T, C], what data adds to the mixes; None for nothing.
+        segment_ids: [B, T] integers: a segment begins wherever the id changes.
+        normalised: whether to return h.
+        implementation: None for the best that qualifies, or by name: ``"xla"`` (plain JAX, anywhere) or
+            ``"triton"`` (on NVIDIA GPUs of compute capability 8.0 and up, not for float64; the default
+            there).
+
+    Returns:
+        ``Mixed(mixed, last, x, normalised)`` in x's dtype: ``mixed`` a tuple of M arrays [B, T, C]; ``last``
+        h at the last token [B, C]; ``x`` the sum x + y [B, T, C], or x itself without y, for the residual
+        stream to go on with (its gradient then joins that of the norm in one pass), None where there is
+        neither y nor a norm; ``normalised`` h [B, T, C], or None unless asked for.
+
+    Raises:
+        ValueError: a shape or a value does not fit, or ``implementation`` is unknown or cannot run here.
+        TypeError: a dtype does not fit.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops.layer import norm_shift_mix
+        >>> x, y = jax.random.normal(jax.random.key(0), (2, 1, 8, 16))
+        >>> scale, bias, mu = jnp.ones(16), jnp.zeros(16), jnp.full(16, 0.5)
+        >>> (key, value), last, x, _ = norm_shift_mix(x, (mu, mu / 2), y=y, scale=scale, bias=bias)
+        >>> key.shape, last.shape, x.shape
+        ((1, 8, 16), (1, 16), (1, 8, 16))
+    """
+    inputs = _check(MixInputs(x, tuple(mixes), y, scale, bias, last, moves, segment_ids))
+    double = any(array.dtype == jnp.float64 for array in jax.tree.leaves(inputs))
+    settings = Mix(float(eps), normalised, "float64" if double else "float32")
+    return NORM_SHIFT_MIX(inputs, settings, implementation)
+
+
+def _check(x: MixInputs) -> MixInputs:
+    """The inputs as JAX arrays.
+
+    Raises:
+        ValueError, TypeError: one does not fit; the message names it.
+    """
+    tokens = _floating("x", x.x)
+    if tokens.ndim != 3:
+        raise ValueError(f"x must have shape [B, T, C], got {list(tokens.shape)}")
+    B, T, C = tokens.shape
+    if T == 0 or C == 0:
+        raise ValueError(
+            f"x must hold at least one token and one channel, got shape [B, T, C] = {list(tokens.shape)}"
+        )
+    if not x.mixes:
+        raise ValueError("mixes must hold at least one array [C], got none")
+    if (x.scale is None) != (x.bias is None):
+        raise ValueError("scale and bias of the norm must be given together, got one of them")
+
+    def array(name: str, given: Any, shape: tuple[int, ...], axes: str) -> Any:
+        if given is None:
+            return None
+        given = _floating(name, given)
+        _shape(name, given, shape, axes)
+        return given
+
+    checked = MixInputs(
+        x=tokens,
+        mixes=tuple(array(f"mixes[{n}]", mu, (C,), "[C]") for n, mu in enumerate(x.mixes)),
+        y=array("y", x.y, (B, T, C), "[B, T, C]"),
+        scale=array("scale", x.scale, (C,), "[C]"),
+        bias=array("bias", x.bias, (C,), "[C]"),
+        last=array("last", x.last, (B, C), "[B, C]"),
+        moves=array("moves", x.moves, (len(x.mixes), B, T, C), "[M, B, T, C]"),
+        segment_ids=None if x.segment_ids is None else _integers("segment_ids", x.segment_ids),
+    )
+    if checked.y is not None and checked.y.dtype != tokens.dtype:
+        raise TypeError(f"y must have the dtype of x, {tokens.dtype}, got {checked.y.dtype}")
+    if checked.segment_ids is not None:
+        _shape("segment_ids", checked.segment_ids, (B, T), "[B, T]")
+    return checked

@@ -1,0 +1,1 @@
+"""Triton kernels of the fused pieces around a recurrence."""

@@ -1,0 +1,139 @@
+"""Backward kernels. With o_n = h_t + d_t w_n, w_n = mu_n + moves_nt, d_t = h_{t-1} - h_t, g_n = do_n::
+
+    dw_n = g_n d_t,   q_t = sum_n g_n w_n,   dh_t = sum_n g_n - q_t + q_{t+1}
+
+and dx is the layer norm's usual gradient of dh. Tokens are walked from the last to the first, so that q_{t+1}
+is at hand. Gradients of parameters are summed in float32 over the tokens that a program walks; the launcher
+sums over programs, so that two runs give the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from .rows import begins, channels, extended, read, stretch, write
+
+
+@triton.jit
+def add_both(a0, a1, b0, b1):
+    """Two sums at once: half the barriers of two."""
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def unit_line(x_, mean_, rstd_, at, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr):
+    """A token of x with mean 0 and variance 1; without ``NORM`` as it is."""
+    x = read(x_, at, C, BC)
+    if NORM:
+        x = (x - tl.load(mean_ + at)) * tl.load(rstd_ + at)
+    return x
+
+
+@triton.jit
+def mix_bwd_kernel(
+    x_, scale_, bias_, last_, seg_, moves_, mean_, rstd_, mu0_, mu1_, mu2_, mu3_, mu4_, mu5_,
+    g0_, g1_, g2_, g3_, g4_, g5_, dend_, dsum_, dnormalised_, B, T, span,
+    dx_, dlast_, dmoves_, parts_, sums_,
+    C: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    HOIST: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr, SEG: tl.constexpr, MOVES: tl.constexpr,
+    SUM: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Writes dx; by tiles of channels dh instead, and for every token and tile the two sums that dx needs."""
+    mu_, g_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (g0_, g1_, g2_, g3_, g4_, g5_)
+    row, base, start, end = stretch(T, span)
+    zero = tl.zeros([BC], tl.float32)
+    mus, dmus = (), ()
+    for n in tl.static_range(M):
+        dmus = extended(dmus, zero)
+        if HOIST:
+            mus = extended(mus, read(mu_[n], 0, C, BC))
+    dscale, dbias, after = zero, zero, zero
+    if end < T:
+        for n in tl.static_range(M):
+            mu = read(mu_[n], 0, C, BC)
+            if MOVES:
+                mu = mu + read(moves_, (n * B + row) * T + end, C, BC)
+            after += read(g_[n], base + end, C, BC) * mu
+        after = tl.where(begins(seg_, base, end, SEG), 0.0, after)
+    else:
+        after = read(dend_, row, C, BC)
+    unit = unit_line(x_, mean_, rstd_, base + end - 1, C, BC, NORM)
+    for i in tl.range(0, end - start, num_stages=STAGES):
+        t = end - 1 - i
+        at = base + t
+        # loads first: the sums over channels below are barriers that no load is moved across
+        unit_before = unit_line(x_, mean_, rstd_, base + tl.maximum(t - 1, 0), C, BC, NORM)
+        gs = ()
+        for n in tl.static_range(M):
+            gs = extended(gs, read(g_[n], at, C, BC))
+        dsum = zero
+        if SUM and (WHOLE or not NORM):
+            dsum = read(dsum_, at, C, BC)
+        total, q = after, zero
+        if H:
+            total += read(dnormalised_, at, C, BC)
+        new = begins(seg_, base, t, SEG)
+        before, h = unit_before, unit
+        if NORM:
+            rstd = tl.load(rstd_ + at)
+            scale, bias = read(scale_, 0, C, BC), read(bias_, 0, C, BC)
+            before, h = unit_before * scale + bias, unit * scale + bias
+        before = tl.where(new | (t == 0), 0.0, before)
+        if LAST:
+            inside = channels(BC) < tl.where(t == 0, C, 0)
+            before += tl.load(last_ + (row * C + channels(BC)), mask=inside, other=0.0).to(tl.float32)
+        difference = before - h
+        grown = ()
+        for n in tl.static_range(M):
+            mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
+            dw = gs[n] * difference
+            if MOVES:
+                mu = mu + read(moves_, (n * B + row) * T + t, C, BC)
+                write(dmoves_, (n * B + row) * T + t, dw, C, BC)
+            total += gs[n]
+            q += gs[n] * mu
+            grown = extended(grown, dmus[n] + dw)
+        dmus = grown
+        dh = total - q
+        if NORM:
+            dscale += dh * unit
+            dbias += dh
+            d = dh * scale
+            s0, s1 = tl.reduce((d, d * unit), 0, add_both)
+            if WHOLE:
+                dh = (d - s0 / C - unit * (s1 / C)) * rstd
+            else:
+                sums = sums_ + (at * tl.num_programs(1) + tl.program_id(1)) * 2
+                tl.store(sums, s0 / C)
+                tl.store(sums + 1, s1 / C)
+        write(dx_, at, dh + dsum, C, BC)
+        after = tl.where(new, 0.0, q)
+        unit = unit_before
+    if LAST and start == 0:
+        write(dlast_, row, after, C, BC)
+    line = tl.program_id(0).to(tl.int64) * (M + 2 * NORM)
+    for n in tl.static_range(M):
+        write(parts_, line + n, dmus[n], C, BC)
+    if NORM:
+        write(parts_, line + M, dscale, C, BC)
+        write(parts_, line + M + 1, dbias, C, BC)
+
+
+@triton.jit
+def norm_bwd_kernel(
+    x_, scale_, mean_, rstd_, dh_, sums_, dsum_, T, span, dx_,
+    C: tl.constexpr, BC: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+    SUM: tl.constexpr,
+):  # fmt: skip
+    """dx from dh and the sums over each of ``TILES`` tiles of channels (``PADDED``: next power of two)."""
+    _, base, start, end = stretch(T, span)
+    scale, tile = read(scale_, 0, C, BC), tl.arange(0, PADDED)
+    for t in tl.range(start, end, num_stages=STAGES):
+        at = base + t
+        sums = sums_ + (at * TILES + tile) * 2
+        s0 = tl.sum(tl.load(sums, mask=tile < TILES, other=0.0), 0)
+        s1 = tl.sum(tl.load(sums + 1, mask=tile < TILES, other=0.0), 0)
+        unit = unit_line(x_, mean_, rstd_, at, C, BC, True)
+        dx = (read(dh_, at, C, BC) * scale - s0 - unit * s1) * tl.load(rstd_ + at)
+        if SUM:
+            dx += read(dsum_, at, C, BC)
+        write(dx_, at, dx, C, BC)

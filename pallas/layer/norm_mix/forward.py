@@ -1,0 +1,83 @@
+"""Forward kernels: mixes with the token before; statistics of tokens where mixes go by tiles of channels."""
+
+import triton
+import triton.language as tl
+
+from .rows import begins, extended, read, read_sum, statistics, stretch, write
+
+
+@triton.jit
+def normalised(
+    x, at, mean_, rstd_, scale_, bias_,
+    C: tl.constexpr, BC: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """x normalised, its mean and one over its standard deviation: computed with ``WHOLE``, else loaded."""
+    mean, rstd = 0.0, 1.0
+    if NORM:
+        if WHOLE:
+            mean, rstd = statistics(x, C, BC, EPS)
+        else:
+            mean, rstd = tl.load(mean_ + at), tl.load(rstd_ + at)
+        x = (x - mean) * rstd * read(scale_, 0, C, BC) + read(bias_, 0, C, BC)
+    return x, mean, rstd
+
+
+@triton.jit
+def mix_fwd_kernel(
+    x_, y_, scale_, bias_, last_, seg_, moves_, mean_, rstd_, mu0_, mu1_, mu2_, mu3_, mu4_, mu5_, B, T, span,
+    o0_, o1_, o2_, o3_, o4_, o5_, end_, sum_, h_, kept_mean_, kept_rstd_,
+    C: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    HOIST: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
+    SEG: tl.constexpr, MOVES: tl.constexpr, H: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Outputs ``h_t + (h_{t-1} - h_t) (mu_n + moves_nt)``, h being x (+ y) normalised."""
+    mu_, o_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (o0_, o1_, o2_, o3_, o4_, o5_)
+    row, base, start, end = stretch(T, span)
+    mus = ()
+    if HOIST:
+        for n in tl.static_range(M):
+            mus = extended(mus, read(mu_[n], 0, C, BC))
+    before = tl.zeros([BC], tl.float32)
+    if start > 0:
+        at = base + start - 1
+        before, _, _ = normalised(
+            read_sum(x_, y_, at, C, BC, ADD), at, mean_, rstd_, scale_, bias_, C, BC, WHOLE, NORM, EPS
+        )
+    elif LAST:
+        before = read(last_, row, C, BC)
+    for t in tl.range(start, end, num_stages=STAGES):
+        at = base + t
+        x = read_sum(x_, y_, at, C, BC, ADD)
+        h, mean, rstd = normalised(x, at, mean_, rstd_, scale_, bias_, C, BC, WHOLE, NORM, EPS)
+        if ADD:
+            write(sum_, at, x, C, BC)
+        if KEEP:
+            tl.store(kept_mean_ + at, mean)
+            tl.store(kept_rstd_ + at, rstd)
+        if H:
+            write(h_, at, h, C, BC)
+        difference = tl.where(begins(seg_, base, t, SEG), 0.0, before) - h
+        for n in tl.static_range(M):
+            mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
+            if MOVES:
+                mu = mu + read(moves_, (n * B + row) * T + t, C, BC)
+            write(o_[n], at, h + difference * mu, C, BC)
+        before = h
+    if end == T:
+        write(end_, row, before, C, BC)
+
+
+@triton.jit
+def statistics_kernel(
+    x_, y_, T, span, mean_, rstd_, sum_,
+    C: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Mean and one over the standard deviation of every token of x (+ y), and the sum itself."""
+    _, base, start, end = stretch(T, span)
+    for t in tl.range(start, end, num_stages=STAGES):
+        x = read_sum(x_, y_, base + t, C, BC, ADD)
+        if ADD:
+            write(sum_, base + t, x, C, BC)
+        mean, rstd = statistics(x, C, BC, EPS)
+        tl.store(mean_ + base + t, mean)
+        tl.store(rstd_ + base + t, rstd)

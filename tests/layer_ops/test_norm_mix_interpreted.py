@@ -1,0 +1,97 @@
+"""The kernels of norm, shift and mixes in Triton's interpreter, float32, against the float64 reference."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from layer_ops import norm_mix_cases as cases
+from layer_ops.norm_mix_cases import CASES, Case
+from layer_ops.test_norm_mix import check_vmap
+
+from fla_jax.ops.layer import norm_shift_mix
+from fla_jax.pallas.run import triton as run
+
+pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
+if not run.INTERPRET:
+    pytest.skip(
+        "TRITON_INTERPRET is not set: test_norm_mix_gpu.py runs the kernels themselves",
+        allow_module_level=True,
+    )
+
+from fla_jax.pallas.layer.norm_mix import launcher
+
+SPAN = 4  # tokens of a stretch
+# cases that differ in what the kernels are compiled for
+WHOLE = (
+    "rwkv7 attention", "rwkv6 feed-forward", "rwkv6 attention, one", "rwkv6 attention, five", "no state",
+    "no sum", "everything", "segments", "one token",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_stretches(monkeypatch):
+    """Rows of eleven tokens are cut into three stretches; traces made otherwise are not used again."""
+    monkeypatch.setattr(launcher, "SHORTEST", SPAN)
+    fresh()
+    yield
+    fresh()
+
+
+@pytest.fixture
+def by_tiles(monkeypatch):
+    """Nothing fits the registers of a program, and tiles hold 128 channels."""
+    monkeypatch.setattr(launcher, "WHOLE", {})
+    small = {name: one._replace(channels=min(one.channels, 128)) for name, one in launcher.TILES.items()}
+    monkeypatch.setattr(launcher, "TILES", small)
+
+
+def fresh() -> None:
+    jax.clear_caches()
+    cases.run.cache_clear()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_tokens(name):
+    cases.check(CASES[name], "triton")
+
+
+@pytest.mark.parametrize("case", [
+    CASES["everything"], CASES["one token"], Case(B=1, C=300, M=2, lengths=(4, 9)),
+    Case(B=1, C=200, M=2, norm=False), Case(B=1, C=256, T=5, M=1, y=False, normalised=True),
+])  # fmt: skip
+def test_tiles_of_channels(case, by_tiles):
+    cases.check(case, "triton")
+
+
+@pytest.mark.parametrize("shared", [(), ("mixes", "scale", "bias")], ids=["all", "tokens"])
+def test_vmap(shared):
+    check_vmap("triton", shared)
+
+
+def test_two_runs_give_the_same_bits():
+    case = Case(M=2)
+    one = cases.run(case, "triton")
+    cases.run.cache_clear()
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, one, cases.run(case, "triton"))))
+
+
+def test_without_a_gradient_no_statistics_are_kept():
+    case = Case(M=1, y=False)
+    arrays, _ = cases.build(case)
+    f = lambda arrays: norm_shift_mix(**arrays, implementation="triton").mixed[0]
+    kept = f"f32[{case.B},{case.T}]"
+    assert kept not in str(jax.make_jaxpr(f)(arrays))
+    assert kept in str(jax.make_jaxpr(lambda arrays: jax.vjp(f, arrays)[0])(arrays))
+
+
+@pytest.mark.parametrize("bad, reason", [
+    (dict(M=7), "it takes 1 to 6 mixes, got 7"), (dict(B=0), "there are no rows"),
+    (dict(dtype="float64"), "float64"),
+    (dict(C=16400, T=1, B=1, M=1), "it takes up to 16384 channels, got C = 16400"),
+])  # fmt: skip
+def test_calls_it_cannot_run_say_why(bad, reason):
+    with jax.enable_x64(True):
+        arrays, _ = cases.build(dataclasses.replace(Case(), **bad))
+        with pytest.raises(ValueError, match=f"implementation='triton' cannot run this call: .*{reason}"):
+            norm_shift_mix(**arrays, implementation="triton")
