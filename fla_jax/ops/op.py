@@ -5,9 +5,9 @@ call, defines the gradient, shards opaque kernels, maps them under `jax.vmap`, t
 keep and runs the checked mode's checks. An implementation is a module of plain functions on the arrays of one
 device:
 
-    forward(call, x) -> (outputs, kept)                    `kept`: arrays by name that only its own backward
-    reads backward(call, x, kept, cotangents) -> gradients       a tuple like x; None for integer arrays
-    kept_axes(call) -> {name: axes}                        opaque implementations only: what `kept` holds
+    forward(call, x) -> (outputs, kept)              `kept`: arrays by name that only its own backward reads
+    backward(call, x, kept, cotangents) -> gradients     a tuple like x; None for integer arrays
+    kept_axes(call) -> {name: axes}                  opaque implementations only: what `kept` holds
 
 ``call`` is a `fla_jax.core.call.Call`, ``x``, ``outputs`` and ``cotangents`` are the op's named tuples. The
 gradient of an array without rows (RWKV-6's u) may come per row, with one more axis in front; the op sums it.

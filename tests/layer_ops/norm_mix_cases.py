@@ -1,4 +1,4 @@
-"""Named calls of norm, shift and mixes for every test of them: inputs, the float64 answer, and the comparison."""
+"""Named calls of norm, shift and mixes for every test of them: inputs, the float64 answer, the comparison."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from cases import FAST_COMPILE
+from layer_ops import norm_mix_reference as reference
 
 from fla_jax.ops.layer import norm_shift_mix
-from layer_ops import norm_mix_reference as reference
 
 EXACT = {"float64": 1e-12, "float32": 1e-6}
 
@@ -87,7 +87,9 @@ def build(case: Case) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         arrays["moves"] = (0.3 * rng.standard_normal((M, B, T, C))).astype(token)
     if case.lengths:
         ids = np.repeat([7, -3, 7, 0, 12][: len(case.lengths)], case.lengths)
-        arrays["segment_ids"] = np.stack([np.concatenate([np.full(b, ids[0]), ids])[:T] for b in range(B)]).astype(np.int32)
+        arrays["segment_ids"] = np.stack(
+            [np.concatenate([np.full(b, ids[0]), ids])[:T] for b in range(B)]
+        ).astype(np.int32)
     cotangents = {"mixed": normal(M, B, T, C), "last": normal(B, C)}
     cotangents |= {"x": normal(B, T, C)} if case.carries else {}
     cotangents |= {"normalised": normal(B, T, C)} if case.normalised else {}
@@ -96,14 +98,16 @@ def build(case: Case) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 @functools.cache
 def expected(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Results and gradients by name, of the inputs as rounded; the sum x + y is rounded as the op rounds it."""
+    """Results and gradients by name, of the inputs as rounded; x + y is rounded as the op rounds it."""
     arrays, cotangents = build(case)
     arrays = dict(arrays)
     if case.y:
         total = (reference.wide(arrays["x"]) + reference.wide(arrays.pop("y"))).astype(arrays["x"].dtype)
         arrays["x"] = total
     made = reference.results(**arrays)
-    grads = reference.gradients(made, arrays.get("scale"), *(cotangents.get(n) for n in ("mixed", "last", "x", "normalised")))
+    grads = reference.gradients(
+        made, arrays.get("scale"), *(cotangents.get(n) for n in ("mixed", "last", "x", "normalised"))
+    )
     given = {name for name in build(case)[0] if name != "segment_ids"}
     return {name: made[name] for name in cotangents}, {name: grads[name] for name in given}
 
@@ -113,22 +117,31 @@ def runner(implementation: str | None, normalised: bool):
 
     def run(floats, segment_ids, cotangents):
         def f(floats):
-            made = norm_shift_mix(**floats, segment_ids=segment_ids, normalised=normalised, implementation=implementation)
+            made = norm_shift_mix(
+                **floats, segment_ids=segment_ids, normalised=normalised, implementation=implementation
+            )
             return {name: field for name, field in made._asdict().items() if field is not None}
 
         made, pull = jax.vjp(f, floats)
         return made, pull(cotangents | {"mixed": tuple(cotangents["mixed"])})[0]
 
-    return jax.jit(run, compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else None)
+    return run
+
+
+def jitted(f):
+    """``f`` jitted, compiled fast rather than well on a CPU."""
+    return jax.jit(f, compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else None)
 
 
 @functools.cache
 def run(case: Case, implementation: str | None) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Results and gradients by name, mixes stacked."""
     arrays, cotangents = build(case)
-    floats = {name: jnp.asarray(a) if name != "mixes" else tuple(map(jnp.asarray, a)) for name, a in arrays.items()}
+    floats = {
+        name: jnp.asarray(a) if name != "mixes" else tuple(map(jnp.asarray, a)) for name, a in arrays.items()
+    }
     segment_ids = floats.pop("segment_ids", None)
-    made, grads = runner(implementation, case.normalised)(floats, segment_ids, cotangents)
+    made, grads = jitted(runner(implementation, case.normalised))(floats, segment_ids, cotangents)
     stack = lambda tree: {n: np.stack(a) if isinstance(a, tuple) else np.asarray(a) for n, a in tree.items()}
     return stack(made), stack(grads)
 

@@ -1,4 +1,4 @@
-"""Norm, token shift and mixes in NumPy, float64, one token at a time, with gradients by hand: independent of the code under test."""
+"""Norm, token shift and mixes in NumPy, float64, token by token, gradients by hand: independent of the op."""
 
 from __future__ import annotations
 
@@ -39,7 +39,15 @@ def results(
                 weights[n, b, t] = mu if moves is None else mu + moves[n, b, t]
                 mixed[n, b, t] = token * (1 - weights[n, b, t]) + before[b, t] * weights[n, b, t]
     return dict(
-        mixed=mixed, last=h[:, -1], x=total, normalised=h, before=before, seen=seen, weights=weights, unit=unit, rstd=rstd
+        mixed=mixed,
+        last=h[:, -1],
+        x=total,
+        normalised=h,
+        before=before,
+        seen=seen,
+        weights=weights,
+        unit=unit,
+        rstd=rstd,
     )
 
 

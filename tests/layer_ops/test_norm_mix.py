@@ -1,4 +1,4 @@
-"""Norm, token shift and mixes in plain JAX, against the float64 reference; the op under transformations, and its errors."""
+"""Norm, token shift and mixes in plain JAX, against the float64 reference; transformations; errors."""
 
 import dataclasses
 
@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from fla_jax.ops.layer import norm_shift_mix
 from layer_ops import norm_mix_cases as cases
 from layer_ops.norm_mix_cases import CASES, Case
+
+from fla_jax.ops.layer import norm_shift_mix
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -29,14 +29,18 @@ def test_double_precision(name):
 
 def test_the_reference_by_finite_differences():
     """The reference's gradients, which everything else is compared with, of its own results."""
-    case = Case(B=1, T=4, C=3, M=2, moves=True, normalised=True, lengths=(2, 2), dtype="float64", parameters="float64")
+    case = Case(
+        B=1, T=4, C=3, M=2, moves=True, normalised=True, lengths=(2, 2), dtype="float64", parameters="float64"
+    )
     arrays, cotangents = cases.build(case)
     _, grads = cases.expected(case)
     weigh = lambda made: sum(np.sum(made[name] * np.asarray(ct)) for name, ct in cotangents.items())
     for name in grads:
         base = np.stack(arrays[name]) if name == "mixes" else arrays[name]
         direction = np.random.default_rng(1).standard_normal(base.shape)
-        moved = [weigh(cases.reference.results(**arrays | {name: base + e * direction})) for e in (1e-6, -1e-6)]
+        moved = [
+            weigh(cases.reference.results(**arrays | {name: base + e * direction})) for e in (1e-6, -1e-6)
+        ]
         want = np.sum(grads[name] * direction)
         assert abs((moved[0] - moved[1]) / 2e-6 - want) < 1e-7 * max(1, abs(want)), name
 
@@ -88,11 +92,12 @@ def check_vmap(implementation, shared):
     axes = {name: None if name in shared else 0 for name in each[0]}
     stacked = stack(*each) | {name: each[0][name] for name in shared}
     run = cases.runner(implementation, False)
+    one_by_one = cases.jitted(run)
     split = lambda arrays: ({n: a for n, a in arrays.items() if n != "segment_ids"}, arrays["segment_ids"])
     in_axes = (*split(axes), 0)
-    got = jax.vmap(run, in_axes=in_axes)(*split(stacked), stack(*cotangents))
+    got = cases.jitted(jax.vmap(run, in_axes=in_axes))(*split(stacked), stack(*cotangents))
     for i in range(2):
-        want = run(*split(each[i]), cotangents[i])
+        want = one_by_one(*split(each[i]), cotangents[i])
         chex.assert_trees_all_close(jax.tree.map(lambda a, i=i: a[i], got), want, rtol=1e-5, atol=1e-6)
 
 
@@ -102,7 +107,7 @@ def test_vmap(shared):
 
 
 def test_remat_gives_the_same():
-    arrays, cotangents = cases.build(Case(B=1, T=5, C=6, M=2))
+    arrays, _ = cases.build(Case(B=1, T=5, C=6, M=2))
     f = lambda arrays: norm_shift_mix(**arrays)._replace(normalised=None)
     weigh = lambda f: lambda arrays: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(f(arrays)))
     plain, again = (jax.jit(jax.grad(weigh(g)))(arrays) for g in (f, jax.checkpoint(f)))
@@ -128,12 +133,20 @@ WRONG = {
     "no mix": (dict(mixes=()), ValueError, "mixes must hold at least one array"),
     "mix": (dict(mixes=[c, c[:3]]), ValueError, r"mixes\[1\] must have shape \[C\] = \[4\], got \[3\]"),
     "y": (dict(y=x[:1]), ValueError, r"y must have shape \[B, T, C\] = \[2, 3, 4\], got \[1, 3, 4\]"),
-    "dtype of y": (dict(y=x.astype(np.float16)), TypeError, "y must have the dtype of x, float32, got float16"),
+    "dtype of y": (
+        dict(y=x.astype(np.float16)),
+        TypeError,
+        "y must have the dtype of x, float32, got float16",
+    ),
     "scale alone": (dict(scale=c), ValueError, "scale and bias of the norm must be given together"),
     "bias": (dict(scale=c, bias=x), ValueError, r"bias must have shape \[C\] = \[4\]"),
     "last": (dict(last=x), ValueError, r"last must have shape \[B, C\] = \[2, 4\]"),
     "moves": (dict(moves=x), ValueError, r"moves must have shape \[M, B, T, C\] = \[1, 2, 3, 4\]"),
-    "segments": (dict(segment_ids=np.ones((3, 2), int)), ValueError, r"segment_ids must have shape \[B, T\] = \[2, 3\]"),
+    "segments": (
+        dict(segment_ids=np.ones((3, 2), int)),
+        ValueError,
+        r"segment_ids must have shape \[B, T\] = \[2, 3\]",
+    ),
     "segment dtype": (dict(segment_ids=np.ones((2, 3))), TypeError, "segment_ids must be an integer array"),
     "implementation": (dict(implementation="cuda"), ValueError, "implementation must be one of"),
 }

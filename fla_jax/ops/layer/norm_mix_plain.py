@@ -45,9 +45,7 @@ def compute(settings: Mix, x: MixInputs) -> Mixed:
 
 
 def forward(call: Call[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]:
-    """See `fla_jax.ops.op`: the results. Nothing is kept: what the backward needs is computed again, from
-    x.
-    """
+    """See `fla_jax.ops.op`: the results. Nothing is kept: the backward computes what it needs again."""
     return compute(call.settings, x), {}
 
 

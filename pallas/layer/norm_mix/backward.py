@@ -1,15 +1,16 @@
-"""Backward kernels. With o_n = h_t + d_t w_n, w_n = mu_n + moves_nt, d_t = h_{t-1} - h_t and g_n the cotangent of o_n at t::
+"""Backward kernels. With o_n = h_t + d_t w_n, w_n = mu_n + moves_nt, d_t = h_{t-1} - h_t, g_n = do_n::
 
     dw_n = g_n d_t,   q_t = sum_n g_n w_n,   dh_t = sum_n g_n - q_t + q_{t+1}
 
-and dx is the layer norm's usual gradient of dh. Tokens are walked from the last to the first, so that q_{t+1} is at hand.
-Gradients of parameters are summed in float32 over the tokens that a program walks; the launcher sums over programs.
+and dx is the layer norm's usual gradient of dh. Tokens are walked from the last to the first, so that q_{t+1}
+is at hand. Gradients of parameters are summed in float32 over the tokens that a program walks; the launcher
+sums over programs, so that two runs give the same bits.
 """
 
 import triton
 import triton.language as tl
 
-from .rows import begins, channels, read, stretch, write
+from .rows import begins, channels, extended, read, stretch, write
 
 
 @triton.jit
@@ -32,18 +33,19 @@ def mix_bwd_kernel(
     x_, scale_, bias_, last_, seg_, moves_, mean_, rstd_, mu0_, mu1_, mu2_, mu3_, mu4_, mu5_,
     g0_, g1_, g2_, g3_, g4_, g5_, dend_, dsum_, dnormalised_, B, T, span,
     dx_, dlast_, dmoves_, parts_, sums_,
-    C: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr,
-    NORM: tl.constexpr, LAST: tl.constexpr, SEG: tl.constexpr, MOVES: tl.constexpr, SUM: tl.constexpr, H: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    HOIST: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr, SEG: tl.constexpr, MOVES: tl.constexpr,
+    SUM: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Writes dx; with tiles of channels dh instead, and for every token and tile the two sums that dx needs of it."""
+    """Writes dx; by tiles of channels dh instead, and for every token and tile the two sums that dx needs."""
     mu_, g_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (g0_, g1_, g2_, g3_, g4_, g5_)
     row, base, start, end = stretch(T, span)
     zero = tl.zeros([BC], tl.float32)
     mus, dmus = (), ()
     for n in tl.static_range(M):
-        dmus = dmus + (zero,)
+        dmus = extended(dmus, zero)
         if HOIST:
-            mus = mus + (read(mu_[n], 0, C, BC),)
+            mus = extended(mus, read(mu_[n], 0, C, BC))
     dscale, dbias, after = zero, zero, zero
     if end < T:
         for n in tl.static_range(M):
@@ -62,7 +64,7 @@ def mix_bwd_kernel(
         unit_before = unit_line(x_, mean_, rstd_, base + tl.maximum(t - 1, 0), C, BC, NORM)
         gs = ()
         for n in tl.static_range(M):
-            gs = gs + (read(g_[n], at, C, BC),)
+            gs = extended(gs, read(g_[n], at, C, BC))
         dsum = zero
         if SUM and (WHOLE or not NORM):
             dsum = read(dsum_, at, C, BC)
@@ -82,17 +84,14 @@ def mix_bwd_kernel(
         difference = before - h
         grown = ()
         for n in tl.static_range(M):
-            if HOIST:
-                mu = mus[n]
-            else:
-                mu = read(mu_[n], 0, C, BC)
+            mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
             dw = gs[n] * difference
             if MOVES:
                 mu = mu + read(moves_, (n * B + row) * T + t, C, BC)
                 write(dmoves_, (n * B + row) * T + t, dw, C, BC)
             total += gs[n]
             q += gs[n] * mu
-            grown = grown + (dmus[n] + dw,)
+            grown = extended(grown, dmus[n] + dw)
         dmus = grown
         dh = total - q
         if NORM:
@@ -109,9 +108,8 @@ def mix_bwd_kernel(
         write(dx_, at, dh + dsum, C, BC)
         after = tl.where(new, 0.0, q)
         unit = unit_before
-    if LAST:
-        if start == 0:
-            write(dlast_, row, after, C, BC)
+    if LAST and start == 0:
+        write(dlast_, row, after, C, BC)
     line = tl.program_id(0).to(tl.int64) * (M + 2 * NORM)
     for n in tl.static_range(M):
         write(parts_, line + n, dmus[n], C, BC)
@@ -123,9 +121,10 @@ def mix_bwd_kernel(
 @triton.jit
 def norm_bwd_kernel(
     x_, scale_, mean_, rstd_, dh_, sums_, dsum_, T, span, dx_,
-    C: tl.constexpr, BC: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, SUM: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
-    """dx from dh and the sums over each of ``TILES`` tiles of channels, ``PADDED`` being the next power of two."""
+    """dx from dh and the sums over each of ``TILES`` tiles of channels (``PADDED``: next power of two)."""
     _, base, start, end = stretch(T, span)
     scale, tile = read(scale_, 0, C, BC), tl.arange(0, PADDED)
     for t in tl.range(start, end, num_stages=STAGES):

@@ -1,9 +1,9 @@
-"""Forward kernels: mixes of every token with the one before it, and the statistics of tokens where mixes go by tiles of channels."""
+"""Forward kernels: mixes with the token before; statistics of tokens where mixes go by tiles of channels."""
 
 import triton
 import triton.language as tl
 
-from .rows import begins, read, read_sum, statistics, stretch, write
+from .rows import begins, extended, read, read_sum, statistics, stretch, write
 
 
 @triton.jit
@@ -26,9 +26,9 @@ def normalised(
 def mix_fwd_kernel(
     x_, y_, scale_, bias_, last_, seg_, moves_, mean_, rstd_, mu0_, mu1_, mu2_, mu3_, mu4_, mu5_, B, T, span,
     o0_, o1_, o2_, o3_, o4_, o5_, end_, sum_, h_, kept_mean_, kept_rstd_,
-    C: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr,
-    NORM: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr, SEG: tl.constexpr,
-    MOVES: tl.constexpr, H: tl.constexpr, KEEP: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    HOIST: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
+    SEG: tl.constexpr, MOVES: tl.constexpr, H: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Outputs ``h_t + (h_{t-1} - h_t) (mu_n + moves_nt)``, h being x (+ y) normalised."""
     mu_, o_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (o0_, o1_, o2_, o3_, o4_, o5_)
@@ -36,7 +36,7 @@ def mix_fwd_kernel(
     mus = ()
     if HOIST:
         for n in tl.static_range(M):
-            mus = mus + (read(mu_[n], 0, C, BC),)
+            mus = extended(mus, read(mu_[n], 0, C, BC))
     before = tl.zeros([BC], tl.float32)
     if start > 0:
         at = base + start - 1
@@ -58,10 +58,7 @@ def mix_fwd_kernel(
             write(h_, at, h, C, BC)
         difference = tl.where(begins(seg_, base, t, SEG), 0.0, before) - h
         for n in tl.static_range(M):
-            if HOIST:
-                mu = mus[n]
-            else:
-                mu = read(mu_[n], 0, C, BC)
+            mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
             if MOVES:
                 mu = mu + read(moves_, (n * B + row) * T + t, C, BC)
             write(o_[n], at, h + difference * mu, C, BC)
@@ -72,8 +69,8 @@ def mix_fwd_kernel(
 
 @triton.jit
 def statistics_kernel(
-    x_, y_, T, span, mean_, rstd_, sum_, C: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr,
-    ADD: tl.constexpr,
+    x_, y_, T, span, mean_, rstd_, sum_,
+    C: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Mean and one over the standard deviation of every token of x (+ y), and the sum itself."""
     _, base, start, end = stretch(T, span)

@@ -1,8 +1,8 @@
-"""Norm, token shift and mixes on NVIDIA GPUs: the functions that the op loads (fla_jax/ops/op.py); they launch the Triton kernels.
+"""Norm, token shift and mixes on NVIDIA GPUs: what the op loads (fla_jax/ops/op.py); launches the kernels.
 
-Bytes decide. Where a token's channels fit the registers of one program, one kernel a pass touches every array once.
-Else forward and backward go by tiles of channels: the forward reads x once more, for the statistics, and the backward
-writes dh, and reads it and x once more, for the norm.
+Bytes decide. Where a token's channels fit the registers of one program, a pass is one kernel and touches
+every array once. Else forward and backward go by tiles of channels: the forward reads x once more, for the
+statistics, and the backward writes dh, and reads it and x once more, for the norm.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ SLOTS = 6  # mixes that the kernels have arguments for
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched: channels and warps of a program, tokens that it walks, and depth of the load pipeline.
+    """How a kernel is launched.
 
-    ``hoist``: whether the mixes stay in registers while a program walks; else they are read from cache for every token.
+    Attributes:
+        channels: that a program holds; 0 for all.
+        warps: of a program; 0 for one for every 128 channels, up to 16.
+        span: tokens that a program walks, fewer where few programs would run.
+        stages: depth of the pipeline of loads.
+        hoist: whether the mixes stay in registers meanwhile; else they are read, from cache, for every token.
     """
 
     channels: int
@@ -34,12 +39,20 @@ class Launch(NamedTuple):
     hoist: bool = True
 
 
-# By kernel, number of mixes and channels, padded to a power of two: whole tokens. What is missing goes by tiles.
-# Four channels a thread are a load of 8 bytes and keep the backward of six mixes within 128 registers: two programs of
-# 1024 channels share a multiprocessor. Nothing of this is measured yet.
+# By kernel, number of mixes and channels, padded to a power of two: whole tokens. What is missing goes by
+# tiles. Four channels a thread are loads of 8 bytes and keep the backward of six mixes within 128 registers:
+# two programs of 1024 channels share a multiprocessor of Hopper's. Not measured: it compiles without spills.
 WHOLE: dict[tuple[str, str, int], Launch] = {
-    **{("forward", few, n): Launch(n, n // 128, 64, 2) for few in ("few", "many") for n in (128, 256, 512, 1024, 2048, 4096)},
-    **{("backward", few, n): Launch(n, n // 128, 64, 2) for few in ("few", "many") for n in (128, 256, 512, 1024, 2048)},
+    **{
+        ("forward", few, n): Launch(n, n // 128, 64, 2)
+        for few in ("few", "many")
+        for n in (128, 256, 512, 1024, 2048, 4096)
+    },
+    **{
+        ("backward", few, n): Launch(n, n // 128, 64, 2)
+        for few in ("few", "many")
+        for n in (128, 256, 512, 1024, 2048)
+    },
     ("forward", "few", 8192): Launch(8192, 32, 64),
     ("backward", "few", 4096): Launch(4096, 16, 64, 2),
 }
@@ -50,7 +63,7 @@ TILES: dict[str, Launch] = {
     "norm": Launch(0, 0, 16, 2),
 }
 FEW = 2
-# Warps that keep a GPU busy: with fewer, stretches are cut in two, down to the shortest that is worth a program.
+# Warps that keep a GPU busy: with fewer, stretches are halved, down to the shortest that is worth a program.
 WARPS, SHORTEST = 4096, 8
 
 
@@ -93,7 +106,7 @@ def _pad(arrays: tuple[jax.Array, ...], unused: jax.Array) -> tuple[jax.Array, .
 
 
 def kept_axes(call: Call[Mix]) -> dict[str, str]:
-    """What the forward keeps, and its axes: the statistics of the norm, and x + y, which is a result as well."""
+    """What the forward keeps, and its axes: statistics of the norm, and x + y, which is a result as well."""
     kept = {} if call.inputs.scale is None else {"mean": "b t", "rstd": "b t"}
     return kept if call.inputs.y is None else kept | {"x": "b t c"}
 
@@ -170,7 +183,11 @@ def forward(call: Call[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]
 def backward(call: Call[Mix], x: MixInputs, kept: dict[str, jax.Array], cotangents: Mixed) -> MixInputs:
     """Gradients of all inputs; those of parameters for each row."""
     (B, T, C), M = x.x.shape, len(x.mixes)
-    norm, summed, normalised = x.scale is not None, cotangents.x is not None, cotangents.normalised is not None
+    norm, summed, normalised = (
+        x.scale is not None,
+        cotangents.x is not None,
+        cotangents.normalised is not None,
+    )
     total = kept.get("x", x.x)
     unused, whole = total, _whole("backward", x)
     mean, rstd = (kept["mean"], kept["rstd"]) if norm else (unused, unused)
@@ -215,9 +232,22 @@ def backward(call: Call[Mix], x: MixInputs, kept: dict[str, jax.Array], cotangen
         span, grid, options = _grid(_tiled("norm", C), B, T, C)
         dx = launch(
             norm_bwd_kernel,
-            total, x.scale, mean, rstd, dx, sums, _or(cotangents.x, unused), T, span,
-            out=_like(total), grid=grid, TILES=tiles, PADDED=1 << (tiles - 1).bit_length(), SUM=summed, **options,
-        )  # fmt: skip
+            total,
+            x.scale,
+            mean,
+            rstd,
+            dx,
+            sums,
+            _or(cotangents.x, unused),
+            T,
+            span,
+            out=_like(total),
+            grid=grid,
+            TILES=tiles,
+            PADDED=1 << (tiles - 1).bit_length(),
+            SUM=summed,
+            **options,
+        )
     per_row = jnp.sum(parts.reshape(B, -1, lines, C), 1)
     return MixInputs(
         x=dx,

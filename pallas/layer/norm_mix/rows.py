@@ -1,8 +1,13 @@
-"""What the kernels of norm, shift and mixes share: which tokens a program walks, their channels and their statistics.
+"""What the kernels of norm, shift and mixes share: a program's tokens, their channels, their statistics.
 
-Rows are cut into stretches of ``span`` tokens. A program walks the tokens of one stretch, with ``BC`` channels of a
-token in its registers: all ``C`` of them (``WHOLE``), and then it sums over channels itself, or one of several tiles of
-them (program axis 1), and then another kernel does.
+Rows are cut into stretches of ``span`` tokens. A program walks the tokens of one stretch, with ``BC``
+channels of a token in its registers: all ``C`` of them (``WHOLE``), and then it sums over channels itself, or
+one of several tiles of them (program axis 1), and then another kernel does.
+
+Names with a ``_`` at their end are pointers. Constants say which arrays there are: ``NORM`` scale and bias,
+``ADD`` y, ``LAST`` what a row's first token sees, ``SEG`` segments, ``MOVES``, ``H`` the normalised tokens as
+a result, ``SUM`` a cotangent of x + y, ``KEEP`` statistics for the backward. With ``HOIST`` the mixes stay in
+registers.
 """
 
 import triton
@@ -10,8 +15,14 @@ import triton.language as tl
 
 
 @triton.jit
+def extended(items, item):
+    """The tuple ``items`` with one more at its end."""
+    return items + (item,)
+
+
+@triton.jit
 def stretch(T, span):
-    """The program's row, its row's first token in [B * T], and its own first token and the one after its last."""
+    """The program's row, that row's first token in [B * T], its own first token, the one after its last."""
     count = tl.cdiv(T, span)
     row = (tl.program_id(0) // count).to(tl.int64)
     start = (tl.program_id(0) % count) * span
@@ -56,7 +67,7 @@ def read_sum(x_, y_, at, C: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr):
 
 @triton.jit
 def statistics(x, C: tl.constexpr, BC: tl.constexpr, EPS: tl.constexpr):
-    """Mean, and one over the standard deviation, of a token's channels; in two passes, so that a large mean costs no digits."""
+    """Mean, and one over the standard deviation, of a token; in two passes: a large mean costs no digits."""
     mean = tl.sum(x, 0) / C
     x -= mean
     if C != BC:
@@ -66,7 +77,7 @@ def statistics(x, C: tl.constexpr, BC: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def begins(seg_, base, t, SEG: tl.constexpr):
-    """Whether a segment begins at token t, which then sees nothing of the one before; a row's first token sees what was carried in."""
+    """Whether token t begins a segment and sees nothing of the one before; a row's first token does not."""
     if SEG:
         return (t > 0) & (tl.load(seg_ + base + t) != tl.load(seg_ + base + tl.maximum(t - 1, 0)))
     else:

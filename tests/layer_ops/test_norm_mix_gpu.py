@@ -1,0 +1,65 @@
+"""The kernels of norm, shift and mixes on an NVIDIA GPU, against the float64 reference."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from layer_ops import norm_mix_cases as cases
+from layer_ops.norm_mix_cases import CASES, Case
+
+from fla_jax.pallas.run import triton as run
+
+if jax.default_backend() != "gpu":
+    pytest.skip("no NVIDIA GPU is visible to JAX", allow_module_level=True)
+if run.INTERPRET:
+    pytest.skip("TRITON_INTERPRET is set: the kernels would run in the interpreter", allow_module_level=True)
+
+# Whole tokens and tiles of channels, forward and backward; channels no power of two or multiple of 16.
+SHAPES = [
+    (2, 70, 256, 2),
+    (2, 150, 768, 6),
+    (1, 70, 1024, 6),
+    (1, 40, 2048, 6),
+    (1, 40, 2560, 6),
+    (1, 20, 8192, 6),
+    (2, 33, 100, 1),
+    (3, 1, 77, 2),
+]
+TOLERANCES = {"float32": 1e-6, "bfloat16": 2.5e-3, "float16": 3.2e-4}  # a little more than one rounding
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_layers_call(case):
+    cases.check(case, None)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, dtype):
+    B, T, C, M = shape
+    case = Case(B, T, C, M, dtype=dtype, parameters="bfloat16" if dtype == "bfloat16" else "float32")
+    cases.check(case, "triton", TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("shape", [(2, 150, 768, 5), (1, 40, 2560, 5)], ids=str)
+def test_moves(shape):
+    B, T, C, M = shape
+    case = Case(B, T, C, M, y=False, norm=False, moves=True, lengths=(31, 200), dtype="bfloat16")
+    cases.check(case, "triton", TOLERANCES["bfloat16"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_as_good_as_plain_jax(dtype):
+    case = Case(2, 300, 1024, 6, dtype=dtype)
+    ours, plain = (cases.errors(case, cases.run(case, name)) for name in ("triton", "xla"))
+    assert not {n: (ours[n], plain[n]) for n in ours if ours[n] > 1.2 * plain[n] + 1e-7}, (ours, plain)
+
+
+@pytest.mark.parametrize("C", [1024, 4096])
+def test_two_runs_give_the_same_bits(C):
+    case = Case(4, 500, C, 6, dtype="bfloat16")
+    one = cases.run(case, "triton")
+    cases.run.cache_clear()
+    two = cases.run(dataclasses.replace(case), "triton")
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, one, two)))
