@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
-from .init import ByDepth, Initializer
+from .init import ByDepth, Initializer, computed
+from .norm import Norm
+from .placement import Axes, beside, entries, gathered, hold, is_explicit, product
 from .state import RWKVState, check_state, zero_state
 
 LAYER_NORM_EPS = 1e-5
@@ -48,10 +50,34 @@ class Layer(nn.Module):
         """A parameter in ``param_dtype``."""
         return self.param(name, with_axes(init, axes, self.logical_axes), shape, self.param_dtype)
 
+    def vector(self, name: str, init: Initializer, axes: Axes, x: jax.Array, shape: Any = None) -> jax.Array:
+        """A parameter [C], or of another ``shape``, for elementwise use with activations of the rows of ``x`` [B, T, C]."""
+        return gathered(self.weight(name, init, (self.hidden_size,) if shape is None else shape, axes), x, self.parts(axes[0]))
+
+    def parts(self, axis: str | None) -> int | None:
+        """How many pieces an axis of a parameter consists of that devices must not cut; None for single channels."""
+        return None
+
+    def product(self, x: jax.Array, weight: jax.Array, axes: Axes, **options: Any) -> jax.Array:
+        """``x @ weight``, see `placement.product`."""
+        return product(x, weight, axes, self.parts(axes[-1]), **options)
+
     def dense(self, name: str, features: int, init: Initializer, axes: tuple[str | None, ...], x: jax.Array) -> jax.Array:
         """``x @ kernel``, kernel [in, out]."""
-        init = with_axes(init, axes, self.logical_axes)
-        return name_dense(nn.Dense(features, use_bias=False, dtype=x.dtype, param_dtype=self.param_dtype, kernel_init=init, name=name)(x))
+
+        def dot_general(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
+            return self.product(x, kernel, axes, **options)
+
+        layer = nn.Dense(
+            features,
+            use_bias=False,
+            dtype=x.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=with_axes(init, axes, self.logical_axes),
+            dot_general=dot_general,
+            name=name,
+        )
+        return name_dense(layer(x))
 
     def check_input(self, x: jax.Array, segment_ids: jax.Array | None) -> None:
         """Raises unless the arguments fit each other."""
@@ -61,6 +87,10 @@ class Layer(nn.Module):
             raise TypeError(f"x must have a floating-point dtype, got {x.dtype}")
         if x.shape[1] == 0:
             raise ValueError("x must hold at least one token, got T = 0")
+        if is_explicit() and entries(x)[1] is not None:
+            raise ValueError(
+                f"x [B, T, C] must be whole along T on every device, got it sharded over mesh axis {entries(x)[1]!r}"
+            )
         if segment_ids is not None:
             if segment_ids.shape != x.shape[:2]:
                 raise ValueError(f"segment_ids must have shape [B, T] = {list(x.shape[:2])}, got {list(segment_ids.shape)}")
@@ -124,9 +154,14 @@ class Attention(Layer):
         check_state(state, zeros)
         return x, state
 
+    def parts(self, axis: str | None) -> int | None:
+        """Heads."""
+        return self.hidden_size // self.head_dim if axis == "heads" else None
+
     def heads(self, x: jax.Array) -> jax.Array:
         """[B, T, C] -> [B, T, H, N]."""
-        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+        x = x.reshape(*x.shape[:-1], -1, self.head_dim)
+        return hold(x, "batch", "length", "act_heads", "kv")
 
     def run(self, chunked: Any, recurrent: Any, arrays: tuple[jax.Array, ...], state: RWKVState, segment_ids: jax.Array | None, **options: Any):
         """The op on [B, T, H, N] arrays, the first one with T tokens: output [B, T, C] and final state [B, H, K, V]."""
@@ -136,20 +171,19 @@ class Attention(Layer):
             op, options = chunked, {"chunk_size": self.chunk_size, **options}
         else:
             options.pop("lower_bound", None)
-        o, wkv = op(*arrays, initial_state=state.wkv, output_final_state=True, segment_ids=segment_ids, implementation=self.implementation, **options)
-        o = nn.with_logical_constraint(o, ("batch", "length", "heads", "kv"))
-        return o.reshape(B, T, self.hidden_size), wkv
+        arrays = tuple(beside(x, arrays[0], 0, 1, 2, None) if x.ndim == 4 else x for x in arrays)
+        start = hold(beside(state.wkv, arrays[0], 0, 2, None, None), "batch", "act_heads", "kv", None)
+        o, wkv = op(*arrays, initial_state=start, output_final_state=True, segment_ids=segment_ids, implementation=self.implementation, **options)
+        return hold(o, "batch", "length", "act_heads", "kv").reshape(B, T, self.hidden_size), wkv
 
     def group_norm(self, o: jax.Array, dtype: Any) -> jax.Array:
         """Normalises every head on its own; eps is 64e-5 whatever the size of a head."""
-        return nn.GroupNorm(
-            num_groups=self.hidden_size // self.head_dim,
-            epsilon=GROUP_NORM_EPS,
-            reduction_axes=(-1,),
-            use_fast_variance=False,
-            dtype=dtype,
-            param_dtype=self.param_dtype,
-            scale_init=with_axes(lambda key, shape, dtype: jnp.full(shape, self.depth.depth_scale(), dtype), ("heads",), self.logical_axes),
+        return Norm(
+            GROUP_NORM_EPS,
+            self.head_dim,
+            dtype,
+            self.param_dtype,
+            scale_init=with_axes(computed(self.depth.depth_scale), ("heads",), self.logical_axes),
             bias_init=with_axes(nn.initializers.zeros, ("heads",), self.logical_axes),
             name="ln_x",
         )(o)

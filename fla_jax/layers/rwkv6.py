@@ -57,16 +57,17 @@ class RWKV6Attention(Attention):
         official = 1 if C < 4096 else 2
         R = 32 * official if self.proj_low_rank_dim is None else self.proj_low_rank_dim
         D = 64 * official if self.decay_low_rank_dim is None else self.decay_low_rank_dim
-        vector = lambda name, value, axis: self.weight(name, computed(value), (C,), (axis,))
+        vector = lambda name, value, axis: self.vector(name, computed(value), (axis,), x)
 
         falling = lambda: depth.mix(depth.falling)
         half = lambda: depth.mix(0.5 * depth.falling)
         maa = {"x": falling, "w": falling, "k": falling, "v": lambda: falling() - 0.3 * depth.rising, "r": half, "g": half}
-        mu = {name: vector(f"time_maa_{name}", value, "embed").astype(dtype) for name, value in maa.items()}
+        mu = {name: vector(f"time_maa_{name}", value, None).astype(dtype) for name, value in maa.items()}
         w1 = self.weight("time_maa_w1", _zeros, (C, 5 * R), ("embed", "rank")).astype(dtype)
-        w2 = self.weight("time_maa_w2", symmetric_uniform(0.01), (5, R, C), (None, "rank", "embed")).astype(dtype)
+        w2 = self.vector("time_maa_w2", symmetric_uniform(0.01), (None, "rank", "embed"), x, (5, R, C)).astype(dtype)
         d = token_shift(x, state.att_shift, segment_ids) - x
-        z = jnp.tanh(name_dense((x + d * mu["x"]) @ w1)).reshape(B, T, 5, R)
+        z = self.product(x + d * mu["x"], w1, ("embed", "rank"))
+        z = jnp.tanh(name_dense(z)).reshape(B, T, 5, R)
         m = jnp.einsum("btnr,nrc->nbtc", z, w2)
         xw, xk, xv, xr, xg = (x + d * (mu[name] + m[n]) for n, name in enumerate("wkvrg"))
 
@@ -76,12 +77,14 @@ class RWKV6Attention(Attention):
         g = jax.nn.silu(self.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg))
         d1 = self.weight("time_decay_w1", _zeros, (C, D), ("embed", "rank")).astype(dtype)
         d2 = self.weight("time_decay_w2", symmetric_uniform(0.01), (D, C), ("rank", "heads")).astype(dtype)
-        w = vector("time_decay", depth.decay6, "heads").astype(wide) + jnp.matmul(jnp.tanh(name_dense(xw @ d1)), d2, preferred_element_type=wide)
+        w = jnp.tanh(name_dense(self.product(xw, d1, ("embed", "rank"))))
+        w = self.product(w, d2, ("rank", "heads"), preferred_element_type=wide)
+        w = vector("time_decay", depth.decay6, "heads").astype(wide) + w
         # exp(-exp(20)) is 0 already; without the bound exp overflows and its gradient is inf * 0
         w = -jnp.exp(jnp.minimum(w, 20))
 
         bonus = lambda: depth.bonus6().reshape(-1, self.head_dim)
-        u = self.weight("time_faaaa", computed(bonus), (C // self.head_dim, self.head_dim), ("heads", "kv"))
+        u = self.vector("time_faaaa", computed(bonus), ("heads", "kv"), x, (C // self.head_dim, self.head_dim))
         arrays = (self.heads(r), self.heads(k), self.heads(v), self.heads(w), u)
         o, wkv = self.run(chunk_rwkv6, fused_recurrent_rwkv6, arrays, state, segment_ids)
         y = self.dense("output", C, _zeros, ("heads", "embed"), self.group_norm(o, dtype) * g)
@@ -117,7 +120,7 @@ class RWKV6FeedForward(FeedForward):
         C = self.hidden_size
         depth = ByDepth(self.layer_index, self.num_layers, C, 1)
         maa = computed(lambda: depth.mix(depth.falling**3))
-        mu_k, mu_r = (self.weight(f"time_maa_{name}", maa, (C,), ("embed",)).astype(x.dtype) for name in "kr")
+        mu_k, mu_r = (self.vector(f"time_maa_{name}", maa, (None,), x).astype(x.dtype) for name in "kr")
         d = token_shift(x, shift, segment_ids) - x
         width = max(32, int(3.5 * C) // 32 * 32) if self.intermediate_size is None else self.intermediate_size
         h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), x + d * mu_k)

@@ -65,9 +65,10 @@ class RWKV7Attention(Attention):
         second = low_rank_out if keep is None else lambda *args: low_rank_out(*args) * jnp.asarray(keep, args[-1])
         down = self.weight(f"{name}1", _zeros, (C, rank), ("embed", "rank")).astype(x.dtype)
         up = self.weight(f"{name}2", second, (rank, C), ("rank", "heads")).astype(x.dtype)
-        h = name_dense(x @ down)
+        h = name_dense(self.product(x, down, ("embed", "rank")))
         h = h if activation is None else activation(h)
-        return jnp.matmul(h, up, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return self.product(h, up, ("rank", "heads"), preferred_element_type=wide)
 
     @nn.compact
     def __call__(
@@ -101,10 +102,10 @@ class RWKV7Attention(Attention):
         elif v_first.shape != x.shape:
             raise ValueError(f"v_first must have shape [B, T, C] = {list(x.shape)}, got {list(v_first.shape)}")
         wide = jnp.promote_types(dtype, jnp.float32)  # of everything elementwise that the state's transition is made of
-        vector = lambda name, value, axis: self.weight(name, computed(value), (C,), (axis,))
+        vector = lambda name, value, axis: self.vector(name, computed(value), (axis,), x)
 
         d = token_shift(x, state.att_shift, segment_ids) - x
-        mixed = lambda name, exponent: x + d * vector(f"x_{name}", lambda: depth.mix(exponent * depth.falling), "embed").astype(dtype)
+        mixed = lambda name, exponent: x + d * vector(f"x_{name}", lambda: depth.mix(exponent * depth.falling), None).astype(dtype)
         xr, xw, xk, xv, xa, xg = mixed("r", 0.2), mixed("w", 0.9), mixed("k", 0.7), mixed("v", 0.7), mixed("a", 0.9), mixed("g", 0.2)
 
         r = self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr)
@@ -137,7 +138,7 @@ class RWKV7Attention(Attention):
             chunk_rwkv7, fused_recurrent_rwkv7, (r, self.heads(w), k, v, -kk, b), state, segment_ids, lower_bound=LOWER_BOUND
         )  # fmt: skip
         o = self.group_norm(o, dtype)
-        r_k = self.weight("r_k", computed(lambda: -0.04), (C // self.head_dim, self.head_dim), ("heads", "kv"))
+        r_k = self.vector("r_k", computed(lambda: -0.04), ("heads", "kv"), x, (C // self.head_dim, self.head_dim))
         bonus = jnp.sum(r.astype(wide) * k.astype(wide) * r_k.astype(wide), -1, keepdims=True) * v
         y = (o + bonus.reshape(o.shape)) * g
         y = self.dense("output", C, _zeros, ("heads", "embed"), y.astype(dtype))
@@ -172,7 +173,7 @@ class RWKV7FeedForward(FeedForward):
         x, shift = self.prepare(x, shift, segment_ids)
         C = self.hidden_size
         depth = ByDepth(self.layer_index, self.num_layers, C, 1)
-        x_k = self.weight("x_k", computed(lambda: depth.mix(depth.falling**4)), (C,), ("embed",)).astype(x.dtype)
+        x_k = self.vector("x_k", computed(lambda: depth.mix(depth.falling**4)), (None,), x).astype(x.dtype)
         mixed = x + (token_shift(x, shift, segment_ids) - x) * x_k
         width = 4 * C if self.intermediate_size is None else self.intermediate_size
         h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), mixed)

@@ -8,28 +8,47 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ..core.names import remat_policy
 from ..layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward, RWKVState
 from ..layers.base import LAYER_NORM_EPS, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
+from ..layers.norm import Norm
+from ..layers.placement import beyond, entries, hold, is_explicit, mesh_axes, place, product
 from ..layers.state import check_state, zero_state
 from .config import RWKV6Config, RWKV7Config, RWKVConfig
 
 Carry = tuple[jax.Array, jax.Array | None]
 
 
-def _layer_norm(config: RWKVConfig, name: str | None = None) -> nn.LayerNorm:
-    boxed = functools.partial(with_axes, axes=("embed",), logical_axes=config.logical_axes)
-    return nn.LayerNorm(
-        epsilon=LAYER_NORM_EPS,
-        use_fast_variance=False,
+def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
+    boxed = functools.partial(with_axes, axes=(None,), logical_axes=config.logical_axes)
+    return Norm(
+        LAYER_NORM_EPS,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
         scale_init=boxed(nn.initializers.ones),
         bias_init=boxed(nn.initializers.zeros),
         name=name,
     )
+
+
+def _residual(x: jax.Array) -> jax.Array:
+    return hold(x, "batch", "length", "act_embed")
+
+
+class _Embed(nn.Embed):
+    """`flax.linen.Embed`, which on a mesh with explicit axes reads the rows of each device's own tokens."""
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Tokens [B, T] -> [B, T, C]."""
+        if not is_explicit():
+            return _residual(super().__call__(tokens))
+        table = self.embedding.astype(self.dtype)
+        rows = entries(tokens)
+        channels = beyond(entries(table)[1], [axis for entry in rows for axis in mesh_axes(entry)])
+        return place(table, None, channels).at[tokens].get(out_sharding=P(*rows, channels))
 
 
 class RWKV6Block(nn.Module):
@@ -56,10 +75,10 @@ class RWKV6Block(nn.Module):
         """
         config, (x, v_first) = self.config, carry
         y, state = RWKV6Attention(**config.attention, layer_index=layer_index, name="att")(_layer_norm(config, "ln1")(x), state, segment_ids)
-        x = x + y
+        x = _residual(x + y)
         ffn = RWKV6FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
         y, shift = ffn(_layer_norm(config, "ln2")(x), state.ffn_shift, segment_ids)
-        return (x + y, v_first), state.replace(ffn_shift=shift)
+        return (_residual(x + y), v_first), state.replace(ffn_shift=shift)
 
 
 class RWKV7Block(nn.Module):
@@ -87,10 +106,10 @@ class RWKV7Block(nn.Module):
         config, (x, v_first) = self.config, carry
         att = RWKV7Attention(**config.attention, layer_index=layer_index, name="att")
         y, state, v_first = att(_layer_norm(config, "ln1")(x), state, v_first, segment_ids)
-        x = x + y
+        x = _residual(x + y)
         ffn = RWKV7FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
         y, shift = ffn(_layer_norm(config, "ln2")(x), state.ffn_shift, segment_ids)
-        return (x + y, v_first), state.replace(ffn_shift=shift)
+        return (_residual(x + y), v_first), state.replace(ffn_shift=shift)
 
 
 class RWKVForCausalLM(nn.Module):
@@ -104,7 +123,7 @@ class RWKVForCausalLM(nn.Module):
         config = self.config
         boxed = functools.partial(with_axes, logical_axes=config.logical_axes)
         dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-        self.emb = nn.Embed(config.vocab_size, config.hidden_size, embedding_init=boxed(symmetric_uniform(1e-4), ("vocab", "embed")), **dtypes)
+        self.emb = _Embed(config.vocab_size, config.hidden_size, embedding_init=boxed(symmetric_uniform(1e-4), ("vocab", "embed")), **dtypes)
         self.ln0 = _layer_norm(config)
         block: Any = self.block
         if config.remat:
@@ -128,7 +147,7 @@ class RWKVForCausalLM(nn.Module):
             config.vocab_size,
             use_bias=False,
             kernel_init=boxed(orthogonal(head_gain(config.vocab_size, config.hidden_size)), ("embed", "vocab")),
-            dot_general=functools.partial(jax.lax.dot_general, preferred_element_type=wide),
+            dot_general=functools.partial(_head_product, preferred_element_type=wide),
             **dtypes,
         )
 
@@ -152,8 +171,9 @@ class RWKVForCausalLM(nn.Module):
         # one dtype in and out, whatever came (float32 states under a bfloat16 model, say)
         state = jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
         x = self.ln0(self.emb(tokens))
-        x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
-        carry: Carry = (x, jnp.zeros_like(x) if isinstance(config, RWKV7Config) else None)
+        if is_explicit():
+            state = jax.tree.map(functools.partial(_beside_rows, tokens), state)
+        carry: Carry = (x, self._no_values(x) if isinstance(config, RWKV7Config) else None)
         if config.scan_layers:
             carry, state = self.blocks(carry, state, jnp.arange(config.num_layers), segment_ids)
         else:
@@ -164,9 +184,20 @@ class RWKVForCausalLM(nn.Module):
             state = jax.tree.map(lambda *xs: jnp.stack(xs), *states)
         return self.ln_out(carry[0]), state
 
+    def _no_values(self, x: jax.Array) -> jax.Array:
+        """The v_first that layer 0 ignores, of the type of the one that it makes: what a scan carries keeps its type."""
+        zeros = hold(jnp.zeros_like(x), "batch", "length", "act_heads")
+        if not is_explicit() or not self.config.scan_layers or self.is_initializing():
+            return zeros
+        (kernel,) = jax.tree.leaves(self.variables["params"]["blocks"]["att"]["value"])
+        rows = entries(x)[:2]
+        return place(zeros, *rows, beyond(entries(kernel)[-1], [axis for entry in rows for axis in mesh_axes(entry)]))
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """The head: [..., C] -> float32 logits [..., V]."""
-        return self.head(hidden)
+        logits = self.head(hidden)
+        # whole along V: losses pick from them and sampling sorts them
+        return place(logits, *entries(logits)[:-1], None) if is_explicit() else logits
 
     def __call__(self, tokens: jax.Array, state: RWKVState | None = None, segment_ids: jax.Array | None = None) -> tuple[jax.Array, RWKVState]:
         """Reads tokens.
@@ -235,6 +266,16 @@ class RWKV7ForCausalLM(RWKVForCausalLM):
     block = RWKV7Block
 
 
+def _head_product(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
+    return product(x, kernel, ("embed", "vocab"), **options)
+
+
+def _beside_rows(tokens: jax.Array, x: jax.Array) -> jax.Array:
+    """A state's array [L, B, ...] with its rows on the devices that have those of the tokens."""
+    rows = entries(tokens)[0]
+    return place(x, None, rows, *(beyond(entry, mesh_axes(rows)) for entry in entries(x)[2:]))
+
+
 def _check_tokens(tokens: Any, segment_ids: Any) -> None:
     for name, ids in (("tokens", tokens), ("segment_ids", segment_ids)):
         if name == "segment_ids" and ids is None:
@@ -243,5 +284,8 @@ def _check_tokens(tokens: Any, segment_ids: Any) -> None:
             raise TypeError(f"{name} must be an integer array, got {getattr(ids, 'dtype', type(ids).__name__)}")
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens must have shape [B, T] with B, T >= 1, got {list(tokens.shape)}")
+    if is_explicit() and entries(tokens)[1] is not None:
+        axis = entries(tokens)[1]
+        raise ValueError(f"tokens [B, T] must be whole along T on every device, got them sharded over mesh axis {axis!r}")
     if segment_ids is not None and segment_ids.shape != tokens.shape:
         raise ValueError(f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}")
