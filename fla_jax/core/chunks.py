@@ -200,8 +200,8 @@ def segments(chunks: Chunks, segment_ids: jax.Array | None) -> Segments | None:
     if segment_ids is None:
         return None
     change = segment_ids[:, 1:] != segment_ids[:, :-1]
-    ids = jnp.cumsum(jnp.pad(change, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
-    ids = jnp.pad(ids, ((0, 0), (0, chunks.number * chunks.size - chunks.length)), mode="edge")
+    missing = chunks.number * chunks.size - chunks.length  # they belong to the last segment
+    ids = jnp.cumsum(jnp.pad(change, ((0, 0), (1, missing))).astype(jnp.int32), axis=1)
     ids = ids.reshape(-1, chunks.number, chunks.size).transpose(1, 0, 2)[:, :, None, :, None]
     last = ids[..., -1:, :]
     before = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])

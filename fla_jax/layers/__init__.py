@@ -5,4 +5,11 @@ from .rwkv7 import RWKV7Attention, RWKV7FeedForward
 from .shift import token_shift
 from .state import RWKVState
 
-__all__ = ["RWKV6Attention", "RWKV6FeedForward", "RWKV7Attention", "RWKV7FeedForward", "RWKVState", "token_shift"]
+__all__ = [
+    "RWKV6Attention",
+    "RWKV6FeedForward",
+    "RWKV7Attention",
+    "RWKV7FeedForward",
+    "RWKVState",
+    "token_shift",
+]

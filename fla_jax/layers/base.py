@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from ..core.names import name_dense
 from ..ops.layer import norm_shift_mix
-from .init import ByDepth, Initializer
+from .init import ByDepth, Initializer, computed
+from .norm import Affine, NormParameters
+from .placement import Axes, beside, entries, gathered, hold, is_explicit, product
 from .shift import last_token
 from .state import RWKVState, check_state, zero_state
 
@@ -22,42 +24,20 @@ def with_axes(init: Initializer, axes: tuple[str | None, ...], logical_axes: boo
     return nn.with_logical_partitioning(init, axes) if logical_axes else init
 
 
-Norm = tuple[jax.Array, jax.Array]  # scale and bias [C]
-
-
-class NormParameters(nn.Module):
-    """Scale and bias of a norm, whose arithmetic is part of an op (`fla_jax.ops.layer`).
-
-    Attributes:
-        features: C.
-        param_dtype: dtype of the parameters.
-        scale_init: initial values of the scale, boxed or not.
-        bias_init: likewise, of the bias.
-    """
-
-    features: int
-    param_dtype: Any
-    scale_init: Initializer
-    bias_init: Initializer
-
-    @nn.compact
-    def __call__(self) -> Norm:
-        """``(scale, bias)``."""
-        shape = (self.features,)
-        scale = self.param("scale", self.scale_init, shape, self.param_dtype)
-        return scale, self.param("bias", self.bias_init, shape, self.param_dtype)
-
-
 class Layer(nn.Module):
     """Fields and helpers of the RWKV layers.
 
     Attributes:
         hidden_size: C, channels of input and output.
-        layer_index: position in the network, from 0: initial values depend on it. An int, or a traced integer inside `flax.linen.scan`.
+        layer_index: position in the network, from 0: initial values depend on it. An int, or a traced integer
+            inside `flax.linen.scan`.
         num_layers: number of layers of the network.
-        dtype: compute dtype; None for the promotion of the input's with ``param_dtype``. Decay, normalisations and states are float32 in any case.
+        dtype: compute dtype; None for the promotion of the input's with ``param_dtype``. Arithmetic on decays
+            and norms is float32 in any case, and so are states; RWKV-7 hands its decays to the op in bfloat16
+            where that is the compute dtype.
         param_dtype: dtype of the parameters.
-        logical_axes: whether `init` returns parameters boxed with the names of their axes (`flax.linen.LogicallyPartitioned`) instead of plain arrays.
+        logical_axes: whether `init` returns parameters boxed with the names of their axes
+            (`flax.linen.LogicallyPartitioned`) instead of plain arrays.
     """
 
     hidden_size: int
@@ -69,16 +49,54 @@ class Layer(nn.Module):
 
     def compute_dtype(self, x: jax.Array) -> Any:
         """Dtype to compute in, for input ``x``."""
-        return jnp.dtype(self.dtype) if self.dtype is not None else jnp.promote_types(x.dtype, self.param_dtype)
+        return (
+            jnp.dtype(self.dtype) if self.dtype is not None else jnp.promote_types(x.dtype, self.param_dtype)
+        )
 
-    def weight(self, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> jax.Array:
+    def weight(
+        self, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str | None, ...]
+    ) -> jax.Array:
         """A parameter in ``param_dtype``."""
         return self.param(name, with_axes(init, axes, self.logical_axes), shape, self.param_dtype)
 
-    def dense(self, name: str, features: int, init: Initializer, axes: tuple[str | None, ...], x: jax.Array) -> jax.Array:
+    def vector(self, name: str, init: Initializer, axes: Axes, x: jax.Array, shape: Any = None) -> jax.Array:
+        """A parameter [C], or of another ``shape``, for elementwise use with activations of the rows of ``x``
+        [B, T, C].
+        """
+        return gathered(
+            self.weight(name, init, (self.hidden_size,) if shape is None else shape, axes),
+            x,
+            self.parts(axes[0]),
+        )
+
+    def parts(self, axis: str | None) -> int | None:
+        """How many pieces an axis of a parameter consists of that devices must not cut; None for single
+        channels.
+        """
+        return None
+
+    def product(self, x: jax.Array, weight: jax.Array, axes: Axes, **options: Any) -> jax.Array:
+        """``x @ weight``, see `placement.product`."""
+        return product(x, weight, axes, self.parts(axes[-1]), **options)
+
+    def dense(
+        self, name: str, features: int, init: Initializer, axes: tuple[str | None, ...], x: jax.Array
+    ) -> jax.Array:
         """``x @ kernel``, kernel [in, out]."""
-        init = with_axes(init, axes, self.logical_axes)
-        return name_dense(nn.Dense(features, use_bias=False, dtype=x.dtype, param_dtype=self.param_dtype, kernel_init=init, name=name)(x))
+
+        def dot_general(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
+            return self.product(x, kernel, axes, **options)
+
+        layer = nn.Dense(
+            features,
+            use_bias=False,
+            dtype=x.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=with_axes(init, axes, self.logical_axes),
+            dot_general=dot_general,
+            name=name,
+        )
+        return name_dense(layer(x))
 
     def shift_and_mix(
         self,
@@ -87,12 +105,15 @@ class Layer(nn.Module):
         last: jax.Array,
         segment_ids: jax.Array | None,
         lengths: jax.Array | None,
-        norm: Norm | None,
+        norm: Affine | None,
         y: jax.Array | None = None,
         normalised: bool = False,
     ):
-        """`fla_jax.ops.layer.norm_shift_mix`, whose ``last`` is that of each row's last token with ``lengths``."""
+        """`fla_jax.ops.layer.norm_shift_mix`, whose ``last`` is that of each row's last token with
+        ``lengths``.
+        """
         scale, bias = (None, None) if norm is None else norm
+        last = beside(last, x, 0, 2)
         mixed = norm_shift_mix(
             x, mixes, last, y=y, scale=scale, bias=bias, segment_ids=segment_ids, normalised=normalised
         )
@@ -108,14 +129,22 @@ class Layer(nn.Module):
     ) -> None:
         """Raises unless the arguments fit each other."""
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x must have shape [B, T, C] with C = hidden_size = {self.hidden_size}, got {list(x.shape)}")
+            raise ValueError(
+                f"x must have shape [B, T, C] with C = hidden_size = {self.hidden_size}, got {list(x.shape)}"
+            )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"x must have a floating-point dtype, got {x.dtype}")
         if x.shape[1] == 0:
             raise ValueError("x must hold at least one token, got T = 0")
+        if is_explicit() and entries(x)[1] is not None:
+            raise ValueError(
+                f"x [B, T, C] must be whole along T on every device, got it sharded over mesh axis {entries(x)[1]!r}"
+            )
         if segment_ids is not None:
             if segment_ids.shape != x.shape[:2]:
-                raise ValueError(f"segment_ids must have shape [B, T] = {list(x.shape[:2])}, got {list(segment_ids.shape)}")
+                raise ValueError(
+                    f"segment_ids must have shape [B, T] = {list(x.shape[:2])}, got {list(segment_ids.shape)}"
+                )
             if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
                 raise TypeError(f"segment_ids must be integers, got {segment_ids.dtype}")
         if lengths is not None:
@@ -170,7 +199,9 @@ class Attention(Layer):
     @nn.nowrap
     def init_state(self, batch: int) -> RWKVState:
         """The state before the first token; needs no parameters."""
-        return zero_state(batch, self.hidden_size, self.head_dim, self.param_dtype if self.dtype is None else self.dtype)
+        return zero_state(
+            batch, self.hidden_size, self.head_dim, self.param_dtype if self.dtype is None else self.dtype
+        )
 
     @property
     def depth(self) -> ByDepth:
@@ -186,7 +217,9 @@ class Attention(Layer):
     ) -> tuple[jax.Array, RWKVState]:
         """Checked input in the compute dtype, and state."""
         if self.head_dim < 1 or self.hidden_size % self.head_dim:
-            raise ValueError(f"hidden_size must be a multiple of head_dim, got hidden_size = {self.hidden_size}, head_dim = {self.head_dim}")
+            raise ValueError(
+                f"hidden_size must be a multiple of head_dim, got hidden_size = {self.hidden_size}, head_dim = {self.head_dim}"
+            )
         self.check_input(x, segment_ids, lengths)
         x = x.astype(self.compute_dtype(x))
         zeros = zero_state(x.shape[0], self.hidden_size, self.head_dim, x.dtype)
@@ -195,9 +228,14 @@ class Attention(Layer):
         check_state(state, zeros)
         return x, state
 
+    def parts(self, axis: str | None) -> int | None:
+        """Heads."""
+        return self.hidden_size // self.head_dim if axis == "heads" else None
+
     def heads(self, x: jax.Array) -> jax.Array:
         """[B, T, C] -> [B, T, H, N]."""
-        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+        x = x.reshape(*x.shape[:-1], -1, self.head_dim)
+        return hold(x, "batch", "length", "act_heads", "kv")
 
     def run(
         self,
@@ -222,22 +260,30 @@ class Attention(Layer):
             op, options = chunked, {"chunk_size": self.chunk_size, **options}
         else:
             options.pop("lower_bound", None)
-        o, wkv = op(*arrays, initial_state=state.wkv, output_final_state=True, segment_ids=segment_ids, implementation=self.implementation, **options)
-        return nn.with_logical_constraint(o, ("batch", "length", "heads", "kv")), wkv
+        arrays = tuple(beside(x, arrays[0], 0, 1, 2, None) if x.ndim == 4 else x for x in arrays)
+        start = hold(beside(state.wkv, arrays[0], 0, 2, None, None), "batch", "act_heads", "kv", None)
+        o, wkv = op(
+            *arrays,
+            initial_state=start,
+            output_final_state=True,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+            **options,
+        )
+        return hold(o, "batch", "length", "act_heads", "kv"), wkv
 
-    def group_norm(self) -> Norm:
-        """Scale and bias [H, N] of the norm of every head on its own; its eps is 64e-5 whatever the size of a head."""
+    def group_norm(self, x: jax.Array) -> Affine:
+        """Scale and bias [H, N] of the norm of every head on its own, for use with activations like ``x``.
 
-        def scale_init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-            return jnp.full(shape, self.depth.depth_scale(), dtype)
-
+        Its eps is 64e-5 whatever the size of a head.
+        """
         scale, bias = NormParameters(
             self.hidden_size,
             self.param_dtype,
-            with_axes(scale_init, ("heads",), self.logical_axes),
+            with_axes(computed(self.depth.depth_scale), ("heads",), self.logical_axes),
             with_axes(nn.initializers.zeros, ("heads",), self.logical_axes),
             name="ln_x",
-        )()
+        )(x, self.hidden_size // self.head_dim)
         return self.by_head(scale), self.by_head(bias)
 
     def by_head(self, x: jax.Array) -> jax.Array:

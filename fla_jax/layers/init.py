@@ -2,8 +2,8 @@
 
 Source: RWKV-LM, ``RWKV-v7/train_temp/src/model.py`` (x070) and ``RWKV-v5/src/model.py`` (x060).
 
-Values that depend on the layer are plain functions of the layer's index, which may be a traced integer: that is how layers under `flax.linen.scan` get the
-very values that they have without it.
+Values that depend on the layer are plain functions of the layer's index, which may be a traced integer: that
+is how layers under `flax.linen.scan` get the very values that they have without it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ Initializer = Callable[..., Any]
 
 
 def orthogonal(gain: float) -> Initializer:
-    """Orthogonal matrices times ``gain``, made in float32 whatever the parameter dtype (there is no bfloat16 QR)."""
+    """Orthogonal matrices times ``gain``, made in float32 whatever the parameter dtype (there is no bfloat16
+    QR).
+    """
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jax.nn.initializers.orthogonal(gain)(key, shape, jnp.promote_types(dtype, jnp.float32)).astype(dtype)
+        return jax.nn.initializers.orthogonal(gain)(key, shape, jnp.promote_types(dtype, jnp.float32)).astype(
+            dtype
+        )
 
     return init
 
@@ -38,16 +42,22 @@ def symmetric_uniform(bound: float) -> Initializer:
     """U(-bound, bound)."""
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jax.random.uniform(key, shape, jnp.promote_types(dtype, jnp.float32), -bound, bound).astype(dtype)
+        return jax.random.uniform(key, shape, jnp.promote_types(dtype, jnp.float32), -bound, bound).astype(
+            dtype
+        )
 
     return init
 
 
 def computed(value: Callable[[], Any]) -> Initializer:
-    """The given array (or number) itself. It comes as a function so that nothing is computed where parameters exist already."""
+    """The given array (or number) itself. It comes as a function so that nothing is computed where parameters
+    exist already.
+    """
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jnp.broadcast_to(jnp.asarray(value(), jnp.promote_types(dtype, jnp.float32)), shape).astype(dtype)
+        return jnp.broadcast_to(jnp.asarray(value(), jnp.promote_types(dtype, jnp.float32)), shape).astype(
+            dtype
+        )
 
     return init
 
@@ -58,7 +68,9 @@ def head_gain(vocab_size: int, hidden_size: int) -> float:
 
 
 def low_rank_dim(hidden_size: int, factor: float) -> int:
-    """The official rank of RWKV-7's low-rank pairs (factor 2.5 for decay and rate, 1.7 for the value residual, 5 for the gate)."""
+    """The official rank of RWKV-7's low-rank pairs (factor 2.5 for decay and rate, 1.7 for the value
+    residual, 5 for the gate).
+    """
     return max(32, round(factor * math.sqrt(hidden_size) / 32) * 32)
 
 

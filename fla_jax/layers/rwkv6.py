@@ -11,25 +11,31 @@ import jax.numpy as jnp
 from ..core.names import name_dense
 from ..ops import chunk_rwkv6, fused_recurrent_rwkv6
 from ..ops.layer import norm_shift_mix, rwkv6_readout
-from .base import Attention, FeedForward, Norm
+from .base import Attention, FeedForward
 from .init import ByDepth, computed, orthogonal, symmetric_uniform
+from .norm import Affine
+from .placement import beside
 from .state import RWKVState
 
 _zeros = nn.initializers.zeros
 
 
 class RWKV6Attention(Attention):
-    """RWKV-6's token mixing (time mix): data-dependent decay and token shift, with a bonus for the current token.
+    """RWKV-6's token mixing (time mix): data-dependent decay and token shift, with a bonus for the current
+    token.
 
-    Parameters are named as in official checkpoints: time_maa_{x,w,k,v,r,g} [C], time_maa_w1 [C, 5 R], time_maa_w2 [5, R, C] (order w, k, v, r, g),
-    time_decay [C], time_decay_w1 [C, D], time_decay_w2 [D, C], time_faaaa [H, N], {receptance,key,value,gate,output}/kernel [C, C] (transposed against
-    PyTorch), ln_x/{scale,bias} [C].
+    Parameters are named as in official checkpoints: time_maa_{x,w,k,v,r,g} [C], time_maa_w1 [C, 5 R],
+    time_maa_w2 [5, R, C] (order w, k, v, r, g), time_decay [C], time_decay_w1 [C, D], time_decay_w2 [D, C],
+    time_faaaa [H, N], {receptance,key,value,gate,output}/kernel [C, C] (transposed against PyTorch),
+    ln_x/{scale,bias} [C].
 
     Attributes:
         hidden_size, layer_index, num_layers, dtype, param_dtype, logical_axes: see `Layer`.
         head_dim, chunk_size, implementation: see `Attention`.
-        proj_low_rank_dim: R, rank of the token shift's low-rank part; None for the official 32 (64 from C = 4096 on).
-        decay_low_rank_dim: D, rank of the decay's low-rank part; None for the official 64 (128 from C = 4096 on).
+        proj_low_rank_dim: R, rank of the token shift's low-rank part; None for the official 32 (64 from C =
+            4096 on).
+        decay_low_rank_dim: D, rank of the decay's low-rank part; None for the official 64 (128 from C = 4096
+            on).
     """
 
     proj_low_rank_dim: int | None = None
@@ -42,14 +48,16 @@ class RWKV6Attention(Attention):
         state: RWKVState | None = None,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
-        norm: Norm | None = None,
+        norm: Affine | None = None,
     ) -> tuple[jax.Array, RWKVState]:
         """Mixes tokens.
 
         Args:
-            x: [B, T, C], normalised hidden states, T >= 1. One token runs the recurrent op, more run the chunked one.
+            x: [B, T, C], normalised hidden states, T >= 1. One token runs the recurrent op, more run the
+                chunked one.
             state: of this layer; None for zeros. ``ffn_shift`` is passed through untouched.
-            segment_ids: [B, T] integers: state and token shift restart wherever the id changes; ``state`` belongs to each row's first segment.
+            segment_ids: [B, T] integers: state and token shift restart wherever the id changes; ``state``
+                belongs to each row's first segment.
             lengths: [B] integers from 0 to T: the tokens of each row. What stands behind them is not read:
                 the new state is the one after ``lengths`` tokens, and the output there means nothing.
             norm: scale and bias [C] of the layer norm before this layer; x is then the residual stream.
@@ -60,7 +68,8 @@ class RWKV6Attention(Attention):
         Raises:
             ValueError, TypeError: an argument or a field does not fit; the message names it.
 
-        Source: Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence", 2024; RWKV-LM ``RWKV-v5/src/model.py``.
+        Source: Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence", 2024;
+        RWKV-LM ``RWKV-v5/src/model.py``.
         """
         x, state = self.prepare(x, state, segment_ids, lengths)
         B, T, C = x.shape
@@ -70,8 +79,8 @@ class RWKV6Attention(Attention):
         R = 32 * official if self.proj_low_rank_dim is None else self.proj_low_rank_dim
         D = 64 * official if self.decay_low_rank_dim is None else self.decay_low_rank_dim
 
-        def vector(name: str, value: Any, axis: str) -> jax.Array:
-            return self.weight(name, computed(value), (C,), (axis,))
+        def vector(name: str, value: Any, axis: str | None) -> jax.Array:
+            return self.vector(name, computed(value), (axis,), x)
 
         def falling() -> jax.Array:
             return depth.mix(depth.falling)
@@ -83,18 +92,19 @@ class RWKV6Attention(Attention):
             return falling() - 0.3 * depth.rising
 
         maa = {"x": falling, "w": falling, "k": falling, "v": lower, "r": half, "g": half}
-        mu = {name: vector(f"time_maa_{name}", value, "embed") for name, value in maa.items()}
+        mu = {name: vector(f"time_maa_{name}", value, None) for name, value in maa.items()}
         w1 = self.weight("time_maa_w1", _zeros, (C, 5 * R), ("embed", "rank")).astype(dtype)
-        w2 = self.weight("time_maa_w2", symmetric_uniform(0.01), (5, R, C), (None, "rank", "embed")).astype(dtype)
+        w2 = self.vector("time_maa_w2", symmetric_uniform(0.01), (None, "rank", "embed"), x, (5, R, C))
         first = self.shift_and_mix(
             x, [mu["x"]], state.att_shift, segment_ids, lengths, norm, normalised=norm is not None
         )
-        z = jnp.tanh(name_dense(first.mixed[0] @ w1)).reshape(B, T, 5, R)
-        moves = jnp.einsum("btnr,nrc->nbtc", z, w2)
+        z = self.product(first.mixed[0], w1, ("embed", "rank"))
+        z = jnp.tanh(name_dense(z)).reshape(B, T, 5, R)
+        moves = jnp.einsum("btnr,nrc->nbtc", z, w2.astype(dtype))
         mixed = norm_shift_mix(
             x if norm is None else first.normalised,
             [mu[name] for name in "wkvrg"],
-            state.att_shift,
+            beside(state.att_shift, x, 0, 2),
             moves=moves,
             segment_ids=segment_ids,
         )
@@ -106,31 +116,36 @@ class RWKV6Attention(Attention):
         gate = self.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg)
         d1 = self.weight("time_decay_w1", _zeros, (C, D), ("embed", "rank")).astype(dtype)
         d2 = self.weight("time_decay_w2", symmetric_uniform(0.01), (D, C), ("rank", "heads")).astype(dtype)
-        w = jnp.matmul(jnp.tanh(name_dense(xw @ d1)), d2, preferred_element_type=wide)
-        w += vector("time_decay", depth.decay6, "heads").astype(wide)
+        w = jnp.tanh(name_dense(self.product(xw, d1, ("embed", "rank"))))
+        w = self.product(w, d2, ("rank", "heads"), preferred_element_type=wide)
+        w = vector("time_decay", depth.decay6, "heads").astype(wide) + w
         # exp(-exp(20)) is 0 already; without the bound exp overflows and its gradient is inf * 0
         w = -jnp.exp(jnp.minimum(w, 20))
 
         def bonus() -> jax.Array:
             return self.by_head(depth.bonus6())
 
-        u = self.weight("time_faaaa", computed(bonus), (C // self.head_dim, self.head_dim), ("heads", "kv"))
+        u = self.vector(
+            "time_faaaa", computed(bonus), ("heads", "kv"), x, (C // self.head_dim, self.head_dim)
+        )
         arrays = (self.heads(r), self.heads(k), self.heads(v), self.heads(w), u)
         o, wkv = self.run(chunk_rwkv6, fused_recurrent_rwkv6, arrays, state, segment_ids, lengths)
-        scale, bias = self.group_norm()
+        scale, bias = self.group_norm(x)
         y = rwkv6_readout(o, self.heads(gate), scale=scale, bias=bias)
         y = self.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
         return y, state.replace(att_shift=first.last, wkv=wkv)
 
 
 class RWKV6FeedForward(FeedForward):
-    """RWKV-6's channel mix: ``sigmoid(W_r x_r) * W_v relu(W_k x_k)^2`` with ``x_n = x + (shift(x) - x) maa_n``.
+    """RWKV-6's channel mix: ``sigmoid(W_r x_r) * W_v relu(W_k x_k)^2`` with
+    ``x_n = x + (shift(x) - x) maa_n``.
 
     Parameters: time_maa_{k,r} [C], key/kernel [C, I], value/kernel [I, C], receptance/kernel [C, C].
 
     Attributes:
         hidden_size, layer_index, num_layers, dtype, param_dtype, logical_axes: see `Layer`.
-        intermediate_size: I, width of the hidden layer; None for the official ``floor(3.5 C / 32) * 32`` (at least 32).
+        intermediate_size: I, width of the hidden layer; None for the official ``floor(3.5 C / 32) * 32`` (at
+            least 32).
     """
 
     @nn.compact
@@ -140,7 +155,7 @@ class RWKV6FeedForward(FeedForward):
         shift: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
-        norm: Norm | None = None,
+        norm: Affine | None = None,
         y: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Mixes channels.
@@ -150,8 +165,8 @@ class RWKV6FeedForward(FeedForward):
             shift: [B, C], the second result of the call before; None for zeros.
             segment_ids: [B, T] integers: the token shift restarts wherever the id changes.
             lengths: [B] integers from 0 to T: the tokens of each row, as the attention takes them.
-            norm: scale and bias [C] of the layer norm before this layer. x is then the residual stream, and so
-                is the first result: ``x + y`` with what this layer adds to it.
+            norm: scale and bias [C] of the layer norm before this layer. x is then the residual stream, and
+                so is the first result: ``x + y`` with what this layer adds to it.
             y: [B, T, C], what the attention adds to the residual stream; only with ``norm``.
 
         Returns:
@@ -164,7 +179,7 @@ class RWKV6FeedForward(FeedForward):
         C = self.hidden_size
         depth = ByDepth(self.layer_index, self.num_layers, C, 1)
         maa = computed(lambda: depth.mix(depth.falling**3))
-        mixes = [self.weight(f"time_maa_{name}", maa, (C,), ("embed",)) for name in "kr"]
+        mixes = [self.vector(f"time_maa_{name}", maa, (None,), x) for name in "kr"]
         mixed = self.shift_and_mix(x, mixes, shift, segment_ids, lengths, norm, y)
         xk, xr = mixed.mixed
         width = max(32, int(3.5 * C) // 32 * 32) if self.intermediate_size is None else self.intermediate_size

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from ..core.names import name_dense
 from ..ops import chunk_rwkv7, fused_recurrent_rwkv7
 from ..ops.layer import rwkv7_keys, rwkv7_readout
-from .base import Attention, FeedForward, Norm
+from .base import Attention, FeedForward
 from .init import ByDepth, computed, low_rank_dim, low_rank_out, orthogonal
+from .norm import Affine
 from .state import RWKVState
 
 LOWER_BOUND = -0.61  # the op's promise: -exp(-1/2) = -0.60653 with room for rounding
@@ -20,23 +21,28 @@ _zeros = nn.initializers.zeros
 
 
 class RWKV7Attention(Attention):
-    """RWKV-7's token mixing (time mix): generalised delta rule with vector-valued decay and in-context learning rate.
+    """RWKV-7's token mixing (time mix): generalised delta rule with vector-valued decay and in-context
+    learning rate.
 
-    Parameters are named as in official checkpoints: x_{r,w,k,v,a,g} [C], w0, a0, v0, k_k, k_a [C], {w,a,v,g}1 [C, R], {w,a,v,g}2 [R, C], r_k [H, N],
-    {receptance,key,value,output}/kernel [C, C] (transposed against PyTorch), ln_x/{scale,bias} [C]. Layer 0 has no v0, v1, v2; where ``layer_index`` is traced
-    they exist for every layer, zero and without effect at layer 0.
+    Parameters are named as in official checkpoints: x_{r,w,k,v,a,g} [C], w0, a0, v0, k_k, k_a [C], {w,a,v,g}1
+    [C, R], {w,a,v,g}2 [R, C], r_k [H, N], {receptance,key,value,output}/kernel [C, C] (transposed against
+    PyTorch), ln_x/{scale,bias} [C]. Layer 0 has no v0, v1, v2; where ``layer_index`` is traced they exist for
+    every layer, zero and without effect at layer 0.
 
     Attributes:
         hidden_size, layer_index, num_layers, dtype, param_dtype, logical_axes: see `Layer`.
         head_dim, chunk_size, implementation: see `Attention`.
-        decay_low_rank_dim: rank of the decay's low-rank pair (w1, w2); None for the official ``max(32, round(2.5 sqrt(C) / 32) * 32)``.
+        decay_low_rank_dim: rank of the decay's low-rank pair (w1, w2); None for the official
+            ``max(32, round(2.5 sqrt(C) / 32) * 32)``.
         a_low_rank_dim: rank of the in-context rate's pair (a1, a2); None for the official one, factor 2.5.
         v_low_rank_dim: rank of the value residual's pair (v1, v2); None for the official one, factor 1.7.
         gate_low_rank_dim: rank of the gate's pair (g1, g2); None for the official one, factor 5.
-        rate_scale: factor on the in-context rate in the state transition, ``diag(w) - kk (rate_scale a kk)^T`` with a in (0, 1). 1 is official. 2 lets an
-            eigenvalue be negative, down to -1, which state tracking (parity, permutations) needs; checkpoints do not carry over between values. The
-            replacement key ``k (1 + (a - 1) k_a)`` keeps a in (0, 1): the option changes how the state forgets and not how strongly new values are written.
-            0 leaves the diagonal decay alone as the transition, RWKV-6's class: for comparisons.
+        rate_scale: factor on the in-context rate in the state transition,
+            ``diag(w) - kk (rate_scale a kk)^T`` with a in (0, 1). 1 is official. 2 lets an eigenvalue be
+            negative, down to -1, which state tracking (parity, permutations) needs; checkpoints do not carry
+            over between values. The replacement key ``k (1 + (a - 1) k_a)`` keeps a in (0, 1): the option
+            changes how the state forgets and not how strongly new values are written. 0 leaves the diagonal
+            decay alone as the transition, RWKV-6's class: for comparisons.
     """
 
     decay_low_rank_dim: int | None = None
@@ -46,21 +52,25 @@ class RWKV7Attention(Attention):
     rate_scale: float = 1.0
 
     def low_rank(
-        self, name: str, x: jax.Array, rank: int | None, factor: float, activation: Any = None, keep: Any = None
+        self,
+        name: str,
+        x: jax.Array,
+        rank: int | None,
+        factor: float,
+        activation: Any = None,
+        keep: Any = None,
     ) -> jax.Array:
         """``activation(x @ name1) @ name2``."""
         C = self.hidden_size
         rank = low_rank_dim(C, factor) if rank is None else rank
-        second = low_rank_out
-        if keep is not None:
 
-            def second(*args: Any) -> jax.Array:
-                return low_rank_out(*args) * jnp.asarray(keep, args[-1])
+        def second(*args: Any) -> jax.Array:
+            return low_rank_out(*args) * (1 if keep is None else jnp.asarray(keep, args[-1]))
 
         down = self.weight(f"{name}1", _zeros, (C, rank), ("embed", "rank")).astype(x.dtype)
         up = self.weight(f"{name}2", second, (rank, C), ("rank", "heads")).astype(x.dtype)
-        h = name_dense(x @ down)
-        return (h if activation is None else activation(h)) @ up
+        h = name_dense(self.product(x, down, ("embed", "rank")))
+        return self.product(h if activation is None else activation(h), up, ("rank", "heads"))
 
     @nn.compact
     def __call__(
@@ -70,26 +80,31 @@ class RWKV7Attention(Attention):
         v_first: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
-        norm: Norm | None = None,
+        norm: Affine | None = None,
     ) -> tuple[jax.Array, RWKVState, jax.Array]:
         """Mixes tokens.
 
         Args:
-            x: [B, T, C], normalised hidden states, T >= 1. One token runs the recurrent op, more run the chunked one.
+            x: [B, T, C], normalised hidden states, T >= 1. One token runs the recurrent op, more run the
+                chunked one.
             state: of this layer; None for zeros. ``ffn_shift`` is passed through untouched.
-            v_first: [B, T, C], the third result of layer 0 for the same tokens; required where ``layer_index > 0`` and ignored at layer 0.
-            segment_ids: [B, T] integers: state and token shift restart wherever the id changes; ``state`` belongs to each row's first segment.
+            v_first: [B, T, C], the third result of layer 0 for the same tokens; required where
+                ``layer_index > 0`` and ignored at layer 0.
+            segment_ids: [B, T] integers: state and token shift restart wherever the id changes; ``state``
+                belongs to each row's first segment.
             lengths: [B] integers from 0 to T: the tokens of each row. What stands behind them is not read:
                 the new state is the one after ``lengths`` tokens, and the output there means nothing.
             norm: scale and bias [C] of the layer norm before this layer; x is then the residual stream.
 
         Returns:
-            ``(y, state, v_first)``: y [B, T, C] in the compute dtype, the state after the last token, and v_first for the layers above.
+            ``(y, state, v_first)``: y [B, T, C] in the compute dtype, the state after the last token, and
+            v_first for the layers above.
 
         Raises:
             ValueError, TypeError: an argument or a field does not fit; the message names it.
 
-        Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025; RWKV-LM ``RWKV-v7/train_temp/src/model.py``.
+        Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025; RWKV-LM
+        ``RWKV-v7/train_temp/src/model.py``.
         """
         x, state = self.prepare(x, state, segment_ids, lengths)
         if self.rate_scale < 0:
@@ -99,16 +114,20 @@ class RWKV7Attention(Attention):
         if first:
             v_first = None
         elif v_first is None:
-            raise ValueError("v_first must be given at layers above 0 (layer_index > 0): it is the third result of layer 0")
+            raise ValueError(
+                "v_first must be given at layers above 0 (layer_index > 0): it is the third result of layer 0"
+            )
         elif v_first.shape != x.shape:
-            raise ValueError(f"v_first must have shape [B, T, C] = {list(x.shape)}, got {list(v_first.shape)}")
+            raise ValueError(
+                f"v_first must have shape [B, T, C] = {list(x.shape)}, got {list(v_first.shape)}"
+            )
         keep = True if isinstance(layer, int) else layer > 0  # whether there is a value residual
 
-        def vector(name: str, value: Any, axis: str) -> jax.Array:
-            return self.weight(name, computed(value), (C,), (axis,))
+        def vector(name: str, value: Any, axis: str | None) -> jax.Array:
+            return self.vector(name, computed(value), (axis,), x)
 
         def mix(name: str, exponent: float) -> jax.Array:
-            return vector(f"x_{name}", lambda: depth.mix(exponent * depth.falling), "embed")
+            return vector(f"x_{name}", lambda: depth.mix(exponent * depth.falling), None)
 
         mixes = [mix("r", 0.2), mix("w", 0.9), mix("k", 0.7), mix("v", 0.7), mix("a", 0.9), mix("g", 0.2)]
         mixed = self.shift_and_mix(x, mixes, state.att_shift, segment_ids, lengths, norm)
@@ -146,8 +165,10 @@ class RWKV7Attention(Attention):
         o, wkv = self.run(
             chunk_rwkv7, fused_recurrent_rwkv7, arrays, state, segment_ids, lengths, lower_bound=LOWER_BOUND
         )
-        scale, bias = self.group_norm()
-        r_k = self.weight("r_k", computed(lambda: -0.04), (C // self.head_dim, self.head_dim), ("heads", "kv"))
+        scale, bias = self.group_norm(x)
+        r_k = self.vector(
+            "r_k", computed(lambda: -0.04), ("heads", "kv"), x, (C // self.head_dim, self.head_dim)
+        )
         y = rwkv7_readout(o, r, keys.k_bonus, keys.v_bonus, gate, scale=scale, bias=bias, r_k=r_k)
         y = self.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
         return y, state.replace(att_shift=mixed.last, wkv=wkv), keys.v_first.reshape(x.shape)
@@ -170,7 +191,7 @@ class RWKV7FeedForward(FeedForward):
         shift: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
-        norm: Norm | None = None,
+        norm: Affine | None = None,
         y: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Mixes channels.
@@ -180,8 +201,8 @@ class RWKV7FeedForward(FeedForward):
             shift: [B, C], the second result of the call before; None for zeros.
             segment_ids: [B, T] integers: the token shift restarts wherever the id changes.
             lengths: [B] integers from 0 to T: the tokens of each row, as the attention takes them.
-            norm: scale and bias [C] of the layer norm before this layer. x is then the residual stream, and so
-                is the first result: ``x + y`` with what this layer adds to it.
+            norm: scale and bias [C] of the layer norm before this layer. x is then the residual stream, and
+                so is the first result: ``x + y`` with what this layer adds to it.
             y: [B, T, C], what the attention adds to the residual stream; only with ``norm``.
 
         Returns:
@@ -193,7 +214,7 @@ class RWKV7FeedForward(FeedForward):
         x, shift = self.prepare(x, shift, segment_ids, lengths)
         C = self.hidden_size
         depth = ByDepth(self.layer_index, self.num_layers, C, 1)
-        x_k = self.weight("x_k", computed(lambda: depth.mix(depth.falling**4)), (C,), ("embed",))
+        x_k = self.vector("x_k", computed(lambda: depth.mix(depth.falling**4)), (None,), x)
         mixed = self.shift_and_mix(x, [x_k], shift, segment_ids, lengths, norm, y)
         width = 4 * C if self.intermediate_size is None else self.intermediate_size
         h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), mixed.mixed[0])

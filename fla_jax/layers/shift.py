@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from .placement import beside
+
 
 def token_shift(x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
     """``y[:, t] = x[:, t - 1]``.
@@ -17,6 +19,7 @@ def token_shift(x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = N
     Returns:
         [B, T, C] in x's dtype.
     """
+    last = beside(last, x, 0, 2)
     y = jnp.concatenate([last[:, None].astype(x.dtype), x[:, :-1]], 1)
     if segment_ids is None:
         return y

@@ -11,14 +11,17 @@ from flax import struct
 
 
 class RWKVState(struct.PyTreeNode):
-    """What one layer remembers of the tokens before a call; for a whole model the same three arrays with a leading layer axis.
+    """What one layer remembers of the tokens before a call; for a whole model the same three arrays with a
+    leading layer axis.
 
-    It is an ordinary pytree: donate it, vmap it, differentiate it (state tuning, truncated back-propagation), shard it, save it. Zeros mean "no tokens yet".
+    It is an ordinary pytree: donate it, vmap it, differentiate it (state tuning, truncated back-propagation),
+    shard it, save it. Zeros mean "no tokens yet".
 
     Attributes:
         att_shift: input of the attention at the last token [B, C] (a model: [L, B, C]), in the compute dtype.
         ffn_shift: input of the feed-forward at the last token, likewise.
-        wkv: the matrix-valued state [B, H, K, V] (a model: [L, B, H, K, V]), K = V = head_dim, float32 whatever the compute dtype. RWKV-LM keeps [V, K].
+        wkv: the matrix-valued state [B, H, K, V] (a model: [L, B, H, K, V]), K = V = head_dim, float32
+            whatever the compute dtype. RWKV-LM keeps [V, K].
     """
 
     att_shift: jax.Array
@@ -26,7 +29,9 @@ class RWKVState(struct.PyTreeNode):
     wkv: jax.Array
 
 
-def zero_state(batch: int, hidden_size: int, head_dim: int, dtype: Any, *, num_layers: int | None = None) -> RWKVState:
+def zero_state(
+    batch: int, hidden_size: int, head_dim: int, dtype: Any, *, num_layers: int | None = None
+) -> RWKVState:
     """The state before the first token, of one layer or of ``num_layers``.
 
     Raises:
@@ -38,7 +43,11 @@ def zero_state(batch: int, hidden_size: int, head_dim: int, dtype: Any, *, num_l
     shift = (*lead, batch, hidden_size)
     wkv = (*lead, batch, hidden_size // head_dim, head_dim, head_dim)
     # two arrays and not one twice: donating a buffer twice is an error
-    return RWKVState(jnp.zeros(shift, dtype), jnp.zeros(shift, dtype), jnp.zeros(wkv, jnp.promote_types(dtype, jnp.float32)))
+    return RWKVState(
+        jnp.zeros(shift, dtype),
+        jnp.zeros(shift, dtype),
+        jnp.zeros(wkv, jnp.promote_types(dtype, jnp.float32)),
+    )
 
 
 def check_state(state: Any, like: RWKVState) -> None:

@@ -8,22 +8,24 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ..core.names import remat_policy
 from ..layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward, RWKVState
-from ..layers.base import LAYER_NORM_EPS, Norm, NormParameters, with_axes
+from ..layers.base import LAYER_NORM_EPS, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
+from ..layers.norm import Affine, Norm, NormParameters
+from ..layers.placement import beyond, entries, hold, is_explicit, mesh_axes, place, product
 from ..layers.state import check_state, zero_state
 from .config import RWKV6Config, RWKV7Config, RWKVConfig
 
 Carry = tuple[jax.Array, jax.Array | None]
 
 
-def _layer_norm(config: RWKVConfig, name: str | None = None) -> nn.LayerNorm:
-    boxed = functools.partial(with_axes, axes=("embed",), logical_axes=config.logical_axes)
-    return nn.LayerNorm(
-        epsilon=LAYER_NORM_EPS,
-        use_fast_variance=False,
+def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
+    boxed = functools.partial(with_axes, axes=(None,), logical_axes=config.logical_axes)
+    return Norm(
+        LAYER_NORM_EPS,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
         scale_init=boxed(nn.initializers.ones),
@@ -32,11 +34,28 @@ def _layer_norm(config: RWKVConfig, name: str | None = None) -> nn.LayerNorm:
     )
 
 
-def _norm(config: RWKVConfig, name: str) -> Norm:
+def _norm(config: RWKVConfig, name: str, x: jax.Array) -> Affine:
     """Scale and bias of a norm that the layer behind it computes."""
-    boxed = functools.partial(with_axes, axes=("embed",), logical_axes=config.logical_axes)
+    boxed = functools.partial(with_axes, axes=(None,), logical_axes=config.logical_axes)
     ones, zeros = boxed(nn.initializers.ones), boxed(nn.initializers.zeros)
-    return NormParameters(config.hidden_size, config.param_dtype, ones, zeros, name=name)()
+    return NormParameters(config.hidden_size, config.param_dtype, ones, zeros, name=name)(x)
+
+
+def _residual(x: jax.Array) -> jax.Array:
+    return hold(x, "batch", "length", "act_embed")
+
+
+class _Embed(nn.Embed):
+    """`flax.linen.Embed`, which on a mesh with explicit axes reads the rows of each device's own tokens."""
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Tokens [B, T] -> [B, T, C]."""
+        if not is_explicit():
+            return _residual(super().__call__(tokens))
+        table = self.embedding.astype(self.dtype)
+        rows = entries(tokens)
+        channels = beyond(entries(table)[1], [axis for entry in rows for axis in mesh_axes(entry)])
+        return place(table, None, channels).at[tokens].get(out_sharding=P(*rows, channels))
 
 
 class RWKV6Block(nn.Module):
@@ -71,10 +90,10 @@ class RWKV6Block(nn.Module):
         """
         config, (x, v_first) = self.config, carry
         att = RWKV6Attention(**config.attention, layer_index=layer_index, name="att")
-        y, state = att(x, state, segment_ids, lengths, _norm(config, "ln1"))
+        y, state = att(x, state, segment_ids, lengths, _norm(config, "ln1", x))
         ffn = RWKV6FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
-        x, shift = ffn(x, state.ffn_shift, segment_ids, lengths, _norm(config, "ln2"), y)
-        return (x, v_first), state.replace(ffn_shift=shift)
+        x, shift = ffn(x, state.ffn_shift, segment_ids, lengths, _norm(config, "ln2", x), _residual(y))
+        return (_residual(x), v_first), state.replace(ffn_shift=shift)
 
 
 class RWKV7Block(nn.Module):
@@ -98,7 +117,8 @@ class RWKV7Block(nn.Module):
         """Runs the layer.
 
         Args:
-            carry: ``(x, v_first)``, both [B, T, C]; v_first comes from layer 0, which ignores the one it gets.
+            carry: ``(x, v_first)``, both [B, T, C]; v_first comes from layer 0, which ignores the one it
+                gets.
             state: of this layer.
             layer_index: position in the network, an int or a traced integer.
             segment_ids: [B, T] integers or None.
@@ -109,10 +129,10 @@ class RWKV7Block(nn.Module):
         """
         config, (x, v_first) = self.config, carry
         att = RWKV7Attention(**config.attention, layer_index=layer_index, name="att")
-        y, state, v_first = att(x, state, v_first, segment_ids, lengths, _norm(config, "ln1"))
+        y, state, v_first = att(x, state, v_first, segment_ids, lengths, _norm(config, "ln1", x))
         ffn = RWKV7FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
-        x, shift = ffn(x, state.ffn_shift, segment_ids, lengths, _norm(config, "ln2"), y)
-        return (x, v_first), state.replace(ffn_shift=shift)
+        x, shift = ffn(x, state.ffn_shift, segment_ids, lengths, _norm(config, "ln2", x), _residual(y))
+        return (_residual(x), v_first), state.replace(ffn_shift=shift)
 
 
 class RWKVForCausalLM(nn.Module):
@@ -126,13 +146,24 @@ class RWKVForCausalLM(nn.Module):
         config = self.config
         boxed = functools.partial(with_axes, logical_axes=config.logical_axes)
         dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-        self.emb = nn.Embed(config.vocab_size, config.hidden_size, embedding_init=boxed(symmetric_uniform(1e-4), ("vocab", "embed")), **dtypes)
+        self.emb = _Embed(
+            config.vocab_size,
+            config.hidden_size,
+            embedding_init=boxed(symmetric_uniform(1e-4), ("vocab", "embed")),
+            **dtypes,
+        )
         self.ln0 = _layer_norm(config)
         block: Any = self.block
         if config.remat:
-            # layer_index (argument 3) stays a Python int unless the scan counts it; the scan's loop rules out the elimination that prevent_cse is about
+            # layer_index (argument 3) stays a Python int unless the scan counts it; the scan's loop rules out
+            # the elimination that prevent_cse is about
             static = () if config.scan_layers else (3,)
-            block = nn.remat(block, prevent_cse=not config.scan_layers, policy=remat_policy(dense=config.remat == "dense"), static_argnums=static)
+            block = nn.remat(
+                block,
+                prevent_cse=not config.scan_layers,
+                policy=remat_policy(dense=config.remat == "dense"),
+                static_argnums=static,
+            )
         if config.scan_layers:
             self.blocks = nn.scan(
                 block,
@@ -149,8 +180,10 @@ class RWKVForCausalLM(nn.Module):
         self.head = nn.Dense(
             config.vocab_size,
             use_bias=False,
-            kernel_init=boxed(orthogonal(head_gain(config.vocab_size, config.hidden_size)), ("embed", "vocab")),
-            dot_general=functools.partial(jax.lax.dot_general, preferred_element_type=wide),
+            kernel_init=boxed(
+                orthogonal(head_gain(config.vocab_size, config.hidden_size)), ("embed", "vocab")
+            ),
+            dot_general=functools.partial(_head_product, preferred_element_type=wide),
             **dtypes,
         )
 
@@ -158,7 +191,9 @@ class RWKVForCausalLM(nn.Module):
     def init_state(self, batch: int) -> RWKVState:
         """The state before the first token: zeros, arrays with a leading layer axis. Needs no parameters."""
         config = self.config
-        return zero_state(batch, config.hidden_size, config.head_dim, config.dtype, num_layers=config.num_layers)
+        return zero_state(
+            batch, config.hidden_size, config.head_dim, config.dtype, num_layers=config.num_layers
+        )
 
     def hidden(
         self,
@@ -167,9 +202,11 @@ class RWKVForCausalLM(nn.Module):
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, RWKVState]:
-        """Like calling the model, but returns what the head would read, [B, T, C] in the compute dtype, instead of logits.
+        """Like calling the model, but returns what the head would read, [B, T, C] in the compute dtype,
+        instead of logits.
 
-        ``model.apply({"params": p}, tokens, state, method="hidden")``; `logits` does the rest, for as many positions as wanted.
+        ``model.apply({"params": p}, tokens, state, method="hidden")``; `logits` does the rest, for as many
+        positions as wanted.
         """
         config = self.config
         _check_tokens(tokens, segment_ids, lengths)
@@ -180,8 +217,9 @@ class RWKVForCausalLM(nn.Module):
         # one dtype in and out, whatever came (float32 states under a bfloat16 model, say)
         state = jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
         x = self.ln0(self.emb(tokens))
-        x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
-        carry: Carry = (x, jnp.zeros_like(x) if isinstance(config, RWKV7Config) else None)
+        if is_explicit():
+            state = jax.tree.map(functools.partial(_beside_rows, tokens), state)
+        carry: Carry = (x, self._no_values(x) if isinstance(config, RWKV7Config) else None)
         if config.scan_layers:
             carry, state = self.blocks(carry, state, jnp.arange(config.num_layers), segment_ids, lengths)
         else:
@@ -192,9 +230,24 @@ class RWKVForCausalLM(nn.Module):
             state = jax.tree.map(lambda *xs: jnp.stack(xs), *states)
         return self.ln_out(carry[0]), state
 
+    def _no_values(self, x: jax.Array) -> jax.Array:
+        """The v_first that layer 0 ignores, of the type of the one that it makes: what a scan carries keeps
+        its type.
+        """
+        zeros = hold(jnp.zeros_like(x), "batch", "length", "act_heads")
+        if not is_explicit() or not self.config.scan_layers or self.is_initializing():
+            return zeros
+        (kernel,) = jax.tree.leaves(self.variables["params"]["blocks"]["att"]["value"])
+        rows = entries(x)[:2]
+        return place(
+            zeros, *rows, beyond(entries(kernel)[-1], [axis for entry in rows for axis in mesh_axes(entry)])
+        )
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """The head: [..., C] -> float32 logits [..., V]."""
-        return self.head(hidden)
+        logits = self.head(hidden)
+        # whole along V: losses pick from them and sampling sorts them
+        return place(logits, *entries(logits)[:-1], None) if is_explicit() else logits
 
     def __call__(
         self,
@@ -206,18 +259,20 @@ class RWKVForCausalLM(nn.Module):
         """Reads tokens.
 
         Args:
-            tokens: [B, T] integers in [0, V), T >= 1. One token runs the recurrent op, more run the chunked one; any split of a text into calls that hand
-                the state on gives the same logits.
+            tokens: [B, T] integers in [0, V), T >= 1. One token runs the recurrent op, more run the chunked
+                one; any split of a text into calls that hand the state on gives the same logits.
             state: of the tokens before; None for zeros.
-            segment_ids: [B, T] integers, for rows of several packed documents: state and token shift restart wherever the id changes. ``state`` belongs to
-                each row's first segment, the new state to its last.
+            segment_ids: [B, T] integers, for rows of several packed documents: state and token shift restart
+                wherever the id changes. ``state`` belongs to each row's first segment, the new state to its
+                last.
             lengths: [B] integers from 0 to T, for rows of different lengths in one call: how many tokens
                 each row has. What stands behind them is not read: the new state is the one after ``lengths``
                 tokens, as if the row were alone, and the logits there mean nothing. Not together with
                 ``segment_ids``.
 
         Returns:
-            ``(logits, state)``: logits [B, T, V] in float32 for the token after each, and the state after the last token.
+            ``(logits, state)``: logits [B, T, V] in float32 for the token after each, and the state after the
+            last token.
 
         Raises:
             ValueError: a shape does not fit. TypeError: a dtype does not fit. The message names the argument.
@@ -229,7 +284,8 @@ class RWKVForCausalLM(nn.Module):
 class RWKV6ForCausalLM(RWKVForCausalLM):
     """RWKV-6 language model.
 
-    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with ``scan_layers``), ln_out, head/kernel.
+    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with
+    ``scan_layers``), ln_out, head/kernel.
 
     Attributes:
         config: `RWKV6Config`.
@@ -252,7 +308,8 @@ class RWKV6ForCausalLM(RWKVForCausalLM):
 class RWKV7ForCausalLM(RWKVForCausalLM):
     """RWKV-7 language model.
 
-    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with ``scan_layers``), ln_out, head/kernel.
+    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with
+    ``scan_layers``), ln_out, head/kernel.
 
     Attributes:
         config: `RWKV7Config`.
@@ -273,13 +330,32 @@ class RWKV7ForCausalLM(RWKVForCausalLM):
     block = RWKV7Block
 
 
+def _head_product(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
+    return product(x, kernel, ("embed", "vocab"), **options)
+
+
+def _beside_rows(tokens: jax.Array, x: jax.Array) -> jax.Array:
+    """A state's array [L, B, ...] with its rows on the devices that have those of the tokens."""
+    rows = entries(tokens)[0]
+    return place(x, None, rows, *(beyond(entry, mesh_axes(rows)) for entry in entries(x)[2:]))
+
+
 def _check_tokens(tokens: Any, segment_ids: Any, lengths: Any) -> None:
     for name, ids in (("tokens", tokens), ("segment_ids", segment_ids), ("lengths", lengths)):
         if name != "tokens" and ids is None:
             continue
         if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise TypeError(f"{name} must be an integer array, got {getattr(ids, 'dtype', type(ids).__name__)}")
+            raise TypeError(
+                f"{name} must be an integer array, got {getattr(ids, 'dtype', type(ids).__name__)}"
+            )
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens must have shape [B, T] with B, T >= 1, got {list(tokens.shape)}")
+    if is_explicit() and entries(tokens)[1] is not None:
+        axis = entries(tokens)[1]
+        raise ValueError(
+            f"tokens [B, T] must be whole along T on every device, got them sharded over mesh axis {axis!r}"
+        )
     if segment_ids is not None and segment_ids.shape != tokens.shape:
-        raise ValueError(f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}")
+        raise ValueError(
+            f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}"
+        )

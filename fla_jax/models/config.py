@@ -24,7 +24,8 @@ class RWKVConfig:
         head_dim: channels per head, at most 256; a divisor of ``hidden_size``.
         intermediate_size: width of the feed-forward; None for the official one.
         dtype: compute dtype: float16, bfloat16, float32, or float64, which needs ``jax_enable_x64`` when the
-            configuration is made. Decay, normalisations, wkv states and logits have at least float32.
+            configuration is made. Arithmetic on decays and norms,
+            wkv states and logits have at least float32.
         param_dtype: dtype of the parameters, one of the same. For training keep float32, also with
             ``dtype=bfloat16``: the optimizer's small steps vanish in bfloat16.
         scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters lie

@@ -7,7 +7,10 @@ device:
 
     forward(call, x) -> (outputs, kept)              `kept`: arrays by name that only its own backward reads
     backward(call, x, kept, cotangents) -> gradients     a tuple like x; None for integer arrays
-    kept_axes(call) -> {name: axes}                  opaque implementations only: what `kept` holds
+    kept_axes(call) -> {name: axes}                  what `kept` holds, for opaque implementations
+
+A plain implementation that has ``kept_axes`` runs on each device's own part on meshes with explicit axes,
+where JAX would want to be told the sharding of every step.
 
 ``call`` is a `fla_jax.core.call.Call`, ``x``, ``outputs`` and ``cotangents`` are the op's named tuples. The
 gradient of an array without rows (RWKV-6's u) may come per row, with one more axis in front; the op sums it.
@@ -185,13 +188,19 @@ class Op(Generic[Inputs, Outputs]):
                 )
 
 
+def _by_device(implementation: Implementation, module: Any) -> bool:
+    """Whether an implementation is called on each device's own part of the arrays."""
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return implementation.opaque or (explicit and hasattr(module, "kept_axes"))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _forward(op: Op, implementation: Implementation, call: Call, x: Any) -> tuple[Any, Arrays]:
     """Outputs, and what the implementation keeps; jitted, so that calls outside jit find what the first
     compiled.
     """
     module = implementation.load()
-    if not implementation.opaque:
+    if not _by_device(implementation, module):
         return module.forward(call, x)
     kept_axes = module.kept_axes(call) if call.keep else {}
     arrays, tree = jax.tree.flatten(x)
@@ -215,7 +224,7 @@ def _backward(
     rows.
     """
     module = implementation.load()
-    if not implementation.opaque:
+    if not _by_device(implementation, module):
         return module.backward(call, x, kept, cotangents)
     inputs, results = [axes for _, axes in op.given(x)], jax.tree.leaves(op.axes_of_results(call))
     kept_axes = module.kept_axes(call)
@@ -224,11 +233,14 @@ def _backward(
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         x, cotangents, kept = jax.tree.unflatten(tree, arrays)
-        return tuple(jax.tree.leaves(module.backward(call, x, dict(zip(kept_axes, kept)), cotangents)))
+        gradients = jax.tree.leaves(module.backward(call, x, dict(zip(kept_axes, kept)), cotangents))
+        # one for all rows of a device counts as one row
+        return tuple(g if g.ndim == len(axes.split()) else g[None] for g, axes in zip(gradients, right))
 
     left = [*inputs, *results, *kept_axes.values()]
     per_row = [axes if ROWS in axes.split() or "n" in axes.split() else f"{ROWS} {axes}" for axes in inputs]
-    made = sharded(local, left, [a for a, f in zip(per_row, floating) if f], op.shardable)(*arrays)
+    right = [axes for axes, is_floating in zip(per_row, floating) if is_floating]
+    made = sharded(local, left, right, op.shardable)(*arrays)
     remaining = iter(made)
     return jax.tree.unflatten(jax.tree.structure(x), [next(remaining) if f else None for f in floating])
 

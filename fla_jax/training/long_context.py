@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from ..layers.placement import is_explicit, place
 from ..layers.state import RWKVState, check_state
 from .losses import chunked_cross_entropy
 
@@ -62,7 +63,7 @@ def chunked_loss(
         >>> (loss, state), grads = jax.value_and_grad(lambda p: chunked_loss(model, p, tokens, chunk_size=16), has_aux=True)(params)
     """
     chunks, total = _split(tokens, mask, chunk_size)
-    return _walk(model, params, chunks, _state(model, tokens, state), total, l2wrap)
+    return _walk(model, params, chunks, _state(model, params, tokens, state), total, l2wrap)
 
 
 def truncated_value_and_grad(
@@ -118,9 +119,8 @@ def truncated_value_and_grad(
 
         groups = jax.tree.map(lambda x: x.reshape(-1, chunks_per_gradient, *x.shape[1:]), chunks)
         grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
-        (state, loss, grads), _ = jax.lax.scan(
-            step, (_state(model, tokens, state), jnp.float32(0), grads), groups
-        )
+        start = _state(model, params, tokens, state), jnp.float32(0), grads
+        (state, loss, grads), _ = jax.lax.scan(step, start, groups)
         return (loss, state), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
     return value_and_grad
@@ -146,12 +146,21 @@ def _walk(
     return jax.lax.scan(step, (jnp.float32(0), state), chunks)[0]
 
 
-def _state(model: Any, tokens: jax.Array, state: RWKVState | None) -> RWKVState:
+def _state(model: Any, params: Any, tokens: jax.Array, state: RWKVState | None) -> RWKVState:
     zeros = model.init_state(tokens.shape[0])
     if state is None:
-        return zeros
+        state = zeros
     check_state(state, zeros)
-    return jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
+    state = jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
+    if not is_explicit():
+        return state
+
+    def read(params: Any, token: jax.Array, state: RWKVState) -> RWKVState:
+        return model.apply({"params": params}, token, state, method="hidden")[1]
+
+    # what a scan carries keeps its type: sharded from the start as the model will leave it
+    after = jax.eval_shape(read, params, tokens[:, :1], state)
+    return jax.tree.map(lambda x, like: place(x, *like.sharding.spec), state, after)
 
 
 def _split(

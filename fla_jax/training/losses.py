@@ -16,14 +16,18 @@ import optax
 def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | None) -> None:
     for what, y in (("labels", labels), ("mask", mask)):
         if y is not None and y.shape != x.shape[:-1]:
-            raise ValueError(f"{what} must have shape {list(x.shape[:-1])}, that of {name} without the last axis, got {list(y.shape)}")
+            raise ValueError(
+                f"{what} must have shape {list(x.shape[:-1])}, that of {name} without the last axis, got {list(y.shape)}"
+            )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be integers, got {labels.dtype}")
 
 
 @jax.custom_vjp
 def _l2wrap(loss: jax.Array, logits: jax.Array, weights: jax.Array) -> jax.Array:
-    """``loss``; its gradient in ``logits`` is ``weights`` [...] times the largest logit, at the largest logit, as if half its square were added."""
+    """``loss``; its gradient in ``logits`` is ``weights`` [...] times the largest logit, at the largest
+    logit, as if half its square were added.
+    """
     return loss
 
 
@@ -35,22 +39,31 @@ def _l2wrap_bwd(residuals: Any, cotangent: jax.Array) -> Any:
     logits, weights = residuals
     largest = jnp.argmax(logits, -1)
     at_largest = jax.lax.broadcasted_iota(largest.dtype, logits.shape, logits.ndim - 1) == largest[..., None]
-    return cotangent, jnp.where(at_largest, (cotangent * weights)[..., None] * logits, 0), jnp.zeros_like(weights)
+    return (
+        cotangent,
+        jnp.where(at_largest, (cotangent * weights)[..., None] * logits, 0),
+        jnp.zeros_like(weights),
+    )
 
 
 _l2wrap.defvjp(_l2wrap_fwd, _l2wrap_bwd)
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None, l2wrap: float = 1e-4) -> jax.Array:
+def cross_entropy(
+    logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None, l2wrap: float = 1e-4
+) -> jax.Array:
     """Mean next-token loss; with L2Wrap, which draws the largest logit of every token towards 0.
 
-    L2Wrap changes the gradient and not the value: it adds ``l2wrap / tokens * max_logit`` to the gradient of the largest logit, all times the incoming
-    cotangent (the official code leaves the cotangent out, so that loss scaling and accumulation change its weight; with a cotangent of 1 both agree).
+    L2Wrap changes the gradient and not the value: it adds ``l2wrap / tokens * max_logit`` to the gradient of
+    the largest logit, all times the incoming cotangent (the official code leaves the cotangent out, so that
+    loss scaling and accumulation change its weight; with a cotangent of 1 both agree).
 
     Args:
         logits: [..., V].
-        labels: [...] integers, the token that follows each position: ``tokens[:, 1:]`` for ``logits[:, :-1]``.
-        mask: [...] booleans, or weights of the positions; None for all. Positions at 0 count in neither the loss nor L2Wrap.
+        labels: [...] integers, the token that follows each position: ``tokens[:, 1:]`` for
+            ``logits[:, :-1]``.
+        mask: [...] booleans, or weights of the positions; None for all. Positions at 0 count in neither the
+            loss nor L2Wrap.
         l2wrap: strength; 0 for none.
 
     Returns:
@@ -73,19 +86,29 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _sum_of_losses(hidden: jax.Array, kernel: jax.Array, labels: jax.Array, weights: jax.Array, l2wrap: float, block: int) -> jax.Array:
-    """Weighted sum of the losses of hidden [B, T, C] under the head kernel [C, V], ``block`` positions of T at a time."""
+def _sum_of_losses(
+    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, weights: jax.Array, l2wrap: float, block: int
+) -> jax.Array:
+    """Weighted sum of the losses of hidden [B, T, C] under the head kernel [C, V], ``block`` positions of T
+    at a time.
+    """
     return _walk_blocks(hidden, kernel, labels, weights, l2wrap, block, gradients=False)[0]
 
 
 def _sharded_like(x: jax.Array) -> dict[str, Any]:
-    """Options of a product that contracts a sharded axis: on a mesh with explicit axes it must be told how its result is sharded."""
+    """Options of a product that contracts a sharded axis: on a mesh with explicit axes it must be told how
+    its result is sharded.
+    """
     sharding = jax.typeof(x).sharding
     return {"out_sharding": sharding} if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else {}
 
 
-def _walk_blocks(hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool) -> tuple[jax.Array, Any, Any]:
-    """The sum, and with ``gradients`` its derivatives in hidden and kernel, made while a block's logits are there: they are never made a second time."""
+def _walk_blocks(
+    hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
+) -> tuple[jax.Array, Any, Any]:
+    """The sum, and with ``gradients`` its derivatives in hidden and kernel, made while a block's logits are
+    there: they are never made a second time.
+    """
     T = hidden.shape[1]
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     narrow = kernel.astype(hidden.dtype)
@@ -97,7 +120,8 @@ def _walk_blocks(hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: fl
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         (total, d_kernel), (h, label, weight) = carry, x
-        h = jnp.where((weight > 0)[..., None], h, 0)  # a masked position may hold anything, inf and NaN included
+        # a masked position may hold anything, inf and NaN included
+        h = jnp.where((weight > 0)[..., None], h, 0)
         logits = dot(h, narrow, (((2,), (0,)), ((), ())))
         position = jax.lax.broadcasted_iota(label.dtype, logits.shape, 2)
         right = position == label[..., None]
@@ -111,16 +135,26 @@ def _walk_blocks(hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: fl
             d = d + jnp.where(position == largest.astype(label.dtype), l2wrap * logits, 0)
         d = (d * weight[..., None]).astype(hidden.dtype)
         d_kernel = d_kernel + dot(h, d, (((0, 1), (0, 1)), ((), ())), **_sharded_like(kernel))
-        return (total, d_kernel), dot(d, narrow, (((2,), (1,)), ((), ())), **_sharded_like(h)).astype(hidden.dtype)
+        return (total, d_kernel), dot(d, narrow, (((2,), (1,)), ((), ())), **_sharded_like(h)).astype(
+            hidden.dtype
+        )
 
     start = jnp.zeros((), wide), jnp.zeros_like(kernel, wide) if gradients else None
-    (total, d_kernel), d_hidden = jax.lax.scan(step, start, (split(hidden), split(labels), split(weights.astype(wide))))
+    (total, d_kernel), d_hidden = jax.lax.scan(
+        step, start, (split(hidden), split(labels), split(weights.astype(wide)))
+    )
     if d_kernel is None:
         return total, None, None
-    return total, jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, :T], d_kernel.astype(kernel.dtype)
+    return (
+        total,
+        jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, :T],
+        d_kernel.astype(kernel.dtype),
+    )
 
 
-def _sum_of_losses_fwd(hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int) -> tuple[jax.Array, Any]:
+def _sum_of_losses_fwd(
+    hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int
+) -> tuple[jax.Array, Any]:
     total, d_hidden, d_kernel = _walk_blocks(hidden, kernel, labels, weights, l2wrap, block, gradients=True)
     return total, (d_hidden, d_kernel)
 
@@ -134,17 +168,27 @@ _sum_of_losses.defvjp(_sum_of_losses_fwd, _sum_of_losses_bwd)
 
 
 def chunked_cross_entropy(
-    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, mask: jax.Array | None = None, l2wrap: float = 1e-4, *, block_tokens: int = 4096
+    hidden: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    mask: jax.Array | None = None,
+    l2wrap: float = 1e-4,
+    *,
+    block_tokens: int = 4096,
 ) -> jax.Array:
-    """`cross_entropy` of ``hidden @ kernel``, without ever holding the logits of more than about ``block_tokens`` positions.
+    """`cross_entropy` of ``hidden @ kernel``, without ever holding the logits of more than about
+    ``block_tokens`` positions.
 
-    At 32,768 tokens and a vocabulary of 32,000 the logits alone are 4 GB in float32, and their gradient as much again. Here a block of them is made, used for
-    the loss and for both gradients, and dropped; a gradient costs no second product with the head. Value and gradients are those of `cross_entropy`; with
+    At 32,768 tokens and a vocabulary of 32,000 the logits alone are 4 GB in float32, and their gradient as
+    much again. Here a block of them is made, used for the loss and for both gradients, and dropped; a
+    gradient costs no second product with the head. Value and gradients are those of `cross_entropy`; with
     bfloat16 activations the gradient of the logits is rounded to bfloat16 before its two products.
 
     Args:
-        hidden: [B, T, C], what the head reads: ``model.apply({"params": params}, tokens, method="hidden")[0]``.
-        kernel: [C, V], the head's: ``params["head"]["kernel"]``. It is cast to ``hidden``'s dtype; products accumulate in float32.
+        hidden: [B, T, C], what the head reads:
+            ``model.apply({"params": params}, tokens, method="hidden")[0]``.
+        kernel: [C, V], the head's: ``params["head"]["kernel"]``. It is cast to ``hidden``'s dtype; products
+            accumulate in float32.
         labels: [B, T] integers, the token that follows each position.
         mask: [B, T] booleans, or weights of the positions; None for all. Taken as a constant by the gradient.
         l2wrap: strength of L2Wrap (see `cross_entropy`); 0 for none.
@@ -165,12 +209,18 @@ def chunked_cross_entropy(
         True
     """
     if hidden.ndim != 3 or kernel.ndim != 2 or hidden.shape[2] != kernel.shape[0]:
-        raise ValueError(f"hidden must have shape [B, T, C] and kernel [C, V], got {list(hidden.shape)} and {list(kernel.shape)}")
+        raise ValueError(
+            f"hidden must have shape [B, T, C] and kernel [C, V], got {list(hidden.shape)} and {list(kernel.shape)}"
+        )
     _check_labels("hidden", hidden, labels, mask)
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be positive, got {block_tokens}")
     B, T, _ = hidden.shape
-    weights = jax.lax.stop_gradient(jnp.ones((B, T), jnp.float32) if mask is None else mask.astype(jnp.float32))
+    weights = jax.lax.stop_gradient(
+        jnp.ones((B, T), jnp.float32) if mask is None else mask.astype(jnp.float32)
+    )
     total = jnp.sum(weights)
     block = max(1, min(T, block_tokens // max(B, 1)))
-    return _sum_of_losses(hidden, kernel, labels, weights, float(l2wrap), block) / jnp.where(total > 0, total, 1)
+    return _sum_of_losses(hidden, kernel, labels, weights, float(l2wrap), block) / jnp.where(
+        total > 0, total, 1
+    )

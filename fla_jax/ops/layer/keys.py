@@ -102,6 +102,11 @@ def definition(settings: KeysSettings, x: KeysInputs) -> Keys:
     return Keys(w.astype(settings.decay_name), k, v, a, b, first.astype(x.v.dtype), k, v)
 
 
+def kept_axes(call: Call[KeysSettings]) -> dict[str, str]:
+    """See `fla_jax.ops.op`; nothing is kept."""
+    return {}
+
+
 def forward(call: Call[KeysSettings], x: KeysInputs) -> tuple[Keys, dict[str, jax.Array]]:
     """See `fla_jax.ops.op`; nothing is kept."""
     return definition(call.settings, x), {}

@@ -44,6 +44,11 @@ def compute(settings: Mix, x: MixInputs) -> Mixed:
     return Mixed(tuple(mixed), h[:, -1].astype(dtype), carried, normalised)
 
 
+def kept_axes(call: Call[Mix]) -> dict[str, str]:
+    """See `fla_jax.ops.op`; nothing is kept."""
+    return {}
+
+
 def forward(call: Call[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]:
     """See `fla_jax.ops.op`: the results. Nothing is kept: the backward computes what it needs again."""
     return compute(call.settings, x), {}

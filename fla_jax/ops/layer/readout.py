@@ -61,6 +61,11 @@ def definition(settings: ReadoutSettings, x: ReadoutInputs) -> Readout:
     return Readout(y.astype(x.o.dtype))
 
 
+def kept_axes(call: Call[ReadoutSettings]) -> dict[str, str]:
+    """See `fla_jax.ops.op`; nothing is kept."""
+    return {}
+
+
 def forward(call: Call[ReadoutSettings], x: ReadoutInputs) -> tuple[Readout, dict[str, jax.Array]]:
     """See `fla_jax.ops.op`; nothing is kept."""
     return definition(call.settings, x), {}

@@ -1,0 +1,75 @@
+"""The normalisation of all channels of a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from .init import Initializer
+from .placement import gathered
+
+
+class Norm(nn.Module):
+    """``(x - mean) / sqrt(var + epsilon) * scale + bias`` over the channels of each token.
+
+    `flax.linen.LayerNorm` number for number, made for meshes: no step of it leaves the device that a row lies
+    on.
+
+    Attributes:
+        epsilon: added to the variance.
+        dtype: of the result; None for the promotion of the input's with the parameters'. Statistics are
+            float32 at least.
+        param_dtype: of scale and bias.
+        scale_init: initial scale [C].
+        bias_init: initial bias [C].
+    """
+
+    epsilon: float
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    scale_init: Initializer = nn.initializers.ones
+    bias_init: Initializer = nn.initializers.zeros
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises x [..., C]."""
+        scale, bias = (
+            gathered(self.param(name, init, (x.shape[-1],), self.param_dtype), x)
+            for name, init in (("scale", self.scale_init), ("bias", self.bias_init))
+        )
+        dtype = jnp.result_type(x, scale, bias) if self.dtype is None else self.dtype
+        exact = x.astype(jnp.promote_types(x.dtype if self.dtype is None else self.dtype, jnp.float32))
+        mean = jnp.mean(exact, -1, keepdims=True)
+        var = jnp.mean(jnp.square(exact - mean), -1, keepdims=True)
+        return ((x - mean) * (jax.lax.rsqrt(var + self.epsilon) * scale) + bias).astype(dtype)
+
+
+Affine = tuple[jax.Array, jax.Array]  # scale and bias [C]
+
+
+class NormParameters(nn.Module):
+    """Scale and bias of a norm whose arithmetic is part of an op (`fla_jax.ops.layer`).
+
+    Attributes:
+        features: C.
+        param_dtype: dtype of the parameters.
+        scale_init: initial values of the scale, boxed or not.
+        bias_init: likewise, of the bias.
+    """
+
+    features: int
+    param_dtype: Any
+    scale_init: Initializer
+    bias_init: Initializer
+
+    @nn.compact
+    def __call__(self, x: jax.Array, parts: int | None = None) -> Affine:
+        """``(scale, bias)`` for use with activations x [B, T, C]; ``parts``: see `placement.gathered`."""
+        scale, bias = (
+            gathered(self.param(name, init, (self.features,), self.param_dtype), x, parts)
+            for name, init in (("scale", self.scale_init), ("bias", self.bias_init))
+        )
+        return scale, bias
