@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TEXT = (Path(__file__).parents[1] / "README.md").read_text()
 
 

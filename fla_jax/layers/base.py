@@ -248,7 +248,7 @@ class Attention(Layer):
         **options: Any,
     ):
         """The op on [B, T, H, N] arrays, r the first: output and final state [B, H, K, V]."""
-        B, T = arrays[0].shape[:2]
+        T = arrays[0].shape[1]
         if lengths is not None:
             # A token that is 0 in every input but r leaves the state as it is. Selected and not multiplied:
             # what stands behind a row's end may be anything.

@@ -21,6 +21,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--hidden-size", "16", "--head-dim", "8", "--num-layers", "1", "--sequence", "16", "--batch", "2", "--steps", "60", "--checkpoint-every", "15"]
 TINY += ["--sample-bytes", "0"]

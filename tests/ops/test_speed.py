@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import pytest
 from cases import OPS, Case
 
+pytestmark = pytest.mark.slow
+
 each_op = pytest.mark.parametrize("op", OPS)
 SIZE = dict(B=2, T=1024, H=4, K=64, V=64)
 

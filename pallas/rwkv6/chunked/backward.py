@@ -1,10 +1,12 @@
-"""RWKV-6, chunked backward in Triton: one program walks the chunks of one stretch, head and block of values in reverse, the state's gradient in registers.
+"""RWKV-6, chunked backward in Triton: one program walks the chunks of one stretch, head and block of values
+in reverse, the state's gradient in registers.
 
-``dV = A^T dY + K' dS``, ``dA = dY V^T``, then rows and columns through the pairs of the chunk and through the states at its ends. Value-sided tiles are held
-transposed, [V, 16].
+``dV = A^T dY + K' dS``, ``dA = dY V^T``, then rows and columns through the pairs of the chunk and through the
+states at its ends. Value-sided tiles are held transposed, [V, 16].
 
-The gradient of the log decay adds only terms that contain the decay in question (see rwkv7/chunked/backward.py). A pair of neighbours (t, t - 1) is not decayed at
-all and belongs to none: it is taken apart with the form for any decay, so that its size cannot drown the others.
+The gradient of the log decay adds only terms that contain the decay in question (see
+rwkv7/chunked/backward.py). A pair of neighbours (t, t - 1) is not decayed at all and belongs to none: it is
+taken apart with the form for any decay, so that its size cannot drown the others.
 """
 
 import triton
@@ -155,7 +157,9 @@ def rwkv6_bwd_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, ARRAYS: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value blocks, heads, stretches). dr, dk, dw have a leading axis of value blocks and du those of value blocks and stretches, to be summed."""
+    """Grid (value blocks, heads, stretches). dr, dk, dw have a leading axis of value blocks and du those of
+    value blocks and stretches, to be summed.
+    """
     states = (states0_, states1_, states2_, states3_)
     dr_, dk_, dv_, dw_ = gradients_over_states(states, (dr_, dk_, dv_, dw_), TAKEN)
     if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:

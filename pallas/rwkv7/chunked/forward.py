@@ -1,11 +1,14 @@
-"""RWKV-7, chunked forward in Triton: one program walks the chunks of one stretch of tokens, head and block of values with the state in registers.
+"""RWKV-7, chunked forward in Triton: one program walks the chunks of one stretch of tokens, head and block of
+values with the state in registers.
 
-Formulas: with G the log decays summed from the chunk's start (inclusive; Gx exclusive) and S [V, K] the state,
-``U = T (A' S + A_ak V)``, ``Y = Q S + A_qk V + A_qb U``, ``S <- (S + V^T K + U^T B) gam`` (fla_jax/ops/rwkv7/chunked.py has them untransposed). The state is held
-as [V, K] so that it, V, U and Y are left operands or accumulators of every product and never leave the registers.
+Formulas: with G the log decays summed from the chunk's start (inclusive; Gx exclusive) and S [V, K] the
+state, ``U = T (A' S + A_ak V)``, ``Y = Q S + A_qk V + A_qb U``, ``S <- (S + V^T K + U^T B) gam``
+(fla_jax/ops/rwkv7/chunked.py has them untransposed). The state is held as [V, K] so that it, V, U and Y are
+left operands or accumulators of every product and never leave the registers.
 
-The transfer kernel runs before the forward where rows are cut into stretches (plan/stretches.py): the same walk without v from the identity matrix gives
-the matrix M of ``S_out = M S_in + N`` and, as its outputs, what each token reads of S_in; with v from zero it gives N.
+The transfer kernel runs before the forward where rows are cut into stretches (plan/stretches.py): the same
+walk without v from the identity matrix gives the matrix M of ``S_out = M S_in + N`` and, as its outputs, what
+each token reads of S_in; with v from zero it gives N.
 """
 
 import triton
@@ -24,7 +27,9 @@ def walk_forward(
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
     KEEP: tl.constexpr, ARRAYS: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, iv, u_, KEEP_U: tl.constexpr,
 ):  # fmt: skip
-    """All chunks of one stretch, head and block of values. Without READ no outputs; without WRITE no v, and the state starts as the identity."""
+    """All chunks of one stretch, head and block of values. Without READ no outputs; without WRITE no v, and
+    the state starts as the identity.
+    """
     DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
     h = tl.program_id(1)
     _, base, first, length, chunk0 = sequence(cu_, chunk0_, T, span, SPLITS, VAR)
@@ -123,9 +128,11 @@ def rwkv7_fwd_kernel(
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, ARRAYS: tl.constexpr,
     KEEP_U: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value blocks, heads, stretches). ``KEEP`` stores what the backward needs: states (plan/kept_states.py) and inverses; ``KEEP_U`` U, like v.
+    """Grid (value blocks, heads, stretches). ``KEEP`` stores what the backward needs: states
+    (plan/kept_states.py) and inverses; ``KEEP_U`` U, like v.
 
-    With ``ANY``, ``strong_`` [B, H] says which rows and heads need the form for any decay; the others take the bounded one.
+    With ``ANY``, ``strong_`` [B, H] says which rows and heads need the form for any decay; the others take
+    the bounded one.
     """
     iv = tl.program_id(0)
     states = (states0_, states1_, states2_, states3_)
@@ -148,7 +155,9 @@ def rwkv7_transfer_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (PARTS blocks of values for N, then blocks of keys for M; heads; stretches): ``M_`` [B * SPLITS, H, K, K], ``N_`` [.., K, V], ``reads_`` like r."""
+    """Grid (PARTS blocks of values for N, then blocks of keys for M; heads; stretches): ``M_``
+    [B * SPLITS, H, K, K], ``N_`` [.., K, V], ``reads_`` like r.
+    """
     iv = tl.program_id(0)
     strong = tl.load(strong_ + (tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False
     if iv < PARTS:
