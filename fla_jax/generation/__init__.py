@@ -1,7 +1,7 @@
 """Text generation: prompts read in large pieces, a compiled decoding loop, sampling, tokenizers."""
 
-from .generate import Generation, generate, stream
-from .prefill import prefill
+from .decoding import Generation, generate, stream
+from .prompts import prefill
 from .sampling import Sampling
 from .tokenizer import Tokenizer, decode_stream, load_tokenizer, uncounted
 

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import small_models as small
-from fla_jax.long_context import chunked_loss
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fla_jax.layers import RWKV7FeedForward
-from fla_jax.training import chunked_cross_entropy, cross_entropy
+from fla_jax.training import chunked_cross_entropy, chunked_loss, cross_entropy
 
 MESH = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
 ROWS = NamedSharding(MESH, P("data"))

@@ -84,7 +84,7 @@ def refusal(main, *arguments):
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--batch", str(10**20)], "--batch must be below 2**31"),
         (["--seed", str(10**20)], "--seed must be below 2**63"),
-        (["--head-dim", "512", "--hidden-size", "512"], "--hidden-size 512, --head-dim 512: "),
+        (["--head-dim", "512", "--hidden-size", "512"], "head_dim must be at most 256, got 512"),
         (["--out", "broken", "--resume"], "broken/options.json cannot be read"),
         (["--resume"], "--steps was 30 in earlier and is 40 now, --seed was 0 in earlier and is 1 now"),
     ],
@@ -126,7 +126,7 @@ with _cli.claimed(Path("earlier"), _run.lock_file(Path("earlier"))):
 
 def test_one_process_a_run(train_lm, place):
     """The second is told the first one's number; what a killed process leaves behind keeps nobody out."""
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], env=environment, **pipes)
     try:

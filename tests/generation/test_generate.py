@@ -12,12 +12,12 @@ import numpy as np
 import official
 import pytest
 import small_models as small
-import test_sampling
+from sampling_reference import reference
 
 import fla_jax
-from fla_jax import generate as module
-from fla_jax import prefill as reading
 from fla_jax.generation import Sampling, generate, prefill, stream
+from fla_jax.generation import decoding as module
+from fla_jax.generation import prompts as reading
 
 V = 24
 PROMPTS = [[int(t) for t in small.tokens(1, n, seed=n)[0]] for n in (21, 1, 9)]
@@ -72,7 +72,7 @@ def test_equals_the_official_model_step_by_step(version):
     steps = []
     for _ in range(12):
         steps.append([logits[-1], 0])
-        steps[-1][1] = int(np.argmax(test_sampling.reference(settings, steps)[-1]))
+        steps[-1][1] = int(np.argmax(reference(settings, steps)[-1]))
         logits, now = official.run(z, version, [steps[-1][1]], now, heads=small.HEADS)
     assert got.tokens[0].tolist() == [token for _, token in steps]
     assert len({token for _, token in steps}) > 3, "a loop of one token tests nothing"

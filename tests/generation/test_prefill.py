@@ -11,8 +11,8 @@ import official
 import pytest
 import small_models as small
 
-from fla_jax import prefill as module
-from fla_jax.generation.prefill import piece_sizes, plan, prefill
+from fla_jax.generation import prompts as module
+from fla_jax.generation.prompts import piece_sizes, plan, prefill
 from fla_jax.models import stack_layers
 
 LENGTHS = (20, 0, 37, 5)

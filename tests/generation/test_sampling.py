@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampling_reference import reference
 
-from fla_jax import sampling
+from fla_jax.generation import sampling
 from fla_jax.generation.sampling import Occurrences, Sampling, sample
 
 V = 13
@@ -35,40 +36,6 @@ def fast_compile():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-
-
-def probabilities(logits, temperature, top_p, top_k):
-    """PIPELINE.sample_logits, up to the draw."""
-    if temperature == 0:
-        temperature, top_p = 1.0, 0.0
-    p = np.exp(logits - logits.max())
-    p /= p.sum()
-    order = np.argsort(-p, kind="stable")
-    kept, total = [], 0.0
-    for token in order:
-        kept.append(token)
-        total += p[token]
-        if total >= top_p and top_p < 1:
-            break
-    if top_k:
-        kept = kept[:top_k]
-    out = np.zeros(len(p))
-    out[kept] = p[kept] ** (1 / temperature)
-    return out / out.sum()
-
-
-def reference(settings, steps):
-    """PIPELINE.generate's bookkeeping: for each (logits, token generated from them) the probabilities."""
-    occurrence, out = {}, []
-    for logits, token in steps:
-        logits = np.array(logits, np.float64)
-        logits[list(settings.banned)] = -np.inf
-        for seen, count in occurrence.items():
-            logits[seen] -= settings.presence_penalty + count * settings.frequency_penalty
-        out.append(probabilities(logits, settings.temperature, settings.top_p, settings.top_k))
-        occurrence = {seen: count * settings.penalty_decay for seen, count in occurrence.items()}
-        occurrence[token] = occurrence.get(token, 0) + (0 if token in settings.uncounted else 1)
-    return out
 
 
 def steps(seed, count=8):

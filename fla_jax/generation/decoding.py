@@ -13,7 +13,7 @@ from flax import struct
 
 from ..core.arguments import as_integer, as_integers, check_integer, check_model, shown
 from ..layers.state import RWKVState
-from .prefill import beside, check_prompts, of_rows, prefill
+from .prompts import beside, check_prompts, of_rows, prefill
 from .sampling import UNDEFINED, Occurrences, Rules, Sampling, sample
 
 _STEPS_PER_CALL = 32
