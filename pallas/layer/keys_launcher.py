@@ -17,12 +17,12 @@ from .keys import keys_bwd_kernel, keys_fwd_kernel
 LAUNCH: dict[tuple[str, int], Tile] = {
     ("forward", 16): Tile(16, 4, 4, 2, 2112),
     ("forward", 32): Tile(16, 2, 4, 2, 2112),
-    ("forward", 64): Tile(16, 1, 4, 2, 2112),
+    ("forward", 64): Tile(8, 2, 4, 3, 4224),
     ("forward", 128): Tile(8, 1, 4, 2, 2112),
     ("forward", 256): Tile(4, 1, 4, 2, 2112),
     ("backward", 16): Tile(8, 4, 4, 2, 2112),
     ("backward", 32): Tile(8, 2, 4, 2, 2112),
-    ("backward", 64): Tile(8, 1, 4, 2, 2112),
+    ("backward", 64): Tile(16, 1, 4, 3, 4224),
     ("backward", 128): Tile(4, 1, 4, 2, 2112),
     ("backward", 256): Tile(2, 1, 4, 2, 2112),
 }
