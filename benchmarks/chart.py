@@ -99,7 +99,8 @@ def draw(rows: list[records.Record], path: Path) -> None:
             axis.axvline(group[0]["roofline_ms"], color="black", linestyle=":", linewidth=1)
         size = f"D{K}" if K == V else f"K{K} V{V}"
         axis.set_title(
-            f"{op}{' decoding' if form == 'decode' else ''}  B{B} T{T} H{H} {size}  {'forward + backward' if passes != 'fwd' else 'forward'}",
+            f"{op}{' decoding' if form == 'decode' else ''}  B{B} T{T} H{H} {size}  "
+            f"{'forward + backward' if passes != 'fwd' else 'forward'}",
             fontsize=10,
         )
         axis.spines[["top", "right"]].set_visible(False)
@@ -119,7 +120,8 @@ def draw(rows: list[records.Record], path: Path) -> None:
         frameon=False,
     )
     figure.suptitle(
-        f"{first['device']}, {first['dtype']}, milliseconds (less is better), commit {first['commit']}; dotted: memory's limit"
+        f"{first['device']}, {first['dtype']}, milliseconds (less is better), commit {first['commit']}; "
+        "dotted: memory's limit"
     )
     figure.savefig(path, dpi=110)
     plt.close(figure)

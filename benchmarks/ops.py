@@ -402,7 +402,8 @@ def prepare(jobs: dict[str, list[Job]], folder: Path, seconds: float) -> None:
         if is_late
     ]
     print(
-        f"  {time.monotonic() - began:.0f} s, not done: {len(late)} of {len(processes)} processes {sorted({p.name for p in late})}",
+        f"  {time.monotonic() - began:.0f} s, not done: {len(late)} of {len(processes)} processes "
+        f"{sorted({p.name for p in late})}",
         flush=True,
     )
 

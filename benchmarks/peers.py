@@ -202,46 +202,127 @@ def _fla(variant: str, op: str, group: str, **rest: Any) -> Implementation:
     )
 
 
-# fmt: off
+def copy_of_the_state(task: Task):
+    """What a step must at least do: read and write the state."""
+    return lambda x: (x["r"][0, 0, 0], 0.999 * x["initial_state"])
+
+
 IMPLEMENTATIONS = {
     "ours": _ours("fla_jax"),
     "ours reference": _ours("fla_jax", "reference"),
     "ours xla": _ours("fla_jax", "xla"),
-    "copy": Implementation("copy of the state", "fla_jax", "jax", lambda task: lambda x: (x["r"][0, 0, 0], 0.999 * x["initial_state"]), "jax", OURS),
+    "copy": Implementation("copy of the state", "fla_jax", "jax", copy_of_the_state, "jax", OURS),
     "wind": Implementation(
-        "wind_rwkv chunked", "wind_rwkv", "torch", wind("chunked_cuda"), "wind_rwkv", WIND, prepare=True, raw_decay=True, value_first=True,
-        state_dtype="bfloat16", note="states and their gradients in bfloat16; takes log(-w)",
+        "wind_rwkv chunked",
+        "wind_rwkv",
+        "torch",
+        wind("chunked_cuda"),
+        "wind_rwkv",
+        WIND,
+        prepare=True,
+        raw_decay=True,
+        value_first=True,
+        state_dtype="bfloat16",
+        note="states and their gradients in bfloat16; takes log(-w)",
     ),
     "wind backstepping": Implementation(
-        "wind_rwkv backstepping small head", "wind_rwkv backstepping", "torch", wind("backstepping_smallhead"), "wind_rwkv", WIND, prepare=True,
-        raw_decay=True, value_first=True, note="divides by the decay in its backward: needs w >= about -0.6; takes log(-w)",
+        "wind_rwkv backstepping small head",
+        "wind_rwkv backstepping",
+        "torch",
+        wind("backstepping_smallhead"),
+        "wind_rwkv",
+        WIND,
+        prepare=True,
+        raw_decay=True,
+        value_first=True,
+        note="divides by the decay in its backward: needs w >= about -0.6; takes log(-w)",
     ),
     "rwkv-ops triton": Implementation(
-        "rwkv-ops Triton", "rwkv-ops", "jax", rwkv_ops7("triton"), "rwkv_ops", RWKV_OPS, raw_decay=True, value_first=True, note="takes log(-w)"
+        "rwkv-ops Triton",
+        "rwkv-ops",
+        "jax",
+        rwkv_ops7("triton"),
+        "rwkv_ops",
+        RWKV_OPS,
+        raw_decay=True,
+        value_first=True,
+        note="takes log(-w)",
     ),
     "rwkv-ops cuda": Implementation(
-        "rwkv-ops CUDA", "rwkv-ops CUDA", "jax", rwkv_ops7("cuda"), "rwkv_ops", RWKV_OPS, prepare=True, raw_decay=True, value_first=True, note="takes log(-w)"
+        "rwkv-ops CUDA",
+        "rwkv-ops CUDA",
+        "jax",
+        rwkv_ops7("cuda"),
+        "rwkv_ops",
+        RWKV_OPS,
+        prepare=True,
+        raw_decay=True,
+        value_first=True,
+        note="takes log(-w)",
     ),
     "rwkv-ops cuda 6": Implementation(
-        "rwkv-ops CUDA", "rwkv-ops CUDA 6", "jax", rwkv_ops6, "rwkv_ops", RWKV_OPS, prepare=True, raw_decay=True, state_dtype="bfloat16", states_backward=False,
-        note="forward+backward without initial and final state: its gradient has none; forward with both in bfloat16; takes log(-w)",
+        "rwkv-ops CUDA",
+        "rwkv-ops CUDA 6",
+        "jax",
+        rwkv_ops6,
+        "rwkv_ops",
+        RWKV_OPS,
+        prepare=True,
+        raw_decay=True,
+        state_dtype="bfloat16",
+        states_backward=False,
+        note="forward+backward without initial and final state: its gradient has none; forward with both in "
+        "bfloat16; takes log(-w)",
     ),
-    "jla bounded": Implementation("jax-linear-attention bounded", "jax-linear-attention", "jax", jla7(True), "jla", JLA),
-    "jla": Implementation("jax-linear-attention any decay", "jax-linear-attention", "jax", jla7(False), "jla", JLA),
-    "jla 6": Implementation("jax-linear-attention", "jax-linear-attention 6", "jax", jla6, "jla", JLA, note="plain JAX: it has no kernel of RWKV-6"),
+    "jla bounded": Implementation(
+        "jax-linear-attention bounded", "jax-linear-attention", "jax", jla7(True), "jla", JLA
+    ),
+    "jla": Implementation(
+        "jax-linear-attention any decay", "jax-linear-attention", "jax", jla7(False), "jla", JLA
+    ),
+    "jla 6": Implementation(
+        "jax-linear-attention",
+        "jax-linear-attention 6",
+        "jax",
+        jla6,
+        "jla",
+        JLA,
+        note="plain JAX: it has no kernel of RWKV-6",
+    ),
     "fla 6": _fla("chunk_rwkv6", "chunk_rwkv6", "FLA 6"),
     "fla 6 chunk 64": _fla("chunk_rwkv6, chunk 64", "chunk_rwkv6", "FLA 6", options=dict(chunk_size=64)),
-    "fla recurrent 6": _fla("fused_recurrent_rwkv6", "fused_recurrent_rwkv6", "FLA recurrent", final_cotangent=False,
-                            note="ignores the final state's cotangent; errors without it"),
-    "fla recurrent 7": _fla("fused_recurrent_rwkv7", "fused_recurrent_rwkv7", "FLA recurrent", note="has no backward", backward=False),
+    "fla recurrent 6": _fla(
+        "fused_recurrent_rwkv6",
+        "fused_recurrent_rwkv6",
+        "FLA recurrent",
+        final_cotangent=False,
+        note="ignores the final state's cotangent; errors without it",
+    ),
+    "fla recurrent 7": _fla(
+        "fused_recurrent_rwkv7",
+        "fused_recurrent_rwkv7",
+        "FLA recurrent",
+        note="has no backward",
+        backward=False,
+    ),
     "fla 7": _fla(
-        "lower_bound, chunk 64, no recompute", "chunk_rwkv7", "FLA 7", options=dict(lower_bound=LOWER_BOUND, chunk_size=64, disable_recompute=True)
+        "lower_bound, chunk 64, no recompute",
+        "chunk_rwkv7",
+        "FLA 7",
+        options=dict(lower_bound=LOWER_BOUND, chunk_size=64, disable_recompute=True),
     ),
     "fla 7 layer": _fla(
-        "as its layer calls it", "chunk_rwkv7", "FLA 7", options=dict(safe_gate=True, lower_bound=-0.6065306597126334, chunk_size=64),
+        "as its layer calls it",
+        "chunk_rwkv7",
+        "FLA 7",
+        options=dict(safe_gate=True, lower_bound=-0.6065306597126334, chunk_size=64),
         note="safe_gate, lower_bound, chunk 64, recompute",
     ),
     "fla 7 default": _fla("default arguments", "chunk_rwkv7", "FLA 7 default"),
-    "fla 7 safe": _fla("safe_gate, chunk 32, no recompute", "chunk_rwkv7", "FLA 7 safe", options=dict(safe_gate=True, chunk_size=32, disable_recompute=True)),
+    "fla 7 safe": _fla(
+        "safe_gate, chunk 32, no recompute",
+        "chunk_rwkv7",
+        "FLA 7 safe",
+        options=dict(safe_gate=True, chunk_size=32, disable_recompute=True),
+    ),
 }
-# fmt: on

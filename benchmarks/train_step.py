@@ -311,7 +311,8 @@ def compile_fla(options: argparse.Namespace, arguments: list[str]) -> None:
         late = sum(tuning.wait(processes, options.compile_seconds))
         wrong = {json.loads(file.read_text()).get("error", "") for file in Path(folder).iterdir()} - {""}
     print(
-        f"fla: compiled for {time.monotonic() - began:.0f} s, {late} of {shares} processes not done{', '.join(['', *wrong])}",
+        f"fla: compiled for {time.monotonic() - began:.0f} s, {late} of {shares} processes not "
+        f"done{', '.join(['', *wrong])}",
         flush=True,
     )
 

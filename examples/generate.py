@@ -1,12 +1,15 @@
-"""Continues a text with a trained model: ``python examples/generate.py --checkpoint FILE --prompt "Once upon a time"``.
+"""Continues a text with a trained model: ``python examples/generate.py --checkpoint FILE --prompt "Once upon
+a time"``.
 
-    python examples/generate.py --checkpoint RWKV-x070-World-0.1B.pth --prompt "The Eiffel tower"     # official weights, RWKV-6 or RWKV-7
-    python examples/generate.py --checkpoint some/safetensors/directory --tokenizer tokenizer.json --prompt "The Eiffel tower"
-    python examples/generate.py --checkpoint runs/train_lm --prompt "The "     # what examples/train_lm.py has trained
-    python examples/generate.py --checkpoint runs/train_lm --prompt "The " "A class" "If"     # several at once
+    python examples/generate.py --checkpoint RWKV-x070-World-0.1B.pth --prompt "The Eiffel tower"     #
+    official weights, RWKV-6 or RWKV-7 python examples/generate.py --checkpoint some/safetensors/directory
+    --tokenizer tokenizer.json --prompt "The Eiffel tower" python examples/generate.py --checkpoint
+    runs/train_lm --prompt "The "     # what examples/train_lm.py has trained python examples/generate.py
+    --checkpoint runs/train_lm --prompt "The " "A class" "If"     # several at once
 
-One prompt is continued token by token, as they come; several are continued together and printed at the end. World models need ``pip install rwkv`` for their
-vocabulary, a tokenizer.json needs ``pip install tokenizers``, models on bytes need nothing.
+One prompt is continued token by token, as they come; several are continued together and printed at the end.
+World models need ``pip install rwkv`` for their vocabulary, a tokenizer.json needs
+``pip install tokenizers``, models on bytes need nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class Options:
     penalty_decay: float = 0.996
     """factor by which that is forgotten at every step"""
     stop: tuple[int, ...] | None = None
-    """tokens that end the text (default: 0, the end of a document, for the World vocabulary, none otherwise)"""
+    """tokens that end the text (default: 0, the end of a document, for the World vocabulary, none
+    otherwise)
+    """
     ban: tuple[int, ...] = ()
     """tokens that never come"""
     seed: int = 0
@@ -92,29 +97,46 @@ def run(options: Options) -> None:
     tokenizer = load_tokenizer(tokenizer, vocab_size=vocab_size)
     stop = ((0,) if vocab_size > 65000 else ()) if options.stop is None else options.stop
     names = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "penalty_decay")
-    sampling = Sampling(**{name: getattr(options, name) for name in names}, banned=options.ban, stop=stop, uncounted=uncounted(tokenizer, vocab_size))
+    sampling = Sampling(
+        **{name: getattr(options, name) for name in names},
+        banned=options.ban,
+        stop=stop,
+        uncounted=uncounted(tokenizer, vocab_size),
+    )
     prompts = [tokenizer.encode(text) for text in options.prompt]
     if not all(prompts):
         raise ValueError("--prompt must not be empty")
-    state = None if options.states is None else initial_state(model, load_states(options.states, model), len(prompts))
+    state = (
+        None
+        if options.states is None
+        else initial_state(model, load_states(options.states, model), len(prompts))
+    )
     began, count = time.perf_counter(), 0
 
     if len(prompts) == 1:
 
         def tokens() -> Any:
             nonlocal began, count
-            for new in stream(model, params, prompts, options.tokens, sampling, seed=options.seed, state=state):
-                began, count = (began, count + 1) if count else (time.perf_counter(), 1)  # the first one waits for the compiler
+            for new in stream(
+                model, params, prompts, options.tokens, sampling, seed=options.seed, state=state
+            ):
+                # the first one waits for the compiler
+                began, count = (began, count + 1) if count else (time.perf_counter(), 1)
                 yield int(new[0])
 
         pieces = decode_stream(tokenizer, tokens())
         first = next(pieces, "")  # with it, all arguments have proved good: an error gets a line of its own
         for piece in itertools.chain((options.prompt[0], first), pieces):
             print(piece, end="", flush=True)
-        print(f"\n\n{count} tokens, {max(count - 1, 0) / (time.perf_counter() - began):.1f} tokens/s", file=sys.stderr)
+        print(
+            f"\n\n{count} tokens, {max(count - 1, 0) / (time.perf_counter() - began):.1f} tokens/s",
+            file=sys.stderr,
+        )
         return
     rows = generate(model, params, prompts, options.tokens, sampling, seed=options.seed, state=state).tokens
-    print("\n\n---\n\n".join(text + tokenizer.decode(row.tolist()) for text, row in zip(options.prompt, rows)))
+    print(
+        "\n\n---\n\n".join(text + tokenizer.decode(row.tolist()) for text, row in zip(options.prompt, rows))
+    )
 
 
 @program(lower="the number of prompts, or take a smaller model")

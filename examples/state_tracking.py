@@ -1,10 +1,13 @@
-"""One RWKV-7 layer learns parity, and one without its in-context rate cannot: ``python examples/state_tracking.py``.
+"""One RWKV-7 layer learns parity, and one without its in-context rate cannot:
+``python examples/state_tracking.py``.
 
-The task: read random bits, say after each whether the number of ones so far is odd. Whoever solves it must remember one bit and flip it at every one, at any
-length. A layer whose state only decays (in-context rate 0, RWKV-6's class) cannot flip. RWKV-7's transition ``diag(w) - rate kk kk^T`` flips the direction kk
-when the rate is close to 2, so the layer takes ``rate_scale=2``; the official scale 1 stops half way, at forgetting.
+The task: read random bits, say after each whether the number of ones so far is odd. Whoever solves it must
+remember one bit and flip it at every one, at any length. A layer whose state only decays (in-context rate 0,
+RWKV-6's class) cannot flip. RWKV-7's transition ``diag(w) - rate kk kk^T`` flips the direction kk when the
+rate is close to 2, so the layer takes ``rate_scale=2``; the official scale 1 stops half way, at forgetting.
 
-Each layer is trained on short sequences and tested on sequences four times as long. About a minute on two CPU cores; prints a table, saves a picture.
+Each layer is trained on short sequences and tested on sequences four times as long. About a minute on two CPU
+cores; prints a table, saves a picture.
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ def parity(key: jax.Array, batch: int, length: int) -> tuple[jax.Array, jax.Arra
 def train(model: RWKV7ForCausalLM, options: Options, label: str) -> tuple[Any, float]:
     """Parameters after training, and the last loss."""
     # no weight decay: it would draw the transition's eigenvalue away from -1, and errors grow with its power
-    optimizer = rwkv_optimizer(rwkv_schedule(options.learning_rate, 0.1 * options.learning_rate, options.steps), weight_decay=0.0)
+    optimizer = rwkv_optimizer(
+        rwkv_schedule(options.learning_rate, 0.1 * options.learning_rate, options.steps), weight_decay=0.0
+    )
 
     def step(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state = carry
@@ -104,7 +109,13 @@ def plot(path: Path, curves: dict[str, np.ndarray], length: int) -> None:
         axes.plot((np.arange(len(smooth)) + 0.5) * width, 100 * smooth, "o-", ms=3, label=label)
     axes.axvspan(0, length, color="tab:gray", alpha=0.2, label="training length")
     axes.axhline(50, color="black", lw=1, ls=":", label="chance")
-    axes.set(xlabel="position in the sequence", ylabel="right answers, %", title="Parity of the bits so far, one layer", ylim=(40, 103), xlim=(0, 4 * length))
+    axes.set(
+        xlabel="position in the sequence",
+        ylabel="right answers, %",
+        title="Parity of the bits so far, one layer",
+        ylim=(40, 103),
+        xlim=(0, 4 * length),
+    )
     axes.grid(alpha=0.3)
     axes.legend(loc="center right")
     with replacing(path) as new:

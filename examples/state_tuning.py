@@ -1,11 +1,15 @@
-"""Teaches a frozen model another kind of text through its initial states alone: ``python examples/state_tuning.py``.
+"""Teaches a frozen model another kind of text through its initial states alone:
+``python examples/state_tuning.py``.
 
-Without arguments it first trains a small byte-level RWKV-7 on English prose (the language reference inside Python), freezes it, and then tunes the initial
-states, one matrix per head and layer, on program text (Python's own standard library). It prints the loss on held-out program text before and after, checks
-that no weight has changed, and leaves the states in a file that RWKV-PEFT and programs around the ``rwkv`` package read. One to two minutes on two CPU cores.
+Without arguments it first trains a small byte-level RWKV-7 on English prose (the language reference inside
+Python), freezes it, and then tunes the initial states, one matrix per head and layer, on program text
+(Python's own standard library). It prints the loss on held-out program text before and after, checks that no
+weight has changed, and leaves the states in a file that RWKV-PEFT and programs around the ``rwkv`` package
+read. One to two minutes on two CPU cores.
 
-    python examples/state_tuning.py --checkpoint RWKV-x070-World-0.1B.pth --data my_texts.txt     # your model, your text
-    python examples/generate.py --checkpoint RWKV-x070-World-0.1B.pth --states runs/state_tuning/states.pth --prompt "..."
+    python examples/state_tuning.py --checkpoint RWKV-x070-World-0.1B.pth --data my_texts.txt     # your
+    model, your text python examples/generate.py --checkpoint RWKV-x070-World-0.1B.pth --states
+    runs/state_tuning/states.pth --prompt "..."
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ class Options:
     checkpoint: Path | None = None
     """model to tune: whatever examples/generate.py reads (default: a small one is trained first)"""
     data: Path | None = None
-    """text to tune on (default: program text from Python's standard library); the last tenth of it is held out"""
+    """text to tune on (default: program text from Python's standard library); the last tenth of it is held
+    out
+    """
     tokenizer: str | None = None
     """bytes, rwkv_vocab_v20230424, or a tokenizer.json (default: by the size of the vocabulary)"""
     out: Path = Path("runs/state_tuning")
@@ -86,7 +92,9 @@ def program_text() -> str:
 
 def random_batch(data: np.ndarray, step: int, options: Options) -> np.ndarray:
     """[batch, sequence + 1] tokens from random places."""
-    starts = np.random.default_rng((options.seed, step)).integers(0, len(data) - options.sequence, options.batch)
+    starts = np.random.default_rng((options.seed, step)).integers(
+        0, len(data) - options.sequence, options.batch
+    )
     return data[starts[:, None] + np.arange(options.sequence + 1)].astype(np.int32)
 
 
@@ -94,7 +102,9 @@ def train_base(options: Options) -> tuple[Any, Any]:
     """A small byte-level model, trained on prose."""
     model = RWKV7ForCausalLM(RWKV7Config(256, options.base_size, num_layers=2, head_dim=64, scan_layers=True))
     params = jax.jit(model.init)(jax.random.key(options.seed), jnp.zeros((1, 2), jnp.int32))["params"]
-    optimizer = rwkv_optimizer(rwkv_schedule(3e-3, 3e-4, options.base_steps, warmup_steps=min(20, options.base_steps // 10)))
+    optimizer = rwkv_optimizer(
+        rwkv_schedule(3e-3, 3e-4, options.base_steps, warmup_steps=min(20, options.base_steps // 10))
+    )
 
     @jax.jit
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
@@ -105,7 +115,10 @@ def train_base(options: Options) -> tuple[Any, Any]:
     data, opt_state = np.frombuffer(prose(), np.uint8), optimizer.init(params)
     for i in track(range(options.base_steps), description="base model"):
         params, opt_state, loss = step(params, opt_state, random_batch(data, i, options))
-    print(f"base model: {sum(x.size for x in jax.tree.leaves(params)):,} parameters, loss on prose {float(loss):.3f} nats per byte")
+    print(
+        f"base model: {sum(x.size for x in jax.tree.leaves(params)):,} parameters, loss on prose "
+        f"{float(loss):.3f} nats per byte"
+    )
     with about(options.out / "base.pth", "written"):
         save_checkpoint(options.out / "base.pth", model, params)
     return model, params
@@ -126,17 +139,28 @@ def run(options: Options) -> None:
     cut = len(data) - len(data) // 10
     rows = min((len(data) - cut) // (options.sequence + 1), 64)
     if rows < 1:
-        raise ValueError(f"--data: {len(data)} tokens are too few, a tenth of them is held out and must hold --sequence + 1 = {options.sequence + 1}")
+        raise ValueError(
+            f"--data: {len(data)} tokens are too few, a tenth of them is held out and must hold --sequence "
+            f"+ 1 = {options.sequence + 1}"
+        )
     train, held = data[:cut], data[cut : cut + rows * (options.sequence + 1)].reshape(rows, -1)
 
     measure = jax.jit(lambda states: state_loss(model, params, states, held))
     weights = jax.tree.map(np.array, params)
     before = float(measure(zero_states(model)))
     batches = (random_batch(train, i, options) for i in track(range(options.steps), description="states    "))
-    schedule = rwkv_schedule(options.learning_rate, 0.01 * options.learning_rate, options.steps, warmup_steps=min(10, options.steps // 10))
+    schedule = rwkv_schedule(
+        options.learning_rate,
+        0.01 * options.learning_rate,
+        options.steps,
+        warmup_steps=min(10, options.steps // 10),
+    )
     states, _ = tune_states(model, params, batches, options.steps, learning_rate=schedule)
     after = float(measure(states))
-    same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(params)))
+    same = all(
+        np.array_equal(a, b, equal_nan=True)
+        for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(params))
+    )
 
     with about(options.out / "states.pth", "written"):
         save_states(options.out / "states.pth", states)

@@ -1,4 +1,6 @@
-"""RWKV-6 and RWKV-7 for JAX: exact, fast ops with hand-written gradients, and Flax linen layers and models on them."""
+"""RWKV-6 and RWKV-7 for JAX: exact, fast ops with hand-written gradients, and Flax linen layers and models on
+them.
+"""
 
 from . import ops
 from .core.checked import checked

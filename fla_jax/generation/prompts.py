@@ -136,7 +136,10 @@ def check_prompts(prompts: Any, vocab_size: int) -> list[np.ndarray]:
     Raises:
         ValueError, TypeError: there are none, or one is not made of at least one token; the message names it.
     """
-    is_text = "must be sequences of tokens, got text: a tokenizer turns it into tokens (fla_jax.generation.load_tokenizer)"
+    is_text = (
+        "must be sequences of tokens, got text: a tokenizer turns it into tokens "
+        "(fla_jax.generation.load_tokenizer)"
+    )
     if isinstance(prompts, str | bytes):
         raise TypeError(f"prompts {is_text}")
     try:

@@ -138,7 +138,8 @@ class Layer(nn.Module):
             raise ValueError("x must hold at least one token, got T = 0")
         if is_explicit() and entries(x)[1] is not None:
             raise ValueError(
-                f"x [B, T, C] must be whole along T on every device, got it sharded over mesh axis {entries(x)[1]!r}"
+                "x [B, T, C] must be whole along T on every device, got it sharded over mesh axis "
+                f"{entries(x)[1]!r}"
             )
         if segment_ids is not None:
             if segment_ids.shape != x.shape[:2]:
@@ -218,7 +219,8 @@ class Attention(Layer):
         """Checked input in the compute dtype, and state."""
         if self.head_dim < 1 or self.hidden_size % self.head_dim:
             raise ValueError(
-                f"hidden_size must be a multiple of head_dim, got hidden_size = {self.hidden_size}, head_dim = {self.head_dim}"
+                f"hidden_size must be a multiple of head_dim, got hidden_size = {self.hidden_size}, "
+                f"head_dim = {self.head_dim}"
             )
         self.check_input(x, segment_ids, lengths)
         x = x.astype(self.compute_dtype(x))

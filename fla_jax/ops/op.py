@@ -165,8 +165,10 @@ class Op(Generic[Inputs, Outputs]):
             for axis, entry in zip(axes.split(), jax.typeof(array).sharding.spec):
                 if mesh_axes(entry) and axis not in self.shardable:
                     raise ValueError(
-                        f"{self.name}: axis {axis.upper()} of {name} [{', '.join(axes.upper().split())}] must be whole on "
-                        f"every device, got it sharded over mesh axis {' and '.join(map(repr, mesh_axes(entry)))}; "
+                        f"{self.name}: axis {axis.upper()} of {name} [{', '.join(axes.upper().split())}] "
+                        "must be whole on "
+                        "every device, got it sharded over mesh axis "
+                        f"{' and '.join(map(repr, mesh_axes(entry)))}; "
                         "jax.sharding.reshard gathers it"
                     )
 

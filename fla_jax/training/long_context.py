@@ -60,7 +60,8 @@ def chunked_loss(
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
         >>> tokens = jnp.arange(65)[None]
         >>> params = model.init(jax.random.key(0), tokens)["params"]
-        >>> (loss, state), grads = jax.value_and_grad(lambda p: chunked_loss(model, p, tokens, chunk_size=16), has_aux=True)(params)
+        >>> loss_of = lambda p: chunked_loss(model, p, tokens, chunk_size=16)
+        >>> (loss, state), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
     """
     chunks, total = _split(tokens, mask, chunk_size)
     return _walk(model, params, chunks, _state(model, params, tokens, state), total, l2wrap)
@@ -95,7 +96,8 @@ def truncated_value_and_grad(
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
         >>> tokens = jnp.arange(65)[None]
         >>> params = model.init(jax.random.key(0), tokens)["params"]
-        >>> (loss, state), grads = jax.jit(truncated_value_and_grad(model, chunk_size=16, chunks_per_gradient=2))(params, tokens)
+        >>> value_and_grad = truncated_value_and_grad(model, chunk_size=16, chunks_per_gradient=2)
+        >>> (loss, state), grads = jax.jit(value_and_grad)(params, tokens)
     """
     if chunks_per_gradient < 1:
         raise ValueError(f"chunks_per_gradient must be at least 1, got {chunks_per_gradient}")
@@ -183,7 +185,8 @@ def _split(
         raise ValueError(f"tokens must have shape [B, T + 1] with T a multiple of {what}, got T = {T}")
     if mask is not None and mask.shape != (B, T):
         raise ValueError(
-            f"mask must have shape [B, T] = {[B, T]}, that of tokens without the first, got {list(mask.shape)}"
+            f"mask must have shape [B, T] = {[B, T]}, that of tokens without the first, got "
+            f"{list(mask.shape)}"
         )
     weights = jnp.ones((B, T), jnp.float32) if mask is None else mask.astype(jnp.float32)
     cut = lambda x: jnp.moveaxis(x.reshape(B, -1, chunk_size), 1, 0)

@@ -17,7 +17,8 @@ def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | 
     for what, y in (("labels", labels), ("mask", mask)):
         if y is not None and y.shape != x.shape[:-1]:
             raise ValueError(
-                f"{what} must have shape {list(x.shape[:-1])}, that of {name} without the last axis, got {list(y.shape)}"
+                f"{what} must have shape {list(x.shape[:-1])}, that of {name} without the last axis, got "
+                f"{list(y.shape)}"
             )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be integers, got {labels.dtype}")
@@ -205,12 +206,14 @@ def chunked_cross_entropy(
         >>> import jax, jax.numpy as jnp
         >>> from fla_jax.training import chunked_cross_entropy, cross_entropy
         >>> hidden, kernel, labels = jnp.ones((2, 5, 4)), jnp.eye(4, 9), jnp.zeros((2, 5), jnp.int32)
-        >>> bool(jnp.isclose(chunked_cross_entropy(hidden, kernel, labels), cross_entropy(hidden @ kernel, labels)))
+        >>> loss = chunked_cross_entropy(hidden, kernel, labels)
+        >>> bool(jnp.isclose(loss, cross_entropy(hidden @ kernel, labels)))
         True
     """
     if hidden.ndim != 3 or kernel.ndim != 2 or hidden.shape[2] != kernel.shape[0]:
         raise ValueError(
-            f"hidden must have shape [B, T, C] and kernel [C, V], got {list(hidden.shape)} and {list(kernel.shape)}"
+            f"hidden must have shape [B, T, C] and kernel [C, V], got {list(hidden.shape)} and "
+            f"{list(kernel.shape)}"
         )
     _check_labels("hidden", hidden, labels, mask)
     if block_tokens < 1:

@@ -91,7 +91,8 @@ def rwkv_schedule(peak: float, final: float, total_steps: int, warmup_steps: int
     """
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(
-            f"total_steps must be above warmup_steps >= 0, got total_steps = {total_steps}, warmup_steps = {warmup_steps}"
+            f"total_steps must be above warmup_steps >= 0, got total_steps = {total_steps}, warmup_steps = "
+            f"{warmup_steps}"
         )
     if peak <= 0 or final < 0:
         raise ValueError(f"peak must be > 0 and final >= 0, got peak = {peak}, final = {final}")

@@ -90,11 +90,23 @@ def sequence(cu_, chunk0_, T, span, SPLITS: tl.constexpr, VAR: tl.constexpr):
     p = tl.program_id(2)
     if VAR:
         first = tl.load(cu_ + p)
-        return 0, first.to(tl.int64), first.to(tl.int64), tl.load(cu_ + p + 1) - first, tl.load(chunk0_ + p).to(tl.int64)
+        return (
+            0,
+            first.to(tl.int64),
+            first.to(tl.int64),
+            tl.load(cu_ + p + 1) - first,
+            tl.load(chunk0_ + p).to(tl.int64),
+        )
     else:
         row, start = p // SPLITS, (p % SPLITS) * span
         base = row.to(tl.int64) * T
-        return row, base, base + start, tl.minimum(span, T - start), row.to(tl.int64) * tl.cdiv(T, C) + start // C
+        return (
+            row,
+            base,
+            base + start,
+            tl.minimum(span, T - start),
+            row.to(tl.int64) * tl.cdiv(T, C) + start // C,
+        )
 
 
 @triton.jit

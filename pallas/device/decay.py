@@ -54,7 +54,11 @@ def scanned_factors(w, ANY: tl.constexpr):
         g2, total = tl.sum(tl.where(t < 12, g, 0.0), 0), tl.sum(g, 0)
         own = tl.where(t < 8, g1, g2[None, :])
         c1 = tl.where(t < 8, tl.exp2(tl.where(t < 8, g1 - G, 0.0)), 0.0)
-        return (tl.exp2(G - own), tl.exp2(Gx - own), c1, tl.exp2(g2[None, :] - G), eq, ea), tl.exp2(g2), tl.exp2(total - g2)
+        return (
+            (tl.exp2(G - own), tl.exp2(Gx - own), c1, tl.exp2(g2[None, :] - G), eq, ea),
+            tl.exp2(g2),
+            tl.exp2(total - g2),
+        )
     else:
         c, total = tl.exp2(-G), tl.exp2(tl.sum(g, 0))
         return (eq, ea, c, c, eq, ea), total, total

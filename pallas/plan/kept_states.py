@@ -26,9 +26,13 @@ def state_rows(states, ov, H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, A
     if ARRAYS == 0:
         return states[0] + ov * K
     else:
-        row = tl.arange(0, BV)  # ov, in a form that shows the compiler that all rows of a thread lie in one array
+        row = tl.arange(
+            0, BV
+        )  # ov, in a form that shows the compiler that all rows of a thread lie in one array
         array = row % ARRAYS
-        first = tl.where(array < 2, tl.where(array < 1, states[0], states[1]), tl.where(array < 3, states[2], states[3]))
+        first = tl.where(
+            array < 2, tl.where(array < 1, states[0], states[1]), tl.where(array < 3, states[2], states[3])
+        )
         return first + (row // ARRAYS) * (H * K)
 
 

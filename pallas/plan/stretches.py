@@ -37,7 +37,9 @@ def combine_kernel(
         if DIAGONAL:
             S = S * tl.load(M_ + head * K + ok, mask=mk, other=0.0)[:, None] + N
         else:
-            M = tl.load(M_ + head * (K * K) + ok[:, None] * K + ok[None, :], mask=mk[:, None] & mk[None, :], other=0.0)
+            M = tl.load(
+                M_ + head * (K * K) + ok[:, None] * K + ok[None, :], mask=mk[:, None] & mk[None, :], other=0.0
+            )
             S = tl.dot(tl.trans(M) if BACKWARD else M, S, N, input_precision="tf32x3")
 
 
@@ -57,11 +59,21 @@ def gather_kernel(
     acc = tl.zeros([BK, BV], tl.float32)
     for n in range(0, tl.cdiv(left, 32)):
         t = n * 32 + ot
-        reads = tl.load(reads_ + (first + t[None, :] * H) * K + ok[:, None], mask=(t < left)[None, :] & (ok < K)[:, None], other=0.0).to(DOT)
-        do = tl.load(do_ + (first + t[:, None] * H) * V + ov[None, :], mask=(t < left)[:, None] & (ov < V)[None, :], other=0.0).to(DOT)
+        reads = tl.load(
+            reads_ + (first + t[None, :] * H) * K + ok[:, None],
+            mask=(t < left)[None, :] & (ok < K)[:, None],
+            other=0.0,
+        ).to(DOT)
+        do = tl.load(
+            do_ + (first + t[:, None] * H) * V + ov[None, :],
+            mask=(t < left)[:, None] & (ov < V)[None, :],
+            other=0.0,
+        ).to(DOT)
         acc = tl.dot(reads, do, acc, input_precision=PREC)
     head = (p * H + h).to(tl.int64)
-    tl.store(D_ + head * (K * V) + ok[:, None] * V + ov[None, :], acc, mask=(ok < K)[:, None] & (ov < V)[None, :])
+    tl.store(
+        D_ + head * (K * V) + ok[:, None] * V + ov[None, :], acc, mask=(ok < K)[:, None] & (ov < V)[None, :]
+    )
 
 
 def _combine(M: jax.Array, N: jax.Array, edge: jax.Array, splits: int, backward: bool) -> jax.Array:

@@ -84,6 +84,11 @@ def pallas_call(
     interpret = interpreting()
     params = None if interpret else pltriton.CompilerParams(num_warps=num_warps, num_stages=1)
     call = pl.pallas_call(
-        kernel, out_shape=tuple(out), grid=grid, compiler_params=params, interpret=interpret, input_output_aliases=dict(aliases or {})
-    )  # fmt: skip
+        kernel,
+        out_shape=tuple(out),
+        grid=grid,
+        compiler_params=params,
+        interpret=interpret,
+        input_output_aliases=dict(aliases or {}),
+    )
     return call(*inputs)

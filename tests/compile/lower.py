@@ -1,6 +1,8 @@
-"""Lowers jitted public ops for CUDA on a machine without a GPU and prints, as JSON, which Triton kernels each program calls.
+"""Lowers jitted public ops for CUDA on a machine without a GPU and prints, as JSON, which Triton kernels each
+program calls.
 
-Started by test_lowering.py in a process without Triton's interpreter. ``python lower.py`` prints what a person can read; the kernels are compiled to PTX.
+Started by test_lowering.py in a process without Triton's interpreter. ``python lower.py`` prints what a
+person can read; the kernels are compiled to PTX.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def layer(op: str, **options):
     """``(x, arrays, state) -> x``: one call of the op, its values fed by ``x`` and its output added to it."""
 
     def run(x, arrays, state):
-        o, final = cases.call(op, {**arrays, "v": arrays["v"] * x, "initial_state": state}, implementation="triton", **options)
+        o, final = cases.call(
+            op, {**arrays, "v": arrays["v"] * x, "initial_state": state}, implementation="triton", **options
+        )
         return x + jnp.tanh(o) + jnp.mean(jnp.sin(final)).astype(o.dtype)
 
     return run
@@ -49,7 +53,9 @@ def value(op: str, **options):
 
 
 def gradient(op: str, remat=False, policy=None, layers: int | None = None, **options):
-    """Value and gradient through one layer, or through a scan over layers; each layer under `jax.checkpoint` with ``remat``."""
+    """Value and gradient through one layer, or through a scan over layers; each layer under `jax.checkpoint`
+    with ``remat``.
+    """
     step = jax.checkpoint(layer(op), policy=policy) if remat else layer(op, **options)
 
     def loss(arrays, state, x):
@@ -69,7 +75,9 @@ def triton_calls(f, x, arrays, state) -> list:
     found = []
 
     def visit(op):
-        if op.operation.name == "stablehlo.custom_call" and "triton_kernel_call" in str(op.attributes["call_target_name"]):
+        if op.operation.name == "stablehlo.custom_call" and "triton_kernel_call" in str(
+            op.attributes["call_target_name"]
+        ):
             found.append(op)
         for region in op.regions:
             for block in region.blocks:
@@ -86,12 +94,25 @@ def kernels(f, *args) -> dict[str, int]:
 
 
 def taken_over(op: str, D: int, T: int) -> dict[str, list[int]]:
-    """Operands and results of the backward kernel that share memory, and the number of all results; D values and T tokens."""
+    """Operands and results of the backward kernel that share memory, and the number of all results; D values
+    and T tokens.
+    """
     arrays, state = arguments(op, D=D, T=T)
-    (call,) = (c for c in triton_calls(gradient(op, lower_bound=-0.61), arrays["v"], arrays, state) if name_of(c) == f"{op}_bwd_kernel")
-    pairs = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", str(call.attributes["output_operand_aliases"]))
+    (call,) = (
+        c
+        for c in triton_calls(gradient(op, lower_bound=-0.61), arrays["v"], arrays, state)
+        if name_of(c) == f"{op}_bwd_kernel"
+    )
+    pairs = re.findall(
+        r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)",
+        str(call.attributes["output_operand_aliases"]),
+    )
     pairs.sort(key=lambda pair: int(pair[1]))
-    return {"operands": [int(x) for _, x in pairs], "results": [int(x) for x, _ in pairs], "all": [len(call.operation.results)]}
+    return {
+        "operands": [int(x) for _, x in pairs],
+        "results": [int(x) for x, _ in pairs],
+        "all": [len(call.operation.results)],
+    }
 
 
 def name_of(op) -> str:
@@ -99,7 +120,11 @@ def name_of(op) -> str:
     from jax.extend.mlir import ir
 
     attributes = op.attributes  # jax-triton 0.3 keeps the description in one, 0.4 in the other
-    packed = ir.DictAttr(attributes["mhlo.backend_config"])["opaque"] if "mhlo.backend_config" in attributes else attributes["backend_config"]
+    packed = (
+        ir.DictAttr(attributes["mhlo.backend_config"])["opaque"]
+        if "mhlo.backend_config" in attributes
+        else attributes["backend_config"]
+    )
     text = zlib.decompress(ir.StringAttr(packed).value_bytes)
     names = [name for name in KERNELS if name.encode() in text]
     assert len(names) == 1, (names, text[:200])
@@ -109,8 +134,9 @@ def name_of(op) -> str:
 KERNELS = (
     *(f"rwkv6_{name}_kernel" for name in ("fwd", "transfer", "bwd")),
     *(f"rwkv7_{name}_kernel" for name in ("fwd", "transfer", "bwd", "carry", "gradients")),
-    "combine_kernel", "gather_kernel",
-)  # fmt: skip
+    "combine_kernel",
+    "gather_kernel",
+)
 
 
 def programs(op: str):
@@ -123,7 +149,11 @@ def programs(op: str):
     yield "checkpoint with the policy", gradient(op, remat=True, policy=remat_policy()), (x, *plain)
     yield "scan", gradient(op, layers=3), (x, stacked, states)
     yield "scan of checkpoint", gradient(op, remat=True, layers=3), (x, stacked, states)
-    yield "scan of checkpoint with the policy", gradient(op, remat=True, policy=remat_policy(), layers=3), (x, stacked, states)
+    yield (
+        "scan of checkpoint with the policy",
+        gradient(op, remat=True, policy=remat_policy(), layers=3),
+        (x, stacked, states),
+    )
     yield "few rows and heads", gradient(op), (few[0]["v"], *few)
     if op == "rwkv7":
         large = arguments(op, D=72)
@@ -133,10 +163,17 @@ def programs(op: str):
 if __name__ == "__main__":
     with lowering_for(CAPABILITY):
         reason = why_not("gpu")
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):  # jax-triton 0.4 imports without
+    # jax-triton 0.4 imports without
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         reason = "neither jax-cuda12-plugin nor jax-cuda13-plugin is installed"
-    report = {"skip": reason} if reason else {op: {name: kernels(f, *args) for name, f, args in programs(op)} for op in OPS}
+    report = (
+        {"skip": reason}
+        if reason
+        else {op: {name: kernels(f, *args) for name, f, args in programs(op)} for op in OPS}
+    )
     if not reason:
         report["old"] = _jax_triton()[1]
-        report["taken over"] = {op: [taken_over(op, 64, 32), taken_over(op, 32, 32), taken_over(op, 32, 33)] for op in OPS}
+        report["taken over"] = {
+            op: [taken_over(op, 64, 32), taken_over(op, 32, 32), taken_over(op, 32, 33)] for op in OPS
+        }
     print("REPORT", json.dumps(report))

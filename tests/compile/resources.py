@@ -1,4 +1,5 @@
-"""Registers, spilled bytes and shared memory of every launch of the chunked Triton kernels, by GPU generation, without a GPU.
+"""Registers, spilled bytes and shared memory of every launch of the chunked Triton kernels, by GPU
+generation, without a GPU.
 
     python tests/compile/resources.py                      the full sweep, as a table
     python tests/compile/resources.py --ci                 what CI checks
@@ -30,10 +31,16 @@ import tempfile
 import time
 from typing import Any
 
-# compute capability: shared memory that one block can have, in bytes (CUDA C++ Programming Guide, technical specifications)
+# compute capability: shared memory that one block can have, in bytes (CUDA C++ Programming Guide, technical
+# specifications)
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 OPS = ("rwkv6", "rwkv7")
-HEADS, DTYPES, DECAYS, LAYOUTS = (64, 128, 256), ("bfloat16", "float32"), ("any", "bounded"), ("rows", "uneven", "segments", "packed")
+HEADS, DTYPES, DECAYS, LAYOUTS = (
+    (64, 128, 256),
+    ("bfloat16", "float32"),
+    ("any", "bounded"),
+    ("rows", "uneven", "segments", "packed"),
+)
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
 # Bytes that a thread may spill, by Triton version and launch; launches that are not in it spill none.
 STATED = pathlib.Path(__file__).parent / "spills.json"
@@ -67,7 +74,9 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What a compiled launch takes: registers and spilled bytes of a thread, shared memory of a block in bytes."""
+    """What a compiled launch takes: registers and spilled bytes of a thread, shared memory of a block in
+    bytes.
+    """
 
     kernel: str
     call: Call
@@ -91,7 +100,19 @@ class _Recorder:
     def __init__(self, call: Call):
         self.call, self.launches = call, []
 
-    def triton_call(self, *inputs, kernel, grid, num_warps, num_stages, name, compute_capability, out_shape, input_output_aliases=None, **constexprs):
+    def triton_call(
+        self,
+        *inputs,
+        kernel,
+        grid,
+        num_warps,
+        num_stages,
+        name,
+        compute_capability,
+        out_shape,
+        input_output_aliases=None,
+        **constexprs,
+    ):
         import jax
         import jax.numpy as jnp
 
@@ -107,13 +128,23 @@ class _Recorder:
         types |= {argument: "constexpr" for argument in constexprs}
         signature = tuple((argument, types[argument]) for argument in kernel.arg_names)
         self.launches.append(
-            Launch(self.call, kernel.fn.__module__, kernel.__name__, signature, tuple(constants.items()), num_warps, num_stages)
-        )  # fmt: skip
+            Launch(
+                self.call,
+                kernel.fn.__module__,
+                kernel.__name__,
+                signature,
+                tuple(constants.items()),
+                num_warps,
+                num_stages,
+            )
+        )
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), out_shape)
 
 
 def record(call: Call) -> list[Launch]:
-    """The launches of forward and backward for full GPUs, then those that few rows and heads add (stretches: `fla_jax.pallas.plan.stretches`)."""
+    """The launches of forward and backward for full GPUs, then those that few rows and heads add (stretches:
+    `fla_jax.pallas.plan.stretches`).
+    """
     many = _trace(call, 8, 2048, 64)
     few = _trace(call, 1, 2048, 4) if call.few and call.layout != "packed" else []
     return many + [launch for launch in few if launch.kernel not in {other.kernel for other in many}]
@@ -127,7 +158,9 @@ def _trace(call: Call, B: int, T: int, H: int) -> list[Launch]:
     from fla_jax.core.gpu import lowering_for
     from fla_jax.pallas.run import triton as run_triton
 
-    assert not run_triton.INTERPRET, "Triton's interpreter is on (TRITON_INTERPRET=1): kernels cannot be compiled in this process"
+    assert not run_triton.INTERPRET, (
+        "Triton's interpreter is on (TRITON_INTERPRET=1): kernels cannot be compiled in this process"
+    )
     B, T = (1, T) if call.layout == "packed" else (B, T - 3 if call.layout == "uneven" else T)
     tokens = jax.ShapeDtypeStruct((B, T, H, call.head), call.dtype)
     rows = 16 if call.layout == "packed" else B
@@ -137,11 +170,17 @@ def _trace(call: Call, B: int, T: int, H: int) -> list[Launch]:
         layout["segment_ids"] = jax.ShapeDtypeStruct((B, T), jnp.int32)
     if call.layout == "packed":
         layout["cu_seqlens"] = jax.ShapeDtypeStruct((rows + 1,), jnp.int32)
-    inputs = [tokens] * (4 if call.op == "rwkv6" else 6) + ([jax.ShapeDtypeStruct((H, call.head), call.dtype)] if call.op == "rwkv6" else [])
+    inputs = [tokens] * (4 if call.op == "rwkv6" else 6) + (
+        [jax.ShapeDtypeStruct((H, call.head), call.dtype)] if call.op == "rwkv6" else []
+    )
     op = getattr(ops, f"chunk_{call.op}")
 
     def run(inputs, state, layout):
-        static = dict(implementation="triton", output_final_state=True, lower_bound=None if call.decay == "any" else -1.0)
+        static = dict(
+            implementation="triton",
+            output_final_state=True,
+            lower_bound=None if call.decay == "any" else -1.0,
+        )
         out, pull = jax.vjp(lambda xs, s: op(*xs, initial_state=s, **layout, **static), inputs, state)
         return pull(out)
 
@@ -165,8 +204,14 @@ def compile_launch(launch: Launch) -> Usage:
     start = time.perf_counter()
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     # all arrays begin at multiples of 16 bytes: what jax-triton promises
-    attrs = {(i,): [["tt.divisibility", 16]] for i, (_, kind) in enumerate(launch.signature) if kind.startswith("*")}
-    source = ASTSource(fn=kernel, signature=dict(launch.signature), constexprs=dict(launch.constexprs), attrs=attrs)
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (_, kind) in enumerate(launch.signature)
+        if kind.startswith("*")
+    }
+    source = ASTSource(
+        fn=kernel, signature=dict(launch.signature), constexprs=dict(launch.constexprs), attrs=attrs
+    )
     # As jax-triton and jaxlib compile: without the option --regAllocOptLevel=2 that Triton gives its own
     # ptxas from 3.7 on, by which these kernels spill up to 150 bytes more. The last one counts; 4 is ptxas'
     # own choice.
@@ -180,9 +225,16 @@ def compile_launch(launch: Launch) -> Usage:
     assert f".target sm_{launch.call.target}" in compiled.asm["ptx"]
     used = _resources(compiled.asm["cubin"])
     return Usage(
-        launch.kernel, launch.call, launch.num_warps, launch.num_stages, used["REG"], max(used["STACK"], used["LOCAL"]), compiled.metadata.shared,
-        SHARED_LIMIT[launch.call.target], time.perf_counter() - start,
-    )  # fmt: skip
+        launch.kernel,
+        launch.call,
+        launch.num_warps,
+        launch.num_stages,
+        used["REG"],
+        max(used["STACK"], used["LOCAL"]),
+        compiled.metadata.shared,
+        SHARED_LIMIT[launch.call.target],
+        time.perf_counter() - start,
+    )
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
@@ -193,7 +245,9 @@ def _resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([exe, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [exe, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
 
 
@@ -214,7 +268,9 @@ def ci_calls() -> list[Call]:
 
 
 def measure(wanted: list[Call], workers: int) -> list[Usage]:
-    """Records and compiles, each launch once, in processes of their own (a compiler that crashes takes no test run along)."""
+    """Records and compiles, each launch once, in processes of their own (a compiler that crashes takes no
+    test run along).
+    """
     launches: dict[Any, Launch] = {}
     for call in wanted:
         for launch in record(call):
@@ -227,13 +283,17 @@ def measure(wanted: list[Call], workers: int) -> list[Usage]:
 
 def table(usages: list[Usage]) -> str:
     """One line for each launch, and what its block may have."""
-    lines = [f"{'kernel':24} {'GPU':>6} {'head':>4} {'dtype':8} {'decay':7} {'layout':8} warps stages registers spilled  shared   limit"]
+    lines = [
+        f"{'kernel':24} {'GPU':>6} {'head':>4} {'dtype':8} {'decay':7} {'layout':8} warps stages registers "
+        "spilled  shared   limit"
+    ]
     for u in usages:
         c = u.call
         lines.append(
-            f"{u.kernel:24} {'sm_' + str(c.target):>6} {c.head:4} {c.dtype:8} {c.decay:7} {c.layout:8} {u.num_warps:5} {u.num_stages:6} {u.registers:9} "
+            f"{u.kernel:24} {'sm_' + str(c.target):>6} {c.head:4} {c.dtype:8} {c.decay:7} {c.layout:8} "
+            f"{u.num_warps:5} {u.num_stages:6} {u.registers:9} "
             f"{u.spilled:7} {u.shared:7} {u.limit:7}{' TOO MUCH' if u.shared > u.limit else ''}"
-        )  # fmt: skip
+        )
     return "\n".join(lines)
 
 
@@ -251,8 +311,12 @@ def state(usages: list[Usage]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ci", action="store_true", help="what CI checks, instead of the sweep over the options below")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ci", action="store_true", help="what CI checks, instead of the sweep over the options below"
+    )
     parser.add_argument("--record", action="store_true", help="with --ci: write its spills into spills.json")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--targets", nargs="+", type=int, choices=SHARED_LIMIT, default=tuple(SHARED_LIMIT))
@@ -263,7 +327,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--json", action="store_true", help="for a program to read")
     args = parser.parse_args()
-    wanted = ci_calls() if args.ci else calls(args.targets, args.heads, args.dtypes, args.decays, args.layouts, args.ops)
+    wanted = (
+        ci_calls()
+        if args.ci
+        else calls(args.targets, args.heads, args.dtypes, args.decays, args.layouts, args.ops)
+    )
     if args.record and not args.ci:
         parser.error("--record states what CI checks: give --ci too")
     usages = measure(wanted, args.workers)

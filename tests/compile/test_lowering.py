@@ -1,7 +1,8 @@
 """Jitted public ops lower for CUDA without a GPU and call each Triton kernel as often as they should.
 
-Needs jax-triton and JAX's CUDA plugin of the same version as jaxlib: ``pip install --no-deps jax-cuda13-plugin==<version of jax>`` (8 MB, only lowers). It is
-no part of an extra: with the 380 MB that pip would install along, JAX tries to start CUDA in every process and complains.
+Needs jax-triton and JAX's CUDA plugin of the same version as jaxlib:
+``pip install --no-deps jax-cuda13-plugin==<version of jax>`` (8 MB, only lowers). It is no part of an extra:
+with the 380 MB that pip would install along, JAX tries to start CUDA in every process and complains.
 """
 
 import functools
@@ -18,20 +19,30 @@ pytest.importorskip("triton", reason="Triton is not installed (it exists for Lin
 HERE = pathlib.Path(__file__).parent
 # calls of the forward kernel in the program of a gradient: a scan over layers has one in its body
 FORWARDS = {
-    "gradient": 1, "checkpoint": 2, "checkpoint with the policy": 1, "scan": 1, "scan of checkpoint": 2, "scan of checkpoint with the policy": 1,
+    "gradient": 1,
+    "checkpoint": 2,
+    "checkpoint with the policy": 1,
+    "scan": 1,
+    "scan of checkpoint": 2,
+    "scan of checkpoint with the policy": 1,
     "few rows and heads": 1,
-}  # fmt: skip
+}
 
 
 @functools.cache
 def _lowered() -> dict:
-    """Runs lower.py in a process without Triton's interpreter, which the tests' own process may have chosen."""
+    """Runs lower.py in a process without Triton's interpreter, which the tests' own process may have
+    chosen.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     env |= dict(JAX_PLATFORMS="cpu", PYTHONPATH=path)
-    done = subprocess.run([sys.executable, str(HERE / "lower.py")], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "lower.py")], env=env, capture_output=True, text=True, timeout=600
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
-    if done.returncode or not lines:  # returned, not raised: a cache keeps no exceptions, and every test would run it again
+    # returned, not raised: a cache keeps no exceptions, and every test would run it again
+    if done.returncode or not lines:
         return {"error": f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"}
     return json.loads(lines[0].removeprefix("REPORT "))
 
@@ -53,22 +64,30 @@ def test_a_value_runs_the_forward_kernel_once(op):
 def test_gradients(op, name):
     """The policy keeps what the forward kernel made: without it, `jax.checkpoint` runs that kernel again."""
     want = {f"{op}_fwd_kernel": FORWARDS[name], f"{op}_bwd_kernel": 1}
-    if name.startswith("few"):  # cut into stretches: what they do to the state, then the states between them, forward and backward
+    # cut into stretches: what they do to the state, then the states between them, forward and backward
+    if name.startswith("few"):
         want |= {f"{op}_transfer_kernel": 1, "combine_kernel": 2, "gather_kernel": 1}
     assert report()[op][name] == want
 
 
 def test_large_heads_take_two_backward_kernels():
-    assert report()["rwkv7"]["large heads"] == {"rwkv7_fwd_kernel": 1, "rwkv7_carry_kernel": 1, "rwkv7_gradients_kernel": 1}
+    assert report()["rwkv7"]["large heads"] == {
+        "rwkv7_fwd_kernel": 1,
+        "rwkv7_carry_kernel": 1,
+        "rwkv7_gradients_kernel": 1,
+    }
 
 
 @pytest.mark.parametrize("op, results", [("rwkv6", [0, 1, 2, 3]), ("rwkv7", [0, 2, 4, 5])])
 def test_gradients_take_over_the_memory_of_states(op, results):
-    """A state of 64 values in four gradients, one of 32 in two; none where the last chunk is not whole, so that its state does not fit there."""
+    """A state of 64 values in four gradients, one of 32 in two; none where the last chunk is not whole, so
+    that its state does not fit there.
+    """
     four, two, none = report()["taken over"][op]
     assert none["operands"] == none["results"] == []
     for found, n in ((four, 4), (two, 2)):
         first, last = found["operands"][0], found["all"][0]
         assert found["operands"] == list(range(first, first + n))
-        # jax-triton 0.4 ignores the last arrays of a call where the kernel has fewer parameters, so those that have none must be last
+        # jax-triton 0.4 ignores the last arrays of a call where the kernel has fewer parameters, so those
+        # that have none must be last
         assert found["results"] == (results[:n] if report()["old"] else list(range(last - n, last)))

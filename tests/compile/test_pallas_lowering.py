@@ -1,4 +1,6 @@
-"""Lowers jitted public ops with implementation="pallas" for CUDA on a machine without a GPU, and looks at which kernels each program calls."""
+"""Lowers jitted public ops with implementation="pallas" for CUDA on a machine without a GPU, and looks at
+which kernels each program calls.
+"""
 
 import collections
 import re
@@ -13,7 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from fla_jax.core.gpu import lowering_for
 
 each_op = pytest.mark.parametrize("op", OPS)
-BACKWARD = {"walk": 2, "contract_state": 2, "contract_values": 1, "gradients": 1}  # the forward walk and all of the backward
+# the forward walk and all of the backward
+BACKWARD = {"walk": 2, "contract_state": 2, "contract_values": 1, "gradients": 1}
 
 
 @pytest.fixture

@@ -57,8 +57,11 @@ def test_kernels_spill_what_is_stated():
         f"spills.json states what kernels spill with Triton {', '.join(stated)}, but {triton} is installed: "
         "see whether kernels are as fast with it, then run resources.py --ci --record"
     )
-    more = {u["name"]: f"{u['spilled']} bytes, stated {stated[triton].get(u['name'], 0)}"
-            for u in found if u["spilled"] > stated[triton].get(u["name"], 0)}  # fmt: skip
+    more = {
+        u["name"]: f"{u['spilled']} bytes, stated {stated[triton].get(u['name'], 0)}"
+        for u in found
+        if u["spilled"] > stated[triton].get(u["name"], 0)
+    }
     assert not more, f"with Triton {triton} a thread spills more than spills.json states: {more}"
 
 

@@ -1,7 +1,8 @@
-"""Runs the models on a mesh of eight fake devices with explicit axes and prints, as JSON, what failed and by how much.
+"""Runs the models on a mesh of eight fake devices with explicit axes and prints, as JSON, what failed and by
+how much.
 
-Started by test_models_explicit.py in a process of its own: the number of devices is fixed when JAX starts. A sharding
-that does not fit is an error of types: most calls are traced and not compiled.
+Started by test_models_explicit.py in a process of its own: the number of devices is fixed when JAX starts. A
+sharding that does not fit is an error of types: most calls are traced and not compiled.
 """
 
 import functools
@@ -21,7 +22,22 @@ from fla_jax.training import chunked_cross_entropy, chunked_loss, cross_entropy
 
 MESH = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
 ROWS = NamedSharding(MESH, P("data"))
-LAST = ("receptance", "key", "gate", "head", "w2", "a2", "g2", "v2", "time_decay_w2", "w0", "a0", "v0", "k_k", "k_a")
+LAST = (
+    "receptance",
+    "key",
+    "gate",
+    "head",
+    "w2",
+    "a2",
+    "g2",
+    "v2",
+    "time_decay_w2",
+    "w0",
+    "a0",
+    "v0",
+    "k_k",
+    "k_a",
+)
 
 
 def whole(path, x):

@@ -1,4 +1,6 @@
-"""The models on a mesh with explicit axes; explicit_run.py does the work in a process with eight fake devices."""
+"""The models on a mesh with explicit axes; explicit_run.py does the work in a process with eight fake
+devices.
+"""
 
 from __future__ import annotations
 
@@ -26,4 +28,6 @@ def test_models(version):
     assert len(found) == 19 and not {k: v for k, v in found.items() if isinstance(v, str) or v > 1e-5}, found
     assert found["numbers"] < 1e-11
     for name, message in refused.items():
-        assert "must be whole along T" in message and "'data'" in message and name.split()[0] in message, message
+        assert "must be whole along T" in message and "'data'" in message and name.split()[0] in message, (
+            message
+        )

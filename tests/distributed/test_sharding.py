@@ -14,9 +14,16 @@ from cases import OPS
 
 HERE = pathlib.Path(__file__).parent
 LAYOUTS = (
-    "auto, rows and heads", "auto, rows", "auto, segments", "auto, time", "explicit, rows and heads", "explicit, rows", "explicit, no initial state",
-    "shard_map, rows and heads", "shard_map with its check, no initial state",
-)  # fmt: skip
+    "auto, rows and heads",
+    "auto, rows",
+    "auto, segments",
+    "auto, time",
+    "explicit, rows and heads",
+    "explicit, rows",
+    "explicit, no initial state",
+    "shard_map, rows and heads",
+    "shard_map with its check, no initial state",
+)
 
 
 @functools.cache

@@ -1,4 +1,6 @@
-"""The examples compile the same programs again and again: with one cache for all of them, in this process and in those they start, once."""
+"""The examples compile the same programs again and again: with one cache for all of them, in this process and
+in those they start, once.
+"""
 
 import sys
 from pathlib import Path

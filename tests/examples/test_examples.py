@@ -1,4 +1,6 @@
-"""The examples, with tiny sizes: they run, resume exactly, survive interruption, and refuse wrong options by name."""
+"""The examples, with tiny sizes: they run, resume exactly, survive interruption, and refuse wrong options by
+name.
+"""
 
 import contextlib
 import csv
@@ -24,7 +26,22 @@ import pytest
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = ["--hidden-size", "16", "--head-dim", "8", "--num-layers", "1", "--sequence", "16", "--batch", "2", "--steps", "60", "--checkpoint-every", "15"]
+TINY = [
+    "--hidden-size",
+    "16",
+    "--head-dim",
+    "8",
+    "--num-layers",
+    "1",
+    "--sequence",
+    "16",
+    "--batch",
+    "2",
+    "--steps",
+    "60",
+    "--checkpoint-every",
+    "15",
+]
 TINY += ["--sample-bytes", "0"]
 
 
@@ -78,9 +95,16 @@ def losses(out):
 
 
 def stop_and_resume(train_lm, text, out, signal_number):
-    """Starts a run, sends the signal in its second interval, resumes; returns the exit status and the step it was resumed from."""
+    """Starts a run, sends the signal in its second interval, resumes; returns the exit status and the step it
+    was resumed from.
+    """
     arguments = [str(a) for a in ("--data", text, "--out", out, *TINY)]
-    program = subprocess.Popen([sys.executable, EXAMPLES / "train_lm.py", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    program = subprocess.Popen(
+        [sys.executable, EXAMPLES / "train_lm.py", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         deadline = time.time() + 120
         while not (out / "checkpoints" / "15").exists() and program.poll() is None and time.time() < deadline:
@@ -124,7 +148,9 @@ def no_file_above(size):
 
 @pytest.fixture(scope="module")
 def loud():
-    """After a failed write the program is silent, as it is at its end; other modules, moments later, are not."""
+    """After a failed write the program is silent, as it is at its end; other modules, moments later, are
+    not.
+    """
     hook, levels = sys.unraisablehook, {name: logging.getLogger(name).level for name in ("absl", "asyncio")}
     yield
     sys.unraisablehook = hook
@@ -165,7 +191,8 @@ def test_without_memory_and_disk(train_lm, straight, text, tmp_path, monkeypatch
     assert line == f"train_lm.py: {out}/checkpoints/45 cannot be written: {full}; {kept}"
     assert "Traceback" not in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]  # no lock is left
-    # step 45 not again: this process, other than a new one, still has TensorStore's memory of the failed writes
+    # step 45 not again: this process, other than a new one, still has TensorStore's memory of the failed
+    # writes
     run(train_lm, *arguments, "--resume", "--checkpoint-every", "30")
     jax.tree.map(np.testing.assert_array_equal, saved(out), saved(straight))
     curve = (out / "loss.png").read_bytes()
@@ -206,11 +233,36 @@ def test_results(straight):
 
 def test_another_seed_is_another_run_and_the_first_one_is_kept(train_lm, straight, text, tmp_path, capsys):
     shutil.copytree(straight, tmp_path / "run")
-    run(train_lm, "--data", text, "--out", tmp_path / "run", *TINY, "--seed", "1", "--steps", "20", "--sample-bytes", "5", "--prompt", "[b]12")
+    run(
+        train_lm,
+        "--data",
+        text,
+        "--out",
+        tmp_path / "run",
+        *TINY,
+        "--seed",
+        "1",
+        "--steps",
+        "20",
+        "--sample-bytes",
+        "5",
+        "--prompt",
+        "[b]12",
+    )
     assert (tmp_path / "run-1" / "checkpoints" / "60").exists()
     assert losses(tmp_path / "run")[1] != losses(straight)[1]
     printed = capsys.readouterr().out
-    for what in ("moved the earlier run", "parameters", "held out", "sample", "[b]12", "validation loss", "tokens/s", "loss.png", "checkpoints/20"):
+    for what in (
+        "moved the earlier run",
+        "parameters",
+        "held out",
+        "sample",
+        "[b]12",
+        "validation loss",
+        "tokens/s",
+        "loss.png",
+        "checkpoints/20",
+    ):
         assert what in printed
 
 
@@ -222,7 +274,20 @@ def test_rwkv6_on_a_directory_in_bf16(train_lm, text, tmp_path, capsys):
     (texts / "binary").write_bytes(bytes(100))
     (texts / ".hidden").write_bytes(b"hidden")
     assert train_lm.read_text(texts) == text.read_bytes() + b"\n\n" + text.read_bytes()[:5000]
-    run(train_lm, "--model", "rwkv6", "--data", texts, "--out", tmp_path / "run", "--precision", "bf16", *TINY, "--steps", "20")
+    run(
+        train_lm,
+        "--model",
+        "rwkv6",
+        "--data",
+        texts,
+        "--out",
+        tmp_path / "run",
+        "--precision",
+        "bf16",
+        *TINY,
+        "--steps",
+        "20",
+    )
     assert "rwkv6" in capsys.readouterr().out
 
 
@@ -274,7 +339,11 @@ def test_validation_carries_the_state(train_lm, straight):
 )
 def test_errors_name_the_option(train_lm, straight, text, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    for name, content in {"text": text.read_bytes(), "other": text.read_bytes()[1:], "short": b"x" * 100}.items():
+    for name, content in {
+        "text": text.read_bytes(),
+        "other": text.read_bytes()[1:],
+        "short": b"x" * 100,
+    }.items():
         Path(name).write_bytes(content)
     Path("empty").mkdir()
     Path("started").mkdir()
@@ -289,9 +358,25 @@ def test_errors_name_the_option(train_lm, straight, text, tmp_path, monkeypatch,
 
 def test_state_tracking(tmp_path, capsys):
     module = load("state_tracking")
-    arguments = ["--steps", "50", "--length", "8", "--batch", "4", "--rate-scales", "2.0", "--out", str(tmp_path)]
+    arguments = [
+        "--steps",
+        "50",
+        "--length",
+        "8",
+        "--batch",
+        "4",
+        "--rate-scales",
+        "2.0",
+        "--out",
+        str(tmp_path),
+    ]
     module.main(arguments)
     assert "rate scale 2" in capsys.readouterr().out and (tmp_path / "parity.png").stat().st_size > 10_000
-    for wrong, message in {"--steps=0": "--steps", "--rate-scales=3": "rate_scale", "--batch=0": "--batch", "--head-dim=5": "head_dim"}.items():
+    for wrong, message in {
+        "--steps=0": "--steps",
+        "--rate-scales=3": "rate_scale",
+        "--batch=0": "--batch",
+        "--head-dim=5": "head_dim",
+    }.items():
         with pytest.raises(SystemExit, match=message):
             module.main([*arguments, wrong])

@@ -61,7 +61,10 @@ def test_generate(generate, checkpoint, tmp_path, capsys):
     assert both.split("\n\n---\n\n")[0] == one  # the first prompt's seed is the same
     assert run(generate, capsys, *arguments, "Hello", "--seed", "1") != one
     save_states(tmp_path / "states.pth", 10 * np.random.default_rng(0).normal(size=(1, 2, 16, 16)))
-    greedy = [run(generate, capsys, *arguments, "Hello", "--temperature", "0", *more) for more in ([], ["--states", tmp_path / "states.pth"])]
+    greedy = [
+        run(generate, capsys, *arguments, "Hello", "--temperature", "0", *more)
+        for more in ([], ["--states", tmp_path / "states.pth"])
+    ]
     assert greedy[0] != greedy[1]
 
 
@@ -70,7 +73,9 @@ def test_generate_from_train_lm(generate, tmp_path, capsys):
     model = small.model(7, vocab_size=256, num_layers=1)
     plain = type(model)(type(model.config)(256, 32, 1, 16))
     params = small.params(plain)
-    (tmp_path / "options.json").write_text(json.dumps({"model": "rwkv7", "hidden_size": 32, "num_layers": 1, "head_dim": 16}))
+    (tmp_path / "options.json").write_text(
+        json.dumps({"model": "rwkv7", "hidden_size": 32, "num_layers": 1, "head_dim": 16})
+    )
     with pytest.raises(SystemExit, match="holds no checkpoint yet"):
         run(generate, capsys, "--checkpoint", tmp_path, "--prompt", "a")
     with ocp.CheckpointManager((tmp_path / "checkpoints").absolute()) as manager:
@@ -100,31 +105,82 @@ def test_errors(generate, checkpoint, capsys, arguments, message):
 def test_state_tuning(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     module = load("examples/state_tuning.py", "example_state_tuning")
-    sizes = ["--base-size", "64", "--base-steps", "30", "--steps", "15", "--sequence", "16", "--batch", "4", "--out", tmp_path]
+    sizes = [
+        "--base-size",
+        "64",
+        "--base-steps",
+        "30",
+        "--steps",
+        "15",
+        "--sequence",
+        "16",
+        "--batch",
+        "4",
+        "--out",
+        tmp_path,
+    ]
     out = run(module, capsys, *sizes)
-    before, after = (float(line.split()[1]) for line in out.splitlines() if line.startswith(("before", "after")))
+    before, after = (
+        float(line.split()[1]) for line in out.splitlines() if line.startswith(("before", "after"))
+    )
     assert after < before and "unchanged, bit for bit" in out
     assert [x.shape for x in read_pth(tmp_path / "states.pth").values()] == [(1, 64, 64)] * 2
     (tmp_path / "text").write_text("short")
-    for wrong, message in ((["--data", tmp_path / "text"], "--data: 5 tokens are too few"), (["--steps", "0"], "--steps must be above 0")):
+    for wrong, message in (
+        (["--data", tmp_path / "text"], "--data: 5 tokens are too few"),
+        (["--steps", "0"], "--steps must be above 0"),
+    ):
         with pytest.raises(SystemExit, match=message):
             run(module, capsys, "--checkpoint", tmp_path / "base.pth", *sizes, *wrong)
 
 
 def test_train_step_benchmark(tmp_path, monkeypatch):
-    """A CPU has no FLA: its failure is recorded, this side's numbers too, and what other benchmarks wrote stays."""
+    """A CPU has no FLA: its failure is recorded, this side's numbers too, and what other benchmarks wrote
+    stays.
+    """
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     module = load("benchmarks/train_step.py", "benchmark_train_step")
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     results = tmp_path / "results.json"
-    results.write_text(json.dumps([{"op": "chunk_rwkv7", "ms": 1.0}, {"op": "train_step", "implementation": "fla", "shape": {}, "ms": 2.0}]))
-    sizes = ["--layers", "1", "--width", "64", "--tokens", "16", "--batch", "1", "--vocab", "300", "--steps", "2", "--warmup", "1"]
+    results.write_text(
+        json.dumps(
+            [
+                {"op": "chunk_rwkv7", "ms": 1.0},
+                {"op": "train_step", "implementation": "fla", "shape": {}, "ms": 2.0},
+            ]
+        )
+    )
+    sizes = [
+        "--layers",
+        "1",
+        "--width",
+        "64",
+        "--tokens",
+        "16",
+        "--batch",
+        "1",
+        "--vocab",
+        "300",
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+    ]
     arguments = [*sizes, "--implementation", "reference", "--out", str(results)]
     module.main(arguments)
     module.main([*arguments, "--sides", "fla", "--fla-python", "no/python"])
     other, smaller, ours, fla = json.loads(results.read_text())
     assert other == {"op": "chunk_rwkv7", "ms": 1.0} and smaller["ms"] == 2.0
     assert ours["implementation"] == "fla_jax" and ours["shape"]["vocab"] == 300 and "error" not in ours
-    assert ours["tokens_per_s"] == pytest.approx(16 / ours["ms"] * 1e3) and ours["first_step_s"] > ours["compile_s"] > 0 and ours["peak_gb"] > 0
-    assert ours["loss_last"] < ours["loss_first"] and abs(ours["loss_first"] - np.log(300)) < 1 and ours["commit"] and ours["versions"]["jax"]
+    assert (
+        ours["tokens_per_s"] == pytest.approx(16 / ours["ms"] * 1e3)
+        and ours["first_step_s"] > ours["compile_s"] > 0
+        and ours["peak_gb"] > 0
+    )
+    assert (
+        ours["loss_last"] < ours["loss_first"]
+        and abs(ours["loss_first"] - np.log(300)) < 1
+        and ours["commit"]
+        and ours["versions"]["jax"]
+    )
     assert fla["implementation"] == "fla" and "FileNotFoundError" in fla["error"]

@@ -126,7 +126,9 @@ with _cli.claimed(Path("earlier"), _run.lock_file(Path("earlier"))):
 
 def test_one_process_a_run(train_lm, place):
     """The second is told the first one's number; what a killed process leaves behind keeps nobody out."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    }
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], env=environment, **pipes)
     try:

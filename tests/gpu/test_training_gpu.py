@@ -54,7 +54,10 @@ def test_bfloat16_follows_float32(version):
     smooth = lambda curve: np.convolve(curve, np.full(10, 0.1), "valid")
     apart = lambda a, b: np.abs(a - b) / b
     step, mean = apart(half, exact), apart(smooth(half), smooth(exact))
-    found = f"RWKV-{version}: loss {exact[0]:.3f} to {exact[-1]:.3f}, bfloat16 within {mean.max():.2%} (single steps {step.max():.2%}, at step {step.argmax()})"
+    found = (
+        f"RWKV-{version}: loss {exact[0]:.3f} to {exact[-1]:.3f}, bfloat16 within {mean.max():.2%} "
+        f"(single steps {step.max():.2%}, at step {step.argmax()})"
+    )
     print(found)
     assert mean.max() < 0.02, (
         f"{found}; every tenth step {exact[::10].round(3).tolist()} and {half[::10].round(3).tolist()}"

@@ -186,10 +186,16 @@ def unsplit(case: Case, monkeypatch) -> Outputs:
 
 
 @each_op
-@pytest.mark.parametrize("options", [
-    dict(T=1024), dict(T=600, decay="mixed"), dict(T=1024, K=128, V=128), dict(T=592, K=16, V=16, dtype="float32", **BOUNDED),
-    dict(T=1024, layout="segments", lengths=(255, 1, 256, 100, 412)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(T=1024),
+        dict(T=600, decay="mixed"),
+        dict(T=1024, K=128, V=128),
+        dict(T=592, K=16, V=16, dtype="float32", **BOUNDED),
+        dict(T=1024, layout="segments", lengths=(255, 1, 256, 100, 412)),
+    ],
+)
 def test_rows_cut_into_stretches(op, options, monkeypatch):
     from fla_jax.pallas.plan import chunked
 

@@ -134,5 +134,8 @@ def test_float64_is_refused(op):
 
 
 def test_importing_fla_jax_imports_no_pallas():
-    code = "import sys, fla_jax, fla_jax.ops; sys.exit('jax.experimental.pallas' in sys.modules or 'triton' in sys.modules)"
+    code = (
+        "import sys, fla_jax, fla_jax.ops; "
+        "sys.exit('jax.experimental.pallas' in sys.modules or 'triton' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

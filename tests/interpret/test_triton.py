@@ -62,9 +62,13 @@ def test_head_sizes(op, K, V):
 
 
 @each_op
-@pytest.mark.parametrize("K, V, arrays", [(16, 10, 1), (16, 24, 2), (24, 40, 4), (64, 64, 4), (16, 72, 0), (128, 16, 1)])
+@pytest.mark.parametrize(
+    "K, V, arrays", [(16, 10, 1), (16, 24, 2), (24, 40, 4), (64, 64, 4), (16, 72, 0), (128, 16, 1)]
+)
 def test_states_kept_where_gradients_go(op, K, V, arrays):
-    """Whole chunks: the gradients are written over the states (kept_states.py), as many as have the shape of one."""
+    """Whole chunks: the gradients are written over the states (kept_states.py), as many as have the shape of
+    one.
+    """
     case = Case(op, B=2, T=48, H=2, K=K, V=V, decay="smooth", layout="segments", lengths=(5, 27, 16))
     x = cases.call_of(case).inputs
     gradients = ("r", "k", "v", "w") if op == "rwkv6" else ("r", "k", "a", "b")
@@ -75,18 +79,41 @@ def test_states_kept_where_gradients_go(op, K, V, arrays):
 
 @each_op
 @pytest.mark.parametrize("decay, lower_bound", [("mixed", None), ("layer", -0.61)])
-@pytest.mark.parametrize("layout, lengths", [("segments", (5, 9, 1, 17, 16)), ("packed", (0, 7, 16, 0, 1, 20, 0))])
+@pytest.mark.parametrize(
+    "layout, lengths", [("segments", (5, 9, 1, 17, 16)), ("packed", (0, 7, 16, 0, 1, 20, 0))]
+)
 @pytest.mark.parametrize("K", [16, 72])
 def test_layouts(op, decay, lower_bound, layout, lengths, K):
-    check(Case(op, B=2, T=40, H=1, K=K, V=16, decay=decay, lower_bound=lower_bound, layout=layout, lengths=lengths), "triton")
+    check(
+        Case(
+            op,
+            B=2,
+            T=40,
+            H=1,
+            K=K,
+            V=16,
+            decay=decay,
+            lower_bound=lower_bound,
+            layout=layout,
+            lengths=lengths,
+        ),
+        "triton",
+    )
 
 
 @each_op
-@pytest.mark.parametrize("case", [
-    dict(decay="mixed"), dict(decay="layer", lower_bound=-0.61), dict(decay="strong"), dict(T=80, decay="smooth", K=72, V=24),
-    dict(decay="smooth", layout="segments", lengths=(16, 16, 1, 40)),  # segments that begin where a stretch does
-    dict(decay="mixed", layout="segments", lengths=(80,)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(decay="mixed"),
+        dict(decay="layer", lower_bound=-0.61),
+        dict(decay="strong"),
+        dict(T=80, decay="smooth", K=72, V=24),
+        # segments that begin where a stretch does
+        dict(decay="smooth", layout="segments", lengths=(16, 16, 1, 40)),
+        dict(decay="mixed", layout="segments", lengths=(80,)),
+    ],
+)
 def test_rows_cut_into_stretches(op, case, split):
     case = Case(op, **(dict(B=2, T=70, H=1, K=16, V=16) | case))
     assert chunked.stretches_of(cases.call_of(case)) >= 3
@@ -95,7 +122,9 @@ def test_rows_cut_into_stretches(op, case, split):
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_nearly_parallel_keys_with_gate_one(lower_bound):
-    check(Case("rwkv7", B=1, T=64, K=16, V=16, decay="none", parallel=True, lower_bound=lower_bound), "triton")
+    check(
+        Case("rwkv7", B=1, T=64, K=16, V=16, decay="none", parallel=True, lower_bound=lower_bound), "triton"
+    )
 
 
 @each_op
@@ -114,14 +143,18 @@ def test_vmap(op, layout):
 @each_op
 def test_two_runs_give_the_same_bits(op):
     case = Case(op, T=33, K=16, V=16, decay="mixed")
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, cases.run(case, "triton"), cases.run(case, "triton"))))
+    assert all(
+        jax.tree.leaves(jax.tree.map(np.array_equal, cases.run(case, "triton"), cases.run(case, "triton")))
+    )
 
 
 @each_op
 def test_without_a_gradient_nothing_is_kept(op):
     """The kernel's outputs: o and the final state in full, of the rest one number each."""
     x = cases.build(Case(op, T=33, K=16, V=16))
-    jaxpr = str(jax.make_jaxpr(lambda arrays: cases.call(op, arrays, implementation="triton"))(dict(x.arrays)))
+    jaxpr = str(
+        jax.make_jaxpr(lambda arrays: cases.call(op, arrays, implementation="triton"))(dict(x.arrays))
+    )
     assert "pure_callback" in jaxpr and "3,2,16,16]" not in jaxpr  # states of three chunks
     assert "3,2,16,16]" in str(jax.make_jaxpr(cases.runner(op, "triton"))(x.arrays, x.do, x.ds))
 

@@ -81,8 +81,10 @@ def main() -> None:
     args = parser.parse_args()
     cases = [
         Case(op, B=8, T=2048, H=16, N=head, dtype=dtype, residual="traced True")
-        for op in TOKENS for head in args.heads for dtype in args.dtypes
-    ]  # fmt: skip
+        for op in TOKENS
+        for head in args.heads
+        for dtype in args.dtypes
+    ]
     calls = {case.op: lowered(case) for case in cases} if args.json else {}
     usages = [
         resources.compile_launch(launch)

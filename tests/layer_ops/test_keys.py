@@ -214,16 +214,23 @@ def test_no_tokens():
     assert results["w"].shape == (2, 0, 3, 16) and not gradients["w0"].any()
 
 
-@pytest.mark.parametrize("change, error, message", [
-    (dict(rate=np.zeros((2, 5, 3, 8))), ValueError, r"rate must .* \[2, 5, 3, 16\], got \[2, 5, 3, 8\]"),
-    (dict(k=np.zeros((2, 5, 48), "float32")), ValueError, r"k must have shape .*N\], got \[2, 5, 48\]"),
-    (dict(w0=np.zeros(48, "float32")), ValueError, r"w0 must have shape \[H, N\] = \[3, 16\], got \[48\]"),
-    (dict(a0=np.zeros((3, 16), "int32")), TypeError, "a0 must be a floating-point array, got int32"),
-    (dict(v0=None), ValueError, "mix, v_first and v0 belong together: .* got v0 = None"),
-    (dict(rate_scale=-1), ValueError, "rate_scale must be a Python number >= 0, got -1"),
-    (dict(decay_dtype="int8"), ValueError, "decay_dtype must be bfloat16, float16, .* got int8"),
-    (dict(implementation="cuda"), ValueError, "must be one of .*'triton', 'xla'.* or None, got 'cuda'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(rate=np.zeros((2, 5, 3, 8))), ValueError, r"rate must .* \[2, 5, 3, 16\], got \[2, 5, 3, 8\]"),
+        (dict(k=np.zeros((2, 5, 48), "float32")), ValueError, r"k must have shape .*N\], got \[2, 5, 48\]"),
+        (
+            dict(w0=np.zeros(48, "float32")),
+            ValueError,
+            r"w0 must have shape \[H, N\] = \[3, 16\], got \[48\]",
+        ),
+        (dict(a0=np.zeros((3, 16), "int32")), TypeError, "a0 must be a floating-point array, got int32"),
+        (dict(v0=None), ValueError, "mix, v_first and v0 belong together: .* got v0 = None"),
+        (dict(rate_scale=-1), ValueError, "rate_scale must be a Python number >= 0, got -1"),
+        (dict(decay_dtype="int8"), ValueError, "decay_dtype must be bfloat16, float16, .* got int8"),
+        (dict(implementation="cuda"), ValueError, "must be one of .*'triton', 'xla'.* or None, got 'cuda'"),
+    ],
+)
 def test_errors(change, error, message):
     with pytest.raises(error, match=message):
         rwkv7_keys(**(build(Case(OP))[0] | change))

@@ -24,9 +24,16 @@ from fla_jax.pallas.layer.norm_mix import launcher
 SPAN = 4  # tokens of a stretch
 # cases that differ in what the kernels are compiled for
 WHOLE = (
-    "rwkv7 attention", "rwkv6 feed-forward", "rwkv6 attention, one", "rwkv6 attention, five", "no state",
-    "no sum", "everything", "segments", "one token",
-)  # fmt: skip
+    "rwkv7 attention",
+    "rwkv6 feed-forward",
+    "rwkv6 attention, one",
+    "rwkv6 attention, five",
+    "no state",
+    "no sum",
+    "everything",
+    "segments",
+    "one token",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +63,16 @@ def test_whole_tokens(name):
     cases.check(CASES[name], "triton")
 
 
-@pytest.mark.parametrize("case", [
-    CASES["everything"], CASES["one token"], Case(B=1, C=300, M=2, lengths=(4, 9)),
-    Case(B=1, C=200, M=2, norm=False), Case(B=1, C=256, T=5, M=1, y=False, normalised=True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES["everything"],
+        CASES["one token"],
+        Case(B=1, C=300, M=2, lengths=(4, 9)),
+        Case(B=1, C=200, M=2, norm=False),
+        Case(B=1, C=256, T=5, M=1, y=False, normalised=True),
+    ],
+)
 def test_tiles_of_channels(case, by_tiles):
     cases.check(case, "triton")
 
@@ -85,11 +98,15 @@ def test_without_a_gradient_no_statistics_are_kept():
     assert kept in str(jax.make_jaxpr(lambda arrays: jax.vjp(f, arrays)[0])(arrays))
 
 
-@pytest.mark.parametrize("bad, reason", [
-    (dict(M=7), "it takes 1 to 6 mixes, got 7"), (dict(B=0), "there are no rows"),
-    (dict(dtype="float64"), "float64"),
-    (dict(C=16400, T=1, B=1, M=1), "it takes up to 16384 channels, got C = 16400"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad, reason",
+    [
+        (dict(M=7), "it takes 1 to 6 mixes, got 7"),
+        (dict(B=0), "there are no rows"),
+        (dict(dtype="float64"), "float64"),
+        (dict(C=16400, T=1, B=1, M=1), "it takes up to 16384 channels, got C = 16400"),
+    ],
+)
 def test_calls_it_cannot_run_say_why(bad, reason):
     with jax.enable_x64(True):
         arrays, _ = cases.build(dataclasses.replace(Case(), **bad))

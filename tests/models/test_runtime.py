@@ -43,16 +43,19 @@ tokens, splits = np.load("tokens.npy").tolist(), {"whole": [17], "steps": [1] * 
 for name in names:
     dtype = torch.bfloat16 if name in ("one_layer", "bfloat16") else torch.float32
     if name != "one_layer":  # written by the package under test
-        torch.save({key: torch.from_numpy(x.copy()).to(dtype) for key, x in np.load(name + ".npz").items()}, name + ".pth")
+        tensors = {key: torch.from_numpy(x.copy()).to(dtype) for key, x in np.load(name + ".npz").items()}
+        torch.save(tensors, name + ".pth")
     z, path = torch.load(name + ".pth", weights_only=True), name
-    if version == 6 and dtype != torch.float32:  # its RWKV-6 normalises the embedding in the file's dtype, and rounds it; give it the same values in float32
+    # Its RWKV-6 normalises the embedding in the file's dtype, and rounds it: the same values in float32.
+    if version == 6 and dtype != torch.float32:
         path = name + ".float32"
         torch.save({key: x.float() for key, x in z.items()}, path + ".pth")
     model = RWKV(model=path, strategy="cpu fp32")
     results = {}
     for split, lengths in splits.items():
         state, rows, start = None, [], 0
-        if version == 7 and "blocks.0.att.time_state" in z:  # its RWKV-7 does not look for them, its RWKV-6 does
+        # Its RWKV-7 does not look for them, its RWKV-6 does.
+        if version == 7 and "blocks.0.att.time_state" in z:
             state = model.generate_zero_state()
             for i in range(len(state) // 3):
                 state[3 * i + 1] = z[f"blocks.{i}.att.time_state"].float()

@@ -197,9 +197,15 @@ def test_any_shape(op, implementation):
 
     @bounded(3)
     @hypothesis.given(
-        B=st.integers(1, 3), T=st.integers(1, 40), H=st.integers(1, 3), K=size, V=size, chunk_size=st.sampled_from([None, 1, 2, 4, 8, 16]),
-        decay=st.sampled_from(list(cases.DECAYS)), seed=seeds,
-    )  # fmt: skip
+        B=st.integers(1, 3),
+        T=st.integers(1, 40),
+        H=st.integers(1, 3),
+        K=size,
+        V=size,
+        chunk_size=st.sampled_from([None, 1, 2, 4, 8, 16]),
+        decay=st.sampled_from(list(cases.DECAYS)),
+        seed=seeds,
+    )
     def examples(B, T, H, K, V, chunk_size, decay, seed):
         check(Case(op, B, T, H, K, V, decay=decay, chunk_size=chunk_size, seed=seed), implementation)
 

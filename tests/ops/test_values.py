@@ -45,9 +45,14 @@ def test_lengths(op, implementation, T):
 
 
 @each_op
-@pytest.mark.parametrize("implementation, K, V", [
-    ("reference", 1, 9), ("reference", 24, 16), *(("xla", *KV) for KV in [(1, 1), (16, 24), (256, 5), (7, 256)])
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "implementation, K, V",
+    [
+        ("reference", 1, 9),
+        ("reference", 24, 16),
+        *(("xla", *KV) for KV in [(1, 1), (16, 24), (256, 5), (7, 256)]),
+    ],
+)
 def test_head_sizes(op, implementation, K, V):
     # eight rows and heads: with K = V = 1 and one of them, dS0 is a single number, a product of differences
     # exp(w) - gate that may nearly all cancel, and its relative error would judge the numbers drawn and not

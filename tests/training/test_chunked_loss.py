@@ -117,18 +117,22 @@ def test_errors():
 
 
 SHARDED = """
-import jax, jax.numpy as jnp, numpy as np
+import functools, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from fla_jax.training import chunked_cross_entropy
 rng = np.random.default_rng(0)
-hidden, kernel, labels = np.float32(rng.normal(size=(2, 6, 8))), np.float32(rng.normal(size=(8, 10))), rng.integers(0, 10, (2, 6))
-f = jax.jit(lambda h, k, y: jax.value_and_grad(lambda h, k: chunked_cross_entropy(h, k, y, block_tokens=4), (0, 1))(h, k))
+hidden, kernel = np.float32(rng.normal(size=(2, 6, 8))), np.float32(rng.normal(size=(8, 10)))
+labels = rng.integers(0, 10, (2, 6))
+loss = lambda h, k, y: chunked_cross_entropy(h, k, y, block_tokens=4)
+f = jax.jit(jax.value_and_grad(loss, (0, 1)))
 want = f(hidden, kernel, labels)
 for kind in (AxisType.Auto, AxisType.Explicit):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     with jax.set_mesh(mesh):
-        got = f(*(jax.device_put(x, NamedSharding(mesh, P(*axes))) for x, axes in ((hidden, ("data",)), (kernel, ()), (labels, ("data",)))))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), jax.device_get(got), want)
+        placed = ((hidden, P("data")), (kernel, P()), (labels, P("data")))
+        got = f(*(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in placed))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    jax.tree.map(close, jax.device_get(got), want)
     assert got[1][0].sharding.spec[0] == "data"
 """
 

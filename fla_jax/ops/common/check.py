@@ -76,9 +76,9 @@ def _growth(op: str, x: RWKV7Inputs, final: jax.Array) -> None:
     bad = jnp.any(~(size <= limit), -1)
     checkify.check(
         ~jnp.any(bad),
-        f"{op}: the state of row {{row}} grew without bound (|S| = {{size}}): the transition diag(exp(w)) + b a^T "
-        "expands it. RWKV-7 passes a = -kk and b = kk * gate with |kk| = 1 and gate in [0, 1]; a and b drawn at random "
-        "overflow within some steps",
+        f"{op}: the state of row {{row}} grew without bound (|S| = {{size}}): the transition "
+        "diag(exp(w)) + b a^T expands it. RWKV-7 passes a = -kk and b = kk * gate with |kk| = 1 and gate "
+        "in [0, 1]; a and b drawn at random overflow within some steps",
         row=jnp.argmax(bad),
         size=jnp.max(jnp.where(bad[:, None], size, 0)),
     )

@@ -53,14 +53,16 @@ def _check_cu_seqlens(cu: jax.Array, B: int, T: int) -> None:
     values = np.asarray(cu).astype(np.int64)
     if values[0] != 0 or values[-1] != T or (np.diff(values) < 0).any():
         raise ValueError(
-            f"cu_seqlens must rise from 0 to T = {T} without falling, got {values.tolist()[:8]}{' ...' if values.size > 8 else ''}"
+            f"cu_seqlens must rise from 0 to T = {T} without falling, got "
+            f"{values.tolist()[:8]}{' ...' if values.size > 8 else ''}"
         )
 
 
 def _static_float(name: str, x: Any) -> float:
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
-            f"{name} must be a Python number, known when the function is traced, got a traced value; multiply o by it instead"
+            f"{name} must be a Python number, known when the function is traced, got a traced value; "
+            "multiply o by it instead"
         )
     if isinstance(x, str | bytes | bool):  # which float() would take
         raise TypeError(f"{name} must be a Python number, got {type(x).__name__} {x!r}")

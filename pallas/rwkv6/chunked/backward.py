@@ -162,7 +162,11 @@ def rwkv6_bwd_kernel(
     """
     states = (states0_, states1_, states2_, states3_)
     dr_, dk_, dv_, dw_ = gradients_over_states(states, (dr_, dk_, dv_, dw_), TAKEN)
-    if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
+    if (
+        tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0
+        if ANY
+        else False
+    ):
         walk_backward(
             r_, k_, v_, w_, u_, seg_, cu_, chunk0_, dy_, dsT_, states, T, span, dr_, dk_, dv_, dw_, du_, ds0_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, ARRAYS,

@@ -78,7 +78,9 @@ def walk_forward(
         Sd = S.to(DOT)
         if KEEP:
             chunk = (chunk0 + n) * H + h
-            tl.store(kept + (chunk * (K * V) if ARRAYS == 0 else pk), Sd.to(states[0].dtype.element_ty), mask=msq)
+            tl.store(
+                kept + (chunk * (K * V) if ARRAYS == 0 else pk), Sd.to(states[0].dtype.element_ty), mask=msq
+            )
         vt = tl.trans(v)
         Y = tl.dot(Sd, tl.trans(q0), input_precision=PREC)
         Y = tl.dot(vt, tl.trans(A), Y, input_precision=PREC)
@@ -105,7 +107,11 @@ def rwkv6_fwd_kernel(
     With ``ANY``, ``strong_`` [B, H] says which rows and heads need the form for any decay; the others take the bounded one.
     """
     states = (states0_, states1_, states2_, states3_)
-    if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
+    if (
+        tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0
+        if ANY
+        else False
+    ):
         walk_forward(
             r_, k_, v_, w_, u_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, KEEP, ARRAYS,
@@ -135,7 +141,10 @@ def rwkv6_transfer_kernel(
     offk = oc[:, None] * (H * K) + ok[None, :]
     offv = oc[:, None] * (H * V) + ov[None, :]
     pk, pv = (first * H + h) * K, (first * H + h) * V
-    S, gone = tl.zeros([BV, BK], tl.float32), tl.zeros([BK], tl.float32)  # gone: log decays summed since the stretch began
+    S, gone = (
+        tl.zeros([BV, BK], tl.float32),
+        tl.zeros([BK], tl.float32),
+    )  # gone: log decays summed since the stretch began
     for n in range(0, tl.cdiv(length, C)):
         left = length - n * C
         m = oc < left

@@ -94,7 +94,11 @@ def walk_backward(
             U = tl.dot(Z.to(DOT), tl.trans(inv), input_precision=PREC).to(DOT)
         else:
             store_tokens(dz_ + pv, offt, dZ, m[None, :] & mv[:, None], EVEN)
-            tl.store(dstates_ + chunk * (K * V) + ov[:, None] * K + ok[None, :], dSd.to(dstates_.dtype.element_ty), mask=msq)
+            tl.store(
+                dstates_ + chunk * (K * V) + ov[:, None] * K + ok[None, :],
+                dSd.to(dstates_.dtype.element_ty),
+                mask=msq,
+            )
         # the state that passes through
         if ANY:
             dS *= pre[None, :]
@@ -124,7 +128,11 @@ def rwkv7_bwd_kernel(
     """Grid (value blocks, heads, stretches). dr, dw, dk, da, db have a leading axis of value blocks, to be summed; ``strong_`` as in the forward."""
     states = (states0_, states1_, states2_, states3_)
     dr_, dk_, da_, db_ = gradients_over_states(states, (dr_, dk_, da_, db_), TAKEN)
-    if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
+    if (
+        tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0
+        if ANY
+        else False
+    ):
         walk_backward(
             r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, states, inv_, T, span, dr_, dw_, dk_, dv_, da_, db_, ds0_, ds0_, ds0_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, ARRAYS, True,
@@ -144,7 +152,11 @@ def rwkv7_carry_kernel(
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Grid (value blocks, heads, stretches): dV, dZ like it, and in ``dstates_`` [.., V, K] the gradients of the states before their last decay."""
-    if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
+    if (
+        tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0
+        if ANY
+        else False
+    ):
         walk_backward(
             r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, dsT_, (inv_,), inv_, T, span, dv_, dv_, dv_, dv_, dv_, dv_, ds0_, dstates_, dz_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, 0, False,

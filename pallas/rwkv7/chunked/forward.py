@@ -92,7 +92,9 @@ def walk_forward(
         Sd = S.to(DOT)
         if KEEP:
             chunk = (chunk0 + n) * H + h
-            tl.store(kept + (chunk * (K * V) if ARRAYS == 0 else pk), Sd.to(states[0].dtype.element_ty), mask=msq)
+            tl.store(
+                kept + (chunk * (K * V) if ARRAYS == 0 else pk), Sd.to(states[0].dtype.element_ty), mask=msq
+            )
             if iv == 0:
                 tl.store(inv_ + chunk * 256 + oc[:, None] * 16 + oc[None, :], inv.to(inv_.dtype.element_ty))
         Z = tl.dot(Sd, tl.trans(a0), input_precision=PREC)
@@ -136,7 +138,11 @@ def rwkv7_fwd_kernel(
     """
     iv = tl.program_id(0)
     states = (states0_, states1_, states2_, states3_)
-    if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
+    if (
+        tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0
+        if ANY
+        else False
+    ):
         walk_forward(
             r_, w_, k_, v_, a_, b_, s0_, seg_, cu_, chunk0_, T, span, y_, sT_, states, inv_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, KEEP, ARRAYS, True, True, iv, u_, KEEP_U,

@@ -84,10 +84,25 @@ def token_gradients(
     vt, Ut, dZt = tl.trans(v), tl.trans(U), tl.trans(dZ)
     dAqk, dAqb = tl.dot(dy, vt, input_precision=PREC), tl.dot(dy, U, input_precision=PREC)
     dAak, dAab = tl.dot(dZt, vt, input_precision=PREC), tl.dot(dZt, U, input_precision=PREC)
-    dAqk, dAqb, dAak, dAab = only(dAqk, seen).to(DOT), only(dAqb, seen).to(DOT), only(dAak, below).to(DOT), only(dAab, below).to(DOT)
+    dAqk, dAqb, dAak, dAab = (
+        only(dAqk, seen).to(DOT),
+        only(dAqb, seen).to(DOT),
+        only(dAak, below).to(DOT),
+        only(dAab, below).to(DOT),
+    )
     if ANY:  # pairs that are not decayed at all apart: their size must not drown the rest of dw
-        nqk, nqb, nak, nab = only(dAqk, t == j), only(dAqb, t == j), only(dAak, t == j + 1), only(dAab, t == j + 1)
-        dAqk, dAqb, dAak, dAab = only(dAqk, t > j), only(dAqb, t > j), only(dAak, t > j + 1), only(dAab, t > j + 1)
+        nqk, nqb, nak, nab = (
+            only(dAqk, t == j),
+            only(dAqb, t == j),
+            only(dAak, t == j + 1),
+            only(dAab, t == j + 1),
+        )
+        dAqk, dAqb, dAak, dAab = (
+            only(dAqk, t > j),
+            only(dAqb, t > j),
+            only(dAak, t > j + 1),
+            only(dAab, t > j + 1),
+        )
         kd, bd, rd, ad = k.to(DOT), b.to(DOT), r.to(DOT), a.to(DOT)
 
     # rows: through the state (xs, ys), then with the pairs of the chunk
@@ -130,8 +145,12 @@ def token_gradients(
         xi = col_gradient(dAqb, dAab, q1, a1, True, PREC, ANY)
         acc -= b1.to(tl.float32) * xi
         db += c1 * xi
-        dk += tl.dot(tl.trans(nqk), rd, input_precision=PREC) * SCALE + tl.dot(tl.trans(nak), ad, input_precision=PREC)
-        db += tl.dot(tl.trans(nqb), rd, input_precision=PREC) * SCALE + tl.dot(tl.trans(nab), ad, input_precision=PREC)
+        dk += tl.dot(tl.trans(nqk), rd, input_precision=PREC) * SCALE + tl.dot(
+            tl.trans(nak), ad, input_precision=PREC
+        )
+        db += tl.dot(tl.trans(nqb), rd, input_precision=PREC) * SCALE + tl.dot(
+            tl.trans(nab), ad, input_precision=PREC
+        )
     store_tokens(dk_, offk, dk, mtk, EVEN)
     store_tokens(db_, offk, db, mtk, EVEN)
 
@@ -208,7 +227,11 @@ def rwkv7_gradients_kernel(
     ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks times blocks of keys, heads, stretches), for large heads: after the carry kernel has stored dZ and the gradients of the states."""
-    if tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0 if ANY else False:
+    if (
+        tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0
+        if ANY
+        else False
+    ):
         chunk_gradients(
             r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, u_, dz_, states_, dstates_, T, span, dr_, dw_, dk_, da_, db_,
             H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, BLOCKS,
