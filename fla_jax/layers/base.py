@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..core.names import name_dense
 from ..ops.layer import norm_shift_mix
+from .fields import check_fields
 from .init import ByDepth, Initializer, computed
 from .norm import Affine, NormParameters
 from .placement import Axes, beside, entries, gathered, hold, is_explicit, product
@@ -46,6 +47,13 @@ class Layer(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     logical_axes: bool = False
+
+    def __post_init__(self) -> None:
+        values = {name: getattr(self, name) for name in type(self).__dataclass_fields__ if name != "parent"}
+        if self.dtype is None:  # a layer takes its input's, a configuration must name one
+            del values["dtype"]
+        check_fields(**values)
+        super().__post_init__()
 
     def compute_dtype(self, x: jax.Array) -> Any:
         """Dtype to compute in, for input ``x``."""
@@ -217,11 +225,6 @@ class Attention(Layer):
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, RWKVState]:
         """Checked input in the compute dtype, and state."""
-        if self.head_dim < 1 or self.hidden_size % self.head_dim:
-            raise ValueError(
-                f"hidden_size must be a multiple of head_dim, got hidden_size = {self.hidden_size}, "
-                f"head_dim = {self.head_dim}"
-            )
         self.check_input(x, segment_ids, lengths)
         x = x.astype(self.compute_dtype(x))
         zeros = zero_state(x.shape[0], self.hidden_size, self.head_dim, x.dtype)
