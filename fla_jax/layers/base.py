@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
+from ..core.sharding import beside, entries, is_explicit
 from ..ops.layer import norm_shift_mix
 from .fields import check_fields
 from .init import ByDepth, Initializer, computed
 from .norm import Affine, NormParameters
-from .placement import Axes, beside, entries, gathered, hold, is_explicit, product
+from .placement import Axes, gathered, hold, product
 from .shift import last_token
 from .state import RWKVState, check_state, zero_state
 
@@ -71,11 +72,8 @@ class Layer(nn.Module):
         """A parameter [C], or of another ``shape``, for elementwise use with activations of the rows of ``x``
         [B, T, C].
         """
-        return gathered(
-            self.weight(name, init, (self.hidden_size,) if shape is None else shape, axes),
-            x,
-            self.parts(axes[0]),
-        )
+        weight = self.weight(name, init, (self.hidden_size,) if shape is None else shape, axes)
+        return gathered(weight, x, axes, self.parts(axes[0]))
 
     def parts(self, axis: str | None) -> int | None:
         """How many pieces an axis of a parameter consists of that devices must not cut; None for single
