@@ -8,7 +8,7 @@ from typing import Any
 from running.processes import Job, serve
 from running.timing import torch_ms
 
-from pieces import fla
+from pieces import fla_pieces
 from pieces.piece import VOCABULARY, piece_of
 
 
@@ -34,7 +34,7 @@ def milliseconds(job: Job) -> dict[str, float]:
     piece, shape = piece_of(job["piece"]), tuple(job["shape"])
     inputs = draw(piece.inputs(shape), job["dtype"])
     assert piece.peer is not None
-    call = getattr(fla, piece.peer)(inputs)
+    call = getattr(fla_pieces, piece.peer)(inputs)
     leaves = [array for array in inputs.values() if array.requires_grad]
     made = call(inputs)
     cotangents = [torch.randn_like(array) for array in made]

@@ -25,7 +25,7 @@ class Piece:
         call: ``call(inputs, implementation) -> results``, any tree of arrays.
         moved: bytes that each pass must read or write, from the shape and the size of a token's number. A
             pass is "fwd", "bwd" (alone, after a forward pass) or "fwd+bwd".
-        peer: name of the function in `pieces.fla` that does the same, None where there is none.
+        peer: name of the function in `pieces.fla_pieces` that does the same, None where there is none.
         written: which of the results a forward pass writes; the others are as they came, or there twice.
         implementations: what is measured on a GPU; the last one alone elsewhere.
         flops: floating-point operations of a pass's products, from the shape; None where bytes decide.

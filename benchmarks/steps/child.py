@@ -9,11 +9,11 @@ from records import versions
 from running import tuning
 from running.processes import Job, serve
 
-from steps import fla, ours, rwkv_lm, torch_training
+from steps import fla_model, ours, rwkv_lm, torch_training
 from steps.measuring import with_share
 from steps.rows import Row
 
-SIDES = {"fla_jax": ours.train, "rwkv-lm": rwkv_lm.train, "fla": fla.train}
+SIDES = {"fla_jax": ours.train, "rwkv-lm": rwkv_lm.train, "fla": fla_model.train}
 
 
 def train(job: Job) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def compile_(job: Job) -> None:
         tuning.compile_only(*job["shares"])
         # kernels are specialised as they will be; how many layers and rows there are makes no difference
         row = {**job["row"], "layers": 2, "batch": 2}
-        fla.train(Row(**row), {**job, "warmup": 0, "steps": 1})
+        fla_model.train(Row(**row), {**job, "warmup": 0, "steps": 1})
 
 
 def make(settings: dict[str, Any]) -> Callable[[Job], Any]:
