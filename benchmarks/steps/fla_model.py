@@ -42,6 +42,9 @@ def train(row: Row, job: Job) -> dict[str, Any]:
         model.gradient_checkpointing_enable()
 
     def loss_of(inputs: Any, labels: Any) -> Any:
-        return model(input_ids=inputs, shift_labels=labels, use_cache=False).loss
+        if version == "7":
+            return model(input_ids=inputs, shift_labels=labels, use_cache=False).loss
+        # it shifts them itself: the last token has no label then
+        return model(input_ids=inputs, labels=inputs, use_cache=False).loss
 
     return torch_training.train(model, loss_of, row, job, autocast)

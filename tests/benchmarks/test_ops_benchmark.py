@@ -128,8 +128,12 @@ def test_the_chart_shows_losses(module, tmp_path):
         row("a", 1.3, None),
     ]
     assert [chart.color(r) for r in rows] == [chart.LOST, chart.WON, chart.ALONE, chart.PEER]
-    chart.draw(
-        [*rows, {"op": "train_step"}, {"op": "chunk_rwkv7", "peer": "b", "skipped": "why"}],
-        tmp_path / "cpu.png",
-    )
-    assert (tmp_path / "cpu.png").stat().st_size > 1000
+    piece = {"op": "rwkv7_keys", "form": "rwkv7 attention", "shape": [1, 2, 3], "dtype": "bfloat16"}
+    piece |= {"pass": "fwd", "of_copy": 0.5, "device": "cpu", "commit": "0"}
+    rows += [{**piece, "library": name, "implementation": name, "ms": 1.0, "ratio": None} for name in "ab"]
+    rows += [{"op": "train_step"}, {"op": "chunk_rwkv7", "peer": "b", "skipped": "why"}]
+    made = chart.pictures(rows, tmp_path / "cpu.json")
+    assert made == [tmp_path / "cpu.png", tmp_path / "cpu-layers.png"]
+    assert all(path.stat().st_size > 1000 for path in made)
+    assert [panel.floor for panel in chart.panels(rows) + chart.piece_panels(rows)] == [0.5, 0.5]
+    assert chart.pictures([{"op": "train_step"}], tmp_path / "cpu.json") == []

@@ -1,4 +1,4 @@
-"""generate.py and state_tuning.py with tiny sizes, and the benchmark of training steps."""
+"""generate.py and state_tuning.py with tiny sizes."""
 
 import importlib.util
 import json
