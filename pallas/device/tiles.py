@@ -55,8 +55,12 @@ def fma(x: Any, y: Any, z: Any) -> jax.Array:
     shape = jnp.broadcast_shapes(jnp.shape(x), jnp.shape(y), jnp.shape(z))
     args = [jnp.broadcast_to(a, shape) for a in (x, y, z)]
     (out,) = pltriton.elementwise_inline_asm(
-        "fma.rn.f32 $0, $1, $2, $3;", args=args, constraints="=f,f,f,f", pack=1, result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)]
-    )  # fmt: skip
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=args,
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )
     return out
 
 
@@ -91,8 +95,16 @@ def positions(number: int) -> Any:
 
 
 def walk_stretches(
-    load: Any, token: Any, start: jax.Array, states_: Any, restart_: Any, bounds_: Any, sizes: Sizes, reverse: bool, keep: bool
-) -> jax.Array:  # fmt: skip
+    load: Any,
+    token: Any,
+    start: jax.Array,
+    states_: Any,
+    restart_: Any,
+    bounds_: Any,
+    sizes: Sizes,
+    reverse: bool,
+    keep: bool,
+) -> jax.Array:
     """Runs ``S = token(S, load(at), at)`` over the program's sequence, axis 2 of the grid, and returns the
     last state.
 

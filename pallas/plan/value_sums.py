@@ -18,8 +18,13 @@ STATE_WARPS, VALUE_WARPS = 2, 1  # of programs of `contract_state` and `contract
 
 
 def sum_over_values(
-    plan: Plan, ys: Sequence[jax.Array], zs: Sequence[jax.Array], states: jax.Array, dstates: jax.Array, scale: float
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    plan: Plan,
+    ys: Sequence[jax.Array],
+    zs: Sequence[jax.Array],
+    states: jax.Array,
+    dstates: jax.Array,
+    scale: float,
+) -> tuple[jax.Array, ...]:
     """All sums over V: S0 y of each reader, D z of each writer [B * T' * H, K], S0 D by rows
     [B * number * H, K], scores, same (see `contract_values`), and which lines `Pairs` takes for earlier ones,
     its own and the next [3, 16, 16].

@@ -18,10 +18,23 @@ from ...device.tiles import Sizes, across, along, dot, fma, walk_stretches
 
 
 def rwkv6_walk(
-    read_: Any, write_: Any, decay_: Any, u_: Any, x_: Any, start_: Any, restart_: Any, bounds_: Any,
-    y_: Any, end_: Any, states_: Any,
-    *, sizes: Sizes, reverse: bool, keep: bool, scale: float,
-) -> None:  # fmt: skip
+    read_: Any,
+    write_: Any,
+    decay_: Any,
+    u_: Any,
+    x_: Any,
+    start_: Any,
+    restart_: Any,
+    bounds_: Any,
+    y_: Any,
+    end_: Any,
+    states_: Any,
+    *,
+    sizes: Sizes,
+    reverse: bool,
+    keep: bool,
+    scale: float,
+) -> None:
     """Grid (blocks of V, heads, sequences): ``y = S^T read + (read . u write) x``,
     ``S <- diag(decay) S + write x^T``.
 

@@ -19,10 +19,25 @@ from ...device.tiles import Sizes, across, along, dot, fma, walk_stretches
 
 
 def rwkv7_walk(
-    first_: Any, second_: Any, decay_: Any, write_: Any, read_: Any, x_: Any, start_: Any, restart_: Any, bounds_: Any,
-    y_: Any, inner_: Any, end_: Any, states_: Any,
-    *, sizes: Sizes, reverse: bool, keep: bool, scales: tuple[float, float],
-) -> None:  # fmt: skip
+    first_: Any,
+    second_: Any,
+    decay_: Any,
+    write_: Any,
+    read_: Any,
+    x_: Any,
+    start_: Any,
+    restart_: Any,
+    bounds_: Any,
+    y_: Any,
+    inner_: Any,
+    end_: Any,
+    states_: Any,
+    *,
+    sizes: Sizes,
+    reverse: bool,
+    keep: bool,
+    scales: tuple[float, float],
+) -> None:
     """Grid (blocks of V, heads, sequences).
 
     Exchange: ``inner = S^T first``, ``S <- diag(decay) S + second inner^T``. Token: ``S <- S + write x^T``,
@@ -57,7 +72,7 @@ def rwkv7_walk(
 
 def rwkv7_gradients(
     decay_: Any, r_: Any, a_: Any, k_: Any, b_: Any, *refs: Any, sizes: Sizes, size: int
-) -> None:  # fmt: skip
+) -> None:
     """Grid (blocks of K, heads, B * stretches): gradients of r, w, k, a, b from all sums over V
     (`sum_over_values`); ``size`` rows of K a program.
     """
