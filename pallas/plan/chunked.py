@@ -31,7 +31,7 @@ LaunchTable = Mapping[tuple[str, int] | tuple[str, int, str], tuple[int, int, in
 FULL, FEW, SHORTEST = 512, {64: 132, 128: 100}, 256
 
 
-class Plan(NamedTuple):
+class ChunkedPlan(NamedTuple):
     """One launch.
 
     Attributes:
@@ -108,7 +108,7 @@ def store_dtype(half: bool) -> Any:
     return jnp.bfloat16 if half else jnp.float32
 
 
-def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, splits: int = 1) -> Plan:
+def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, splits: int = 1) -> ChunkedPlan:
     """Plans the pass ``which`` of a launch table for a recurrence's inputs ``x``, rows cut into ``splits``
     stretches.
     """
@@ -148,7 +148,7 @@ def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, sp
     seg = none if x.segment_ids is None else restarts(x.segment_ids)
     ranges = dict(seg_=seg, cu_=cu, chunk0_=chunk0, any_decay_=needs, T=T, span=_span(T, splits))
     options = dict(grid=(parts, H, rows), num_warps=num_warps, num_stages=num_stages, mode=mode)
-    return Plan(ranges, options, parts, chunks)
+    return ChunkedPlan(ranges, options, parts, chunks)
 
 
 def partial_shapes(parts: int, *arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..device.stretches import combine_kernel, gather_kernel
 from ..run.triton import launch
-from .chunked import Plan
+from .chunked import ChunkedPlan
 from .shapes import tile
 
 
@@ -51,7 +51,9 @@ def enter(M: jax.Array, N: jax.Array, initial: jax.Array, splits: int) -> jax.Ar
     return _combine(M, N, initial, splits, False)
 
 
-def enter_backward(plan: Plan, M: jax.Array, reads: jax.Array, do: jax.Array, ds: jax.Array) -> jax.Array:
+def enter_backward(
+    plan: ChunkedPlan, M: jax.Array, reads: jax.Array, do: jax.Array, ds: jax.Array
+) -> jax.Array:
     """The gradients of the states that leave all stretches, [B * splits, H, K, V], from those that leave the
     rows, [B, H, K, V].
     """

@@ -10,7 +10,7 @@ sums over programs, so that two runs give the same bits.
 import triton
 import triton.language as tl
 
-from .rows import begins, channels, extended, read, stretch, write
+from .rows import begins, channels, extended, read, share, write
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def mix_bwd_kernel(
 ):
     """Writes dx; by tiles of channels dh instead, and for every token and tile the two sums that dx needs."""
     mu_, g_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (g0_, g1_, g2_, g3_, g4_, g5_)
-    row, base, start, end = stretch(T, span)
+    row, base, start, end = share(T, span)
     zero = tl.zeros([BC], tl.float32)
     mus, dmus = (), ()
     for n in tl.static_range(M):
@@ -175,7 +175,7 @@ def norm_bwd_kernel(
     SUM: tl.constexpr,
 ):
     """dx from dh and the sums over each of ``TILES`` tiles of channels (``PADDED``: next power of two)."""
-    _, base, start, end = stretch(T, span)
+    _, base, start, end = share(T, span)
     scale, tile = read(scale_, 0, C, BC), tl.arange(0, PADDED)
     for t in tl.range(start, end, num_stages=STAGES):
         at = base + t

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .rows import begins, extended, read, read_sum, statistics, stretch, write
+from .rows import begins, extended, read, read_sum, share, statistics, write
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def mix_fwd_kernel(
 ):
     """Outputs ``h_t + (h_{t-1} - h_t) (mu_n + moves_nt)``, h being x (+ y) normalised."""
     mu_, o_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (o0_, o1_, o2_, o3_, o4_, o5_)
-    row, base, start, end = stretch(T, span)
+    row, base, start, end = share(T, span)
     mus = ()
     if HOIST:
         for n in tl.static_range(M):
@@ -130,7 +130,7 @@ def statistics_kernel(
     ADD: tl.constexpr,
 ):
     """Mean and one over the standard deviation of every token of x (+ y), and the sum itself."""
-    _, base, start, end = stretch(T, span)
+    _, base, start, end = share(T, span)
     for t in tl.range(start, end, num_stages=STAGES):
         x = read_sum(x_, y_, base + t, C, BC, ADD)
         if ADD:

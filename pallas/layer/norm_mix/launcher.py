@@ -64,7 +64,7 @@ TILES: dict[str, Launch] = {
     "norm": Launch(0, 0, 16, 2),
 }
 FEW = 2
-# Warps that keep a GPU busy: with fewer, stretches are halved, down to the shortest that is worth a program.
+# Warps that keep a GPU busy: with fewer, shares are halved, down to the shortest that is worth a program.
 WARPS, SHORTEST = 4096, 8
 
 

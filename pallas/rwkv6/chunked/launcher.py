@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV6Inputs
-from ...plan.chunked import LaunchTable, Plan, make_plan, partial_shapes, stretches_of, total
+from ...plan.chunked import ChunkedPlan, LaunchTable, make_plan, partial_shapes, stretches_of, total
 from ...plan.kept_states import KeptStates, keep_states
 from ...plan.shapes import like
 from ...plan.stretches import enter, enter_backward
@@ -58,7 +58,7 @@ def _tokens(x: RWKV6Inputs) -> dict[str, jax.Array]:
     return dict(r_=x.r, k_=x.k, v_=x.v, w_=x.w, u_=u)
 
 
-def _transfer(plan: Plan, x: RWKV6Inputs) -> dict[str, jax.Array]:
+def _transfer(plan: ChunkedPlan, x: RWKV6Inputs) -> dict[str, jax.Array]:
     """M_, N_ and reads_ of all stretches: see plan/stretches.py."""
     (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], plan.mode.splits
     ranges = {name: plan.ranges[name] for name in ("seg_", "T", "span")}

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from ....core.call import Call, Outputs, Recurrence, RWKV7Inputs
 from ...plan.chunked import (
     CHUNK,
+    ChunkedPlan,
     LaunchTable,
-    Plan,
     has_half,
     launch_options,
     make_plan,
@@ -86,7 +86,7 @@ def _tokens(x: RWKV7Inputs) -> dict[str, jax.Array]:
     return dict(r_=x.r, w_=x.w, k_=x.k, v_=x.v, a_=x.a, b_=x.b)
 
 
-def _transfer(plan: Plan, x: RWKV7Inputs) -> dict[str, jax.Array]:
+def _transfer(plan: ChunkedPlan, x: RWKV7Inputs) -> dict[str, jax.Array]:
     """M_, N_ and reads_ of all stretches: see plan/stretches.py."""
     (B, _, H, K), V = x.r.shape, x.v.shape[-1]
     splits, BV = plan.mode.splits, plan.mode.BV
@@ -139,7 +139,7 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
 
 
 def _backward_by_one(
-    plan: Plan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
+    plan: ChunkedPlan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
 ) -> RWKV7Inputs:
     """All gradients in one kernel."""
     states = _states(x)
@@ -165,7 +165,7 @@ def _backward_by_one(
 
 
 def _backward_by_two(
-    plan: Plan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
+    plan: ChunkedPlan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
 ) -> RWKV7Inputs:
     """The carry kernel, then the gradients kernel, for large heads."""
     K, V, states = x.r.shape[-1], x.v.shape[-1], kept["states"]
