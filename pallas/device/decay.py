@@ -2,9 +2,10 @@
 
 In the bounded form (16 * |w| <= 80) exp(G) and exp(-G) from the chunk's start on serve scores and state
 alike. In the form for any decay rows refer to the middle of their own block of 8 tokens and columns to both
-middles; docs/maths.md, section 7, derives it. Log decays count only down to LOG_MIN there. A row factor
-holds at most four of them that are taken back, so exponents are at most 64; the product of a row and a
-column holds at most five, exp(-80), which leaves room for small keys.
+middles; docs/maths.md, section 7, derives it. Log decays count only down to LOG_MIN there. Between a token
+and the middle of its block lie at most four of them: a factor that takes them back is at most exp(64). A
+column on its way to the second middle may hold more, but with one decay between the pair, which is the most
+that shows in a score, it holds five: exp(-80), in range with room for small keys.
 """
 
 from typing import Any, NamedTuple
