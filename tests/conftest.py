@@ -1,7 +1,8 @@
-"""How the tests run on a CPU. Chosen before JAX and Triton are imported; processes that tests start inherit it.
+"""How the tests run on a CPU, chosen before JAX and Triton are imported; processes that tests start inherit
+it.
 
-Triton kernels run in Triton's interpreter. XLA compiles fast rather than well: the suite compiles thousands of
-small programs and runs each once.
+Triton kernels run in Triton's interpreter. XLA compiles fast rather than well: the suite compiles thousands
+of small programs and runs each once.
 """
 
 import importlib.metadata
