@@ -120,6 +120,19 @@ def save_checkpoint(
         TypeError: an argument has another type, or a parameter another dtype than float32, bfloat16,
             float16 or float64.
         OSError: a file cannot be written; the error names it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import tempfile
+        >>> from fla_jax.checkpoints import load_checkpoint, save_checkpoint
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(folder + "/fla", model, params)  # model.safetensors and config.json
+        ...     loaded, same = load_checkpoint(folder + "/fla")
+        >>> all((a == b).all() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(same)))
+        True
     """
     path = as_path(path)
     if not isinstance(model, RWKVForCausalLM):
@@ -165,6 +178,19 @@ def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     Raises:
         ValueError, TypeError, OSError, ImportError: as `load_checkpoint`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import tempfile
+        >>> from fla_jax.checkpoints import load_extras, save_checkpoint
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> states = {f"blocks.{i}.att.time_state": jnp.ones((4, 16, 16)) for i in range(2)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(folder + "/tuned.pth", model, params, extras=states)
+        ...     sorted(load_extras(folder + "/tuned.pth"))
+        ['blocks.0.att.time_state', 'blocks.1.att.time_state']
     """
     naming, tensors = _open(as_path(path))
     return {name: tensor.read() for name, tensor in tensors.items() if naming.is_extra(name)}
