@@ -24,8 +24,9 @@ from typing import Any
 import records
 
 SETTINGS = (
-    "device op form library implementation model shape dtype pass decay precision remat scan optimizer what"
-).split()
+    *("device", "op", "form", "library", "implementation", "model", "shape", "dtype", "pass", "decay"),
+    *("precision", "remat", "scan", "optimizer", "what"),
+)
 DERIVED = ("peer", "peer_ms", "ratio")  # what a record says of others of its run
 LIMIT = 0.05
 

@@ -1,4 +1,4 @@
-"""How docstrings become pages: ``Example:`` is code, ``::`` starts a block, names of the library are links."""
+"""How docstrings become pages: ``Example:`` is code, ``::`` starts a block, public names are links."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "docs"))
 
-import pictures  # noqa: E402
-import tables  # noqa: E402
+import pictures
+import tables
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:

@@ -89,7 +89,8 @@ def losses(rows: Rows) -> str:
 
 def peers(rows: Rows) -> str:
     """Every peer's own measurements, and those that gave none."""
-    found = [r for r in rows if r.get("op") in OPS and r.get("library") not in ("fla_jax", None) and "ms" in r]
+    others = [r for r in rows if r.get("library") not in ("fla_jax", None) and "ms" in r]
+    found = [r for r in others if r.get("op") in OPS]
     found.sort(key=lambda r: (OPS.index(r["op"]), r["form"], r["shape"], r["pass"], r["ms"]))
     lines = []
     for r in found:
@@ -109,7 +110,8 @@ def training(rows: Rows) -> str:
     for r in rows:
         if r.get("op") == "train_step" and "ms" in r:
             who = {"fla_jax": "fla_jax", "fla": "FLA"}.get(r["implementation"], r["implementation"])
-            kept = f"remat={r['remat']!r}" if r.get("remat") not in (None, False, "none") else "nothing rematerialised"
+            everything = r.get("remat") in (None, False, "none")
+            kept = "nothing rematerialised" if everything else f"remat={r['remat']!r}"
             speed, memory = f"{r['tokens_per_s']:.0f}", number(r["peak_gb"])
             compiled = number(r.get("first_step_s"))
             lines.append((who, r["model"], kept, number(r["ms"]), speed, memory, compiled, r["commit"]))
