@@ -12,12 +12,13 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import pictures
 import tables
+
+ROOT = Path(__file__).parents[1]
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
