@@ -47,6 +47,35 @@ def mesh_axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def is_explicit() -> bool:
+    """Whether the mesh in context has explicit axes: arrays then carry their shardings in their types."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def entries(x: jax.Array) -> tuple[Any, ...]:
+    """On a mesh with explicit axes, the mesh axis (or axes, or None) that each axis of ``x`` is split
+    over.
+    """
+    return tuple(jax.typeof(x).sharding.spec)
+
+
+def place(x: jax.Array, *wanted: Any) -> jax.Array:
+    """``x`` with these `entries`, on a mesh with explicit axes."""
+    return x if entries(x) == wanted else jax.sharding.reshard(x, P(*wanted))
+
+
+def beside(x: jax.Array, like: jax.Array, *axes: int | None) -> jax.Array:
+    """``x``, each of its axes split like the given axis of ``like`` (None: whole); ``x`` itself on other
+    meshes.
+
+    For what comes from elsewhere and is used with ``like``: zeros, constants, states.
+    """
+    if not is_explicit():
+        return x
+    split = entries(like)
+    return place(x, *(None if axis is None else split[axis] for axis in axes))
+
+
 def _specs(names: Names, owners: dict[str, Any]) -> tuple[P, ...]:
     return tuple(P(*(owners.get(axis) for axis in axes)) for axes in names)
 
