@@ -8,7 +8,10 @@ from typing import Any
 
 import griffe
 
-_PACKAGES = ("", ".ops", ".ops.layer", ".layers", ".models", ".generation", ".training", ".checkpoints")
+_PACKAGES = (
+    *("", ".ops", ".ops.layer", ".layers", ".models"),
+    *(".generation", ".training", ".parallel", ".checkpoints"),
+)
 
 
 def _public() -> dict[str, str]:

@@ -19,13 +19,11 @@ CHECKED_BELOW = ("docs/generation.md", "docs/tuning.md", "docs/long_contexts.md"
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """Pages write files, and one of them sets where programs are kept; compile time is most of the time."""
+    """Pages write files; compile time is most of the time."""
     monkeypatch.chdir(tmp_path)
-    kept = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_compilation_cache_dir", kept)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in CHECKED_BELOW])
