@@ -18,6 +18,15 @@ def token_shift(x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = N
 
     Returns:
         [B, T, C] in x's dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fla_jax.layers import token_shift
+        >>> x = jnp.array([[[1.0], [2.0], [3.0]]])
+        >>> token_shift(x, jnp.array([[9.0]]))[0, :, 0].tolist()
+        [9.0, 1.0, 2.0]
+        >>> token_shift(x, jnp.array([[9.0]]), jnp.array([[0, 0, 1]]))[0, :, 0].tolist()
+        [9.0, 1.0, 0.0]
     """
     last = beside(last, x, 0, 2)
     y = jnp.concatenate([last[:, None].astype(x.dtype), x[:, :-1]], 1)
