@@ -4,9 +4,7 @@ cores. Needs nothing but Triton.
 
 from __future__ import annotations
 
-import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 
@@ -25,16 +23,3 @@ def compile_only(share: int, shares: int) -> None:
         list(every(self, kwargs))[share::shares] or list(every(self, kwargs))[:1]
     )
     Autotuner.do_bench = property(lambda self: once)
-
-
-def wait(processes: Sequence[subprocess.Popen[Any]], seconds: float) -> list[bool]:
-    """Waits for all processes, ``seconds`` at most, and ends those that are late: True for each of them."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and any(p.poll() is None for p in processes):
-        time.sleep(0.2)
-    late = [p.poll() is None for p in processes]
-    for p, is_late in zip(processes, late):
-        if is_late:
-            p.kill()
-            p.wait()
-    return late
