@@ -25,7 +25,7 @@ def close(got, want):
 
 
 def test_bridge():
-    module = small.model(7, scan_layers=True, implementation="reference")
+    module = small.model(7, num_layers=1, implementation="reference")
     tokens, params = small.tokens(2, 6), small.params(module)
     state = small.random_state(module, 2)
     model = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0))
