@@ -1,12 +1,12 @@
 """Rows whose tokens several devices share: what crosses between them, along one mesh axis.
 
 A device's tokens take a recurrence's state S to ``M S + N``. One gather of all devices' (M, N) gives each the
-state that enters its own tokens; in the backward, M^T and what the outputs alone give to the entering state do
-the same for gradients. Which tokens begin a segment, and what the token shift sees, a device asks its left
+state that enters its own tokens; in the backward, M^T and what the outputs alone give to the entering state
+do the same for gradients. Which tokens begin a segment, and what the token shift sees, a device asks its left
 neighbour for.
 
-Everything here runs inside `jax.shard_map` or a partitioned kernel, where collectives are known by the name of
-their mesh axis.
+Everything here runs inside `jax.shard_map` or a partitioned kernel, where collectives are known by the name
+of their mesh axis.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _apply(M: jax.Array, S: jax.Array) -> jax.Array:
 
 
 def _composed(M: jax.Array, N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The map of all stretches [B, S, ...] after one another: [B, H, K, K or 1], [B, H, K, V]. By halves, since
-    products of small matrices are latency and nothing else.
+    """The map of all stretches [B, S, ...] after one another: [B, H, K, K or 1], [B, H, K, V]. By halves,
+    since products of small matrices are latency and nothing else.
     """
     M = M[..., None] if M.ndim == 4 else M
     while N.shape[1] > 1:

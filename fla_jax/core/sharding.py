@@ -139,7 +139,7 @@ def sharded(
         shardable: axes that devices may share.
         sequence: a mesh axis whose devices share the axes `ALONG` too; ``fn`` may communicate over it.
         whole: with it, the same for whole rows, with results of the same shapes.
-        name: of the op, for messages.
+        name: of an op that could be told ``sequence``: an error says so where its tokens are split.
 
     `jax.vmap` merges the mapped axis into the rows, where every result and every mapped operand has rows;
     operands without rows are shared by all. Else it maps one by one, by `jax.lax.map`.
@@ -175,8 +175,9 @@ def _partitioned(
     sequence: str | None,
     name: str,
 ) -> Kernel:
-    # tokens are not among them: where they are split and nobody said so, the caller is told
-    free = (*shardable, TOKENS) if sequence is None else (*shardable, *ALONG)
+    told = sequence is None and name and TOKENS not in shardable
+    # where tokens are split and nobody said so the caller is told, so they do not have to be gathered first
+    free = (*shardable, *((TOKENS,) if told else () if sequence is None else ALONG))
     fixed = tuple(dict.fromkeys(axis for axes in left + right for axis in axes if axis not in free))
     # jitted, so that the constants of plain forms are its own: custom_partitioning refuses them
     automatic = custom_partitioning(lambda *args: jax.jit(whole)(*args))
@@ -188,7 +189,7 @@ def _partitioned(
         owners, given = {}, [x.sharding for x in (*args, *outs)]
         if all(isinstance(s, NamedSharding) for s in given):
             specs, mesh = [s.spec for s in given], given[0].mesh
-            if sequence is None and TOKENS not in shardable:
+            if told:
                 _refuse_tokens(left, specs, name)
             owners = _owners(left + right, specs, shardable, sequence)
         ins, results = ([NamedSharding(mesh, s) for s in _specs(side, owners)] for side in (left, right))

@@ -13,10 +13,10 @@ A plain implementation that has ``kept_axes`` runs on each device's own part on 
 where JAX would want to be told the sharding of every step.
 
 Devices may share the tokens of rows, axis ``t``, over one mesh axis that the call names (or whose types do).
-Then ``call.shards`` is their number, ``call.sequence`` the mesh axis where an implementation sees one device's
-tokens, and it communicates as it has to (core/sequence.py): results without tokens are to be the same on all
-devices, gradients of arrays without tokens are summed over them by the op. What it keeps may have an axis ``c``
-of chunks or ``s`` of stretches, which are split as tokens are.
+Then ``call.shards`` is their number, ``call.sequence`` the mesh axis where an implementation sees one
+device's tokens, and it communicates as it has to (core/sequence.py): results without tokens are to be the
+same on all devices, gradients of arrays without tokens are summed over them by the op. What it keeps may have
+an axis ``c`` of chunks or ``s`` of stretches, which are split as tokens are.
 
 ``call`` is a `fla_jax.core.call.Call`, ``x``, ``outputs`` and ``cotangents`` are the op's named tuples. The
 gradient of an array without rows (RWKV-6's u) may come per row, with one more axis in front; the op sums it.
@@ -336,7 +336,9 @@ def _backward(
     def on(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         x, cotangents, kept = jax.tree.unflatten(tree, arrays)
         gradients = jax.tree.leaves(module.backward(call, x, dict(zip(kept_axes, kept)), cotangents))
-        rows = next(a.shape[axes.split().index(ROWS)] for a, axes in zip(arrays, left) if ROWS in axes.split())
+        rows = next(
+            a.shape[axes.split().index(ROWS)] for a, axes in zip(arrays, left) if ROWS in axes.split()
+        )
         return tuple(_with_axes(call, g, axes.split(), rows) for g, axes in zip(gradients, right))
 
     left = [*inputs, *results, *kept_axes.values()]
@@ -356,7 +358,8 @@ def _backward(
 def _over_devices(op: Op, call: Call, on: Callable[..., Any], left: list[str], right: list[str]) -> Any:
     """``on(call, *arrays)`` on every device's own part of the arrays."""
     whole = functools.partial(on, dataclasses.replace(call, sequence=None))
-    return sharded(functools.partial(on, call), left, right, op.shardable, call.sequence, whole, call.op)
+    name = op.name if any(one.sequences for one in op.implementations) else ""
+    return sharded(functools.partial(on, call), left, right, op.shardable, call.sequence, whole, name)
 
 
 def _summed_axes(call: Call, axes: list[str]) -> str:

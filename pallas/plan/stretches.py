@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ...core.sequence import Part
 from ..run.triton import launch
 from .chunked import Plan, tile
 
@@ -86,15 +87,28 @@ def _combine(M: jax.Array, N: jax.Array, edge: jax.Array, splits: int, backward:
     )  # fmt: skip
 
 
-def enter(M: jax.Array, N: jax.Array, initial: jax.Array, splits: int) -> jax.Array:
+def _by_row(x: jax.Array, splits: int) -> jax.Array:
+    """[B * splits, ...] -> [B, splits, ...]."""
+    return x.reshape(-1, splits, *x.shape[1:])
+
+
+def enter(
+    M: jax.Array, N: jax.Array, initial: jax.Array, splits: int, part: Part | None
+) -> tuple[jax.Array, jax.Array | None]:
     """The states that enter all stretches, [B * splits, H, K, V], from those that enter the rows, [B, H, K, V].
 
-    ``M`` is [B * splits, H, K, K] or, where it is diagonal, [B * splits, H, K]; ``N`` [B * splits, H, K, V]; all float32.
+    ``M`` is [B * splits, H, K, K] or, where it is diagonal, [B * splits, H, K]; ``N`` [B * splits, H, K, V]; all float32. Where these are one
+    device's stretches (``part``), the states that leave the rows come as well.
     """
-    return _combine(M, N, initial, splits, False)
+    final = None
+    if part is not None:
+        initial, final = part.enter(_by_row(M, splits), _by_row(N, splits), initial)
+    return initial if splits == 1 else _combine(M, N, initial, splits, False), final
 
 
-def enter_backward(plan: Plan, M: jax.Array, reads: jax.Array, do: jax.Array, ds: jax.Array) -> jax.Array:
+def enter_backward(
+    plan: Plan, M: jax.Array, reads: jax.Array, do: jax.Array, ds: jax.Array, part: Part | None
+) -> jax.Array:
     """The gradients of the states that leave all stretches, [B * splits, H, K, V], from those that leave the rows, [B, H, K, V]."""
     (B, _, H, K), V, splits = reads.shape, do.shape[-1], plan.splits
     BK, BV = tile(K), min(64, tile(V))
@@ -103,4 +117,6 @@ def enter_backward(plan: Plan, M: jax.Array, reads: jax.Array, do: jax.Array, ds
         gather_kernel, reads, do, *plan.lengths, out=out, grid=(-(-V // BV), H, B * splits), num_warps=4, num_stages=3,
         H=H, K=K, V=V, BK=BK, BV=BV, SPLITS=splits, HALF=plan.options["HALF"], PREC=plan.options["PREC"],
     )  # fmt: skip
-    return _combine(M, own, ds, splits, True)
+    if part is not None:
+        ds = part.enter_backward(_by_row(M, splits), _by_row(own, splits), ds)
+    return ds if splits == 1 else _combine(M, own, ds, splits, True)

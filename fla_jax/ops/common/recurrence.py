@@ -7,7 +7,10 @@ from typing import Any, TypedDict
 import jax
 import jax.numpy as jnp
 
+from ...core.call import Call
+from ...core.gpu import Mendable
 from ...core.names import FINAL, OUT, STATES
+from ...pallas.run import triton
 from ..op import Op
 from .validate import check
 
@@ -40,6 +43,19 @@ class ChunkOptions(Options, total=False):
 
     chunk_size: int | None
     lower_bound: float | None
+
+
+def triton_supports(call: Call) -> str | None:
+    """None where the chunked Triton kernels can serve ``call``, else the reason."""
+    reason = triton.supports(call)
+    if reason is not None or call.shards == 1:
+        return reason
+    _, T, _, K = call.inputs.r.shape
+    if T % (16 * call.shards):
+        return Mendable(
+            f"on each of the {call.shards} devices that share rows it takes whole chunks of 16 tokens, got T = {T}"
+        )
+    return None if K <= 128 else f"for rows that devices share it takes K up to 128, got {K}"
 
 
 def run(

@@ -9,7 +9,7 @@ import jax
 from ...core.call import Call, Outputs, RWKV6Inputs
 from ...pallas.run import pallas, triton
 from ..common import check
-from ..common.recurrence import AXES, NAMES, ChunkOptions, Options, run
+from ..common.recurrence import AXES, NAMES, ChunkOptions, Options, run, triton_supports
 from ..common.sequence import OverSequence
 from ..op import Implementation, Op
 
@@ -45,7 +45,7 @@ def _several_tokens(call: Call) -> bool:
 
 REFERENCE = Implementation("reference", _reference, sequences=True)
 XLA = Implementation("xla", _chunked, sequences=True)
-TRITON = Implementation("triton", _triton, triton.supports, triton.automatic, opaque=True)
+TRITON = Implementation("triton", _triton, triton_supports, triton.automatic, opaque=True, sequences=True)
 PALLAS = Implementation("pallas", _pallas, pallas.supports, _several_tokens, opaque=True)
 
 # The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones
@@ -159,9 +159,9 @@ def chunk_rwkv6(
             JAX's default device, not by where the arrays will be.
         sequence_axis: the mesh axis whose devices share the tokens of each row, T being split evenly between
             them; None for whole rows. Inside `jax.shard_map` it must be named: arrays are then those of one
-            device, and without it every device starts from ``initial_state``, silently. In `jax.jit` on a mesh
-            with explicit axes the arrays' types say it; on any other mesh, name it. States are those of whole
-            rows on every device. Not with cu_seqlens.
+            device, and without it every device starts from ``initial_state``, silently. In `jax.jit` on a
+            mesh with explicit axes the arrays' types say it; on any other mesh, name it. States are those of
+            whole rows on every device. Not with cu_seqlens.
 
     Returns:
         ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV6Inputs
-from ...plan.chunked import LaunchTable, Plan, make_plan, partial_shapes, stretches_of, total
+from ....core.sequence import part_of
+from ...plan.chunked import LaunchTable, Plan, make_plan, partial_shapes, stretches_here, stretches_of, total
 from ...plan.kept_states import KeptStates, keep_states
 from ...plan.stretches import enter, enter_backward
 from ...run.triton import launch
@@ -71,13 +72,14 @@ def _transfer(plan: Plan, x: RWKV6Inputs):
 
 def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """Outputs and what the backward reads."""
-    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_of(call)
+    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call)
+    part, final_state = part_of(call, x.segment_ids), None
     states, s0 = _states(x), x.initial_state
     plan = make_plan("forward", LAUNCH, call, x, splits)
     kept: dict[str, jax.Array] = {}
-    if splits > 1:
+    if stretches_of(call) > 1:
         M, N, reads = _transfer(make_plan("transfer", LAUNCH, call, x, splits), x)
-        s0 = enter(M, N, s0, splits)
+        s0, final_state = enter(M, N, s0, splits, part)
         kept = {"M": M.reshape(B, splits, H, K), "reads": reads}
     out = (
         jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
@@ -88,7 +90,9 @@ def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, 
     options = plan.options | dict(KEEP=call.keep, ARRAYS=states.arrays)
     y, final, *made = launch(rwkv6_fwd_kernel, *operands, out=out, **options)
     kept |= dict(zip(states.axes, made))
-    return Outputs(y, final.reshape(-1, splits, H, K, V)[:, -1]), kept if call.keep else {}
+    if final_state is None:
+        final_state = final.reshape(-1, splits, H, K, V)[:, -1]
+    return Outputs(y, final_state), kept if call.keep else {}
 
 
 def backward(
@@ -96,11 +100,12 @@ def backward(
 ) -> RWKV6Inputs:
     """Gradients of all inputs, that of u per row."""
     do, ds = cotangents
-    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_of(call)
+    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call)
     states = _states(x)
     plan = make_plan("backward", LAUNCH, call, x, splits)
-    if splits > 1:
-        ds = enter_backward(plan, kept["M"].reshape(-1, H, K), kept["reads"], do, ds)
+    part = part_of(call, x.segment_ids)
+    if stretches_of(call) > 1:
+        ds = enter_backward(plan, kept["M"].reshape(-1, H, K), kept["reads"], do, ds, part)
     dr, dk, dw = partial_shapes(plan.parts, x.r, x.k, x.w)
     (dv,) = partial_shapes(1, x.v)
     # one for each block of values and stretch: no atomics
@@ -118,4 +123,6 @@ def backward(
     )
     du = jnp.sum(du.reshape(plan.parts, B, -1, H, K), (0, 2))
     ds0 = ds0.reshape(-1, splits, H, K, V)[:, 0]
+    if part is not None:
+        ds0 = jnp.where(part.is_first, ds0, 0)
     return RWKV6Inputs(total(dr, x.r), total(dk, x.k), dv[0], total(dw, x.w), du, ds0)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV7Inputs
+from ....core.sequence import part_of
 from ...plan.chunked import (
     CHUNK,
     LaunchTable,
@@ -17,6 +18,7 @@ from ...plan.chunked import (
     launch_options,
     make_plan,
     partial_shapes,
+    stretches_here,
     stretches_of,
     tile,
     total,
@@ -108,13 +110,14 @@ def _transfer(plan: Plan, x: RWKV7Inputs):
 
 def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """Outputs and what the backward reads."""
-    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_of(call)
+    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call)
+    part, final_state = part_of(call, x.segment_ids), None
     states, keep_u, s0 = _states(x), call.keep and _two_kernels(x), x.initial_state
     plan = make_plan("forward", LAUNCH, call, x, splits)
     kept: dict[str, jax.Array] = {}
-    if splits > 1:
+    if stretches_of(call) > 1:
         M, N, reads = _transfer(make_plan("transfer", LAUNCH, call, x, splits), x)
-        s0 = enter(M, N, s0, splits)
+        s0, final_state = enter(M, N, s0, splits, part)
         kept = {"M": M.reshape(B, splits, H, K, K), "reads": reads}
     inverses = result(call.keep, (*plan.chunks, H, CHUNK, CHUNK), plan.store)
     out = (
@@ -129,7 +132,9 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
         rwkv7_fwd_kernel, *_tokens(x), s0, *plan.ranges, *plan.lengths, out=out, **options
     )
     kept |= dict(zip(states.axes, made)) | {"inverses": inverses, "U": u}
-    return Outputs(y, final.reshape(-1, splits, H, K, V)[:, -1]), kept if call.keep else {}
+    if final_state is None:
+        final_state = final.reshape(-1, splits, H, K, V)[:, -1]
+    return Outputs(y, final_state), kept if call.keep else {}
 
 
 def _backward_by_two(
@@ -162,11 +167,12 @@ def backward(
 ) -> RWKV7Inputs:
     """Gradients of all inputs."""
     do, ds = cotangents
-    (H, K), V, splits = x.r.shape[2:], x.v.shape[-1], stretches_of(call)
+    (H, K), V, splits = x.r.shape[2:], x.v.shape[-1], stretches_here(call)
     two = _two_kernels(x)
     plan = make_plan("carry" if two else "backward", LAUNCH, call, x, splits)
-    if splits > 1:
-        ds = enter_backward(plan, kept["M"].reshape(-1, H, K, K), kept["reads"], do, ds)
+    part = part_of(call, x.segment_ids)
+    if stretches_of(call) > 1:
+        ds = enter_backward(plan, kept["M"].reshape(-1, H, K, K), kept["reads"], do, ds, part)
     if two:
         gradients = _backward_by_two(plan, x, kept, do, ds)
     else:
@@ -186,4 +192,6 @@ def backward(
         parts = (total(dr, x.r), total(dw, x.w), total(dk, x.k), dv, total(da, x.a), total(db, x.b))
         gradients = RWKV7Inputs(*parts, ds0)
     first = gradients.initial_state.reshape(-1, splits, H, K, V)[:, 0]
+    if part is not None:
+        first = jnp.where(part.is_first, first, 0)
     return gradients._replace(initial_state=first)
