@@ -21,7 +21,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 ROWS, TOKENS = "b", "t"
-ALONG = (TOKENS, "c", "s")  # axes that are split where rows are: tokens, their chunks, stretches of them
+# axes that are split where tokens are: tokens, their chunks and stretches, and what there is one of a device
+ALONG = (TOKENS, "chunk", "stretch", "device")
 Axes = Sequence[str]  # of several arrays, such as ["b t h k", "b h k v"]
 Names = tuple[tuple[str, ...], ...]  # the same, split
 Kernel = Callable[..., tuple[jax.Array, ...]]
@@ -236,9 +237,10 @@ def _refuse_tokens(names: Names, specs: Sequence[Any], op: str) -> None:
             if axis == TOKENS and mesh_axes(entry):
                 on = " and ".join(map(repr, mesh_axes(entry)))
                 raise ValueError(
-                    f"{op}: axis T of an argument [{', '.join(axes).upper()}] is sharded over mesh axis {on}: "
-                    f"name it, sequence_axis={on} (layers: the rule ('length', {on}) in "
-                    "flax.linen.logical_axis_rules), or gather the argument by jax.lax.with_sharding_constraint"
+                    f"{op}: axis T of an argument [{', '.join(axes).upper()}] is sharded over mesh axis "
+                    f"{on}: name it, sequence_axis={on} (layers: the rule ('length', {on}) in "
+                    "flax.linen.logical_axis_rules), or gather the argument by "
+                    "jax.lax.with_sharding_constraint"
                 )
 
 

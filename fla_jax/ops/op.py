@@ -16,7 +16,7 @@ Devices may share the tokens of rows, axis ``t``, over one mesh axis that the ca
 Then ``call.shards`` is their number, ``call.sequence`` the mesh axis where an implementation sees one
 device's tokens, and it communicates as it has to (core/sequence.py): results without tokens are to be the
 same on all devices, gradients of arrays without tokens are summed over them by the op. What it keeps may have
-an axis ``c`` of chunks or ``s`` of stretches, which are split as tokens are.
+an axis ``chunk`` or ``stretch``, which are split as tokens are.
 
 ``call`` is a `fla_jax.core.call.Call`, ``x``, ``outputs`` and ``cotangents`` are the op's named tuples. The
 gradient of an array without rows (RWKV-6's u) may come per row, with one more axis in front; the op sums it.
@@ -217,7 +217,8 @@ class Op(Generic[Inputs, Outputs]):
         if sequence_axis not in mesh.shape:
             got = "there is no mesh in context (jax.set_mesh)" if mesh.empty else f"it has {mesh.axis_names}"
             raise ValueError(
-                f"{self.name}: sequence_axis must be an axis of the mesh in context, got {sequence_axis!r}; {got}"
+                f"{self.name}: sequence_axis must be an axis of the mesh in context, got {sequence_axis!r}; "
+                f"{got}"
             )
         shards = mesh.shape[sequence_axis]
         if is_manual() and dict(zip(mesh.axis_names, mesh.axis_types))[sequence_axis] != AxisType.Manual:
@@ -365,12 +366,12 @@ def _over_devices(op: Op, call: Call, on: Callable[..., Any], left: list[str], r
 def _summed_axes(call: Call, axes: list[str]) -> str:
     """The axes of a gradient, with those in front that the op sums over."""
     rows = [] if ROWS in axes or "n" in axes else [ROWS]
-    return " ".join([*(["s"] if call.shards > 1 and TOKENS not in axes else []), *rows, *axes])
+    return " ".join([*(["device"] if call.shards > 1 and TOKENS not in axes else []), *rows, *axes])
 
 
 def _with_axes(call: Call, gradient: jax.Array, axes: list[str], rows: int) -> jax.Array:
     """A gradient with the axes that `_summed_axes` names."""
-    split = call.shards > 1 and axes[0] == "s"
+    split = call.shards > 1 and axes[0] == "device"
     if gradient.ndim < len(axes) - split:  # one for all rows here: the first row's
         gradient = jnp.pad(gradient[None], ((0, rows - 1), *((0, 0),) * gradient.ndim))
     if split and call.sequence is None:  # made from whole rows: the first device's is all of it

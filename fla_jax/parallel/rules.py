@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..core.sharding import entries, is_explicit, place
 from ..layers.state import RWKVState
 from .mesh import ROWS, check_axes
 
@@ -116,6 +117,18 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of tokens, masks and everything else [B, ...] that comes with a batch: rows over data and fsdp."""
     check_axes(mesh)
     return NamedSharding(mesh, P(ROWS))
+
+
+def over_sequence(x: jax.Array) -> jax.Array:
+    """Tokens or anything [B, T, ...] like them, T split over ``sequence``: for losses of one's own.
+
+    On meshes with explicit axes, where the model follows the types of its tokens; elsewhere it follows the
+    rules, and ``x`` comes back as it is.
+    """
+    if not is_explicit() or x.shape[1] % jax.sharding.get_abstract_mesh().shape.get("sequence", 1):
+        return x  # the model says what does not fit
+    rows, _, *others = entries(x)
+    return place(x, rows, "sequence", *others)
 
 
 def state_shardings(mesh: Mesh) -> Any:

@@ -53,7 +53,8 @@ def triton_supports(call: Call) -> str | None:
     _, T, _, K = call.inputs.r.shape
     if T % (16 * call.shards):
         return Mendable(
-            f"on each of the {call.shards} devices that share rows it takes whole chunks of 16 tokens, got T = {T}"
+            f"on each of the {call.shards} devices that share rows it takes whole chunks of 16 tokens, got "
+            f"T = {T}"
         )
     return None if K <= 128 else f"for rows that devices share it takes K up to 128, got {K}"
 

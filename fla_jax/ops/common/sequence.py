@@ -34,7 +34,7 @@ class OverSequence:
         """See `fla_jax.ops.op`."""
         if call.shards == 1:
             return self.module.kept_axes(call)
-        return {"entering": "b s h k v", "M": "b s h k j"}
+        return {"entering": "b stretch h k v", "M": "b stretch h k j"}
 
     def forward(self, call: Call[Recurrence], x: Any) -> tuple[Outputs, Kept]:
         """See `fla_jax.ops.op`."""

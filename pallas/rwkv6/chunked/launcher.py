@@ -48,7 +48,7 @@ def _states(x: RWKV6Inputs) -> KeptStates:
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """What the forward keeps, and its axes."""
     axes = _states(call.inputs).axes
-    return axes | {"M": "b s h k", "reads": "b t h k"} if stretches_of(call) > 1 else axes
+    return axes | {"M": "b stretch h k", "reads": "b t h k"} if stretches_of(call) > 1 else axes
 
 
 def _bonus(x: RWKV6Inputs) -> jax.Array:

@@ -75,11 +75,11 @@ def _states(x: RWKV7Inputs) -> KeptStates:
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """What the forward keeps, and its axes."""
-    axes = _states(call.inputs).axes | {"inverses": "b c h x y"}  # (I - A_ab)^-1
+    axes = _states(call.inputs).axes | {"inverses": "b chunk h x y"}  # (I - A_ab)^-1
     if _two_kernels(call.inputs):
         axes["U"] = "b t h v"
     if stretches_of(call) > 1:
-        axes |= {"M": "b s h k j", "reads": "b t h k"}
+        axes |= {"M": "b stretch h k j", "reads": "b t h k"}
     return axes
 
 
