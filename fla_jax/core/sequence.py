@@ -71,12 +71,17 @@ class Part(NamedTuple):
 
 def part_of(call: Call[Any], segment_ids: jax.Array | None) -> Part | None:
     """This device's part of the rows of a call, or None where it has whole rows."""
-    if call.sequence is None:
-        return None
+    return None if call.sequence is None else part_on(call.sequence, segment_ids)
+
+
+def part_on(axis: str, segment_ids: jax.Array | None) -> Part:
+    """This device's part of rows that are split over ``axis``; ``segment_ids`` [B, T] are those of its
+    tokens.
+    """
     if segment_ids is None:
-        return Part(call.sequence, None)
-    left = from_left(segment_ids[:, -1], call.sequence)
-    return Part(call.sequence, (jax.lax.axis_index(call.sequence) > 0) & (left != segment_ids[:, 0]))
+        return Part(axis, None)
+    left = from_left(segment_ids[:, -1], axis)
+    return Part(axis, (jax.lax.axis_index(axis) > 0) & (left != segment_ids[:, 0]))
 
 
 def from_left(x: jax.Array, axis: str) -> jax.Array:

@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 from ..training import chunked_cross_entropy
 from .mesh import ROWS, is_explicit_mesh, row_parts
-from .rules import axis_rules, batch_sharding, over_sequence, optimizer_shardings, parameter_shapes, parameter_shardings
+from .rules import (
+    axis_rules,
+    batch_sharding,
+    optimizer_shardings,
+    over_sequence,
+    parameter_shapes,
+    parameter_shardings,
+)
 
 Loss = Callable[[Any, Any], Any]
 
