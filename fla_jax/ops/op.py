@@ -153,7 +153,8 @@ class Op(Generic[Inputs, Outputs]):
             platform_of(arrays),
             devices,
             shards=shards,
-            sequence=sequence_axis if shards > 1 else None,
+            # an explicit axis of one device splits nothing, and stays in the types all the same
+            sequence=sequence_axis if shards > 1 or is_explicit() else None,
         )
         outputs = _run(self, self.choose(call, implementation), call, x)
         if self.check is not None and is_checked():

@@ -125,7 +125,8 @@ def over_sequence(x: jax.Array) -> jax.Array:
     On meshes with explicit axes, where the model follows the types of its tokens; elsewhere it follows the
     rules, and ``x`` comes back as it is.
     """
-    if not is_explicit() or x.shape[1] % jax.sharding.get_abstract_mesh().shape.get("sequence", 1):
+    size = jax.sharding.get_abstract_mesh().shape.get("sequence", 1)
+    if not is_explicit() or size == 1 or x.shape[1] % size:
         return x  # the model says what does not fit
     rows, _, *others = entries(x)
     return place(x, rows, "sequence", *others)
