@@ -41,7 +41,8 @@ def sequence_axis(x: jax.Array) -> str | None:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
-    split: Any = entries(x)[1] if is_explicit() else nn.logical_to_mesh_axes(("length",))[0]
+    by_rule = None if is_explicit() else nn.logical_to_mesh_axes(("length",))
+    split = entries(x)[1] if is_explicit() else by_rule[0] if by_rule else None
     axes = [axis for axis in mesh_axes(split) if mesh.shape.get(axis, 1) > 1]
     if len(axes) > 1:
         raise ValueError(f"T can be split over one mesh axis, got {' and '.join(map(repr, axes))}")

@@ -169,8 +169,17 @@ class RWKV7Attention(Attention):
         r_k = self.vector(
             "r_k", computed(lambda: -0.04), ("heads", "kv"), x, (C // self.head_dim, self.head_dim)
         )
-        vectors = {"scale": scale, "bias": bias, "r_k": r_k}
-        y = rwkv7_readout(o, r, keys.k_bonus, keys.v_bonus, gate, **vectors, sequence_axis=sequence_axis(x))
+        y = rwkv7_readout(
+            o,
+            r,
+            keys.k_bonus,
+            keys.v_bonus,
+            gate,
+            scale=scale,
+            bias=bias,
+            r_k=r_k,
+            sequence_axis=sequence_axis(x),
+        )
         y = self.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
         return y, state.replace(att_shift=mixed.last, wkv=wkv), keys.v_first.reshape(x.shape)
 

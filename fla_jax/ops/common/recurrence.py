@@ -52,10 +52,9 @@ def triton_supports(call: Call) -> str | None:
         return reason
     _, T, _, K = call.inputs.r.shape
     if T % (16 * call.shards):
-        return Mendable(
-            f"on each of the {call.shards} devices that share rows it takes whole chunks of 16 tokens, got "
-            f"T = {T}"
-        )
+        reason = f"of rows that {call.shards} devices share it takes {16 * call.shards} tokens, or any "
+        reason += f"multiple, got T = {T}"
+        return Mendable(reason) if triton.automatic(call) else reason
     return None if K <= 128 else f"for rows that devices share it takes K up to 128, got {K}"
 
 

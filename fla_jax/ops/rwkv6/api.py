@@ -113,9 +113,9 @@ def chunk_rwkv6(
     Differentiable in reverse mode in every array, u and the initial state included, from the cotangents of
     ``o`` and of the final state; the rule is written by hand and keeps a state and the scores of each chunk.
     Forward mode (``jax.jvp``, ``jax.linearize``) raises a TypeError. Devices may share rows and heads (B, H),
-    in every sharding mode without communication but for the sum of u's gradient. T, K and V must be whole:
-    with automatic axes XLA gathers them, explicit ones are refused; inside `jax.shard_map` a call is about
-    the tokens of its own device, which nothing can check there.
+    in every sharding mode without communication but for the sum of u's gradient, and the tokens of rows, T,
+    which takes one gather of two small matrices for each head, forward and backward (``sequence_axis``). K
+    and V must be whole: with automatic axes XLA gathers them, explicit ones are refused.
 
     Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6
     whatever the decays, the gradient of w channel by channel included. ``"reference"``, ``"pallas"`` and,
