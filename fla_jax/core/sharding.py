@@ -235,7 +235,7 @@ def _refuse_tokens(names: Names, specs: Sequence[Any], op: str) -> None:
     for axes, spec in zip(names, specs):
         for axis, entry in zip(axes, spec):
             if axis == TOKENS and mesh_axes(entry):
-                on = " and ".join(map(repr, mesh_axes(entry)))
+                on = " and ".join(map(repr, mesh_axes(entry)))  # several cannot be named
                 raise ValueError(
                     f"{op}: axis T of an argument [{', '.join(axes).upper()}] is sharded over mesh axis "
                     f"{on}: name it, sequence_axis={on} (layers: the rule ('length', {on}) in "
