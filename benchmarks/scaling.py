@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import datetime
 import json
 import os
 import re
@@ -23,11 +22,12 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import records
+from running import results
 
+KEY = results.key_of(("op", "mode", "devices"))
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12}  # bfloat16 operations a second, without sparsity
 
@@ -76,7 +76,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="without fla_jax.parallel.overlap_options")
     parser.add_argument("--explicit", action="store_true", help="meshes with explicit axes")
     parser.add_argument("--fake", type=int, help="fake CPU devices, small sizes, numbers checked")
-    parser.add_argument("--out", type=Path, help="results file; default by the device's name")
+    results.add_option(parser)
     parser.add_argument("--timeout", type=float, default=550, help="seconds for one process; default 550")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # mode and number of devices, in a child
     return parser.parse_args(arguments)
@@ -249,11 +249,6 @@ def line(record: dict[str, Any]) -> str:
     return f"{text}  {record['collectives']}"
 
 
-def key(record: dict[str, Any]) -> str:
-    """What records replace each other."""
-    return json.dumps([record.get(name) for name in ("op", "mode", "devices")])
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Runs the modes, prints the table and writes the results."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -268,9 +263,7 @@ def main(arguments: list[str] | None = None) -> None:
         everyone = int(
             subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True).stdout or 1
         )
-    common = {
-        "commit": records.commit(),
-        "run": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    common = results.stamp() | {
         "overlap": not (options.plain or options.fake),
         "explicit": options.explicit,
     }
@@ -287,11 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.fake and options.out is None:
             continue
         device = next((record["device"] for record in made if "device" in record), "unknown")
-        path = options.out or records.path_of(
-            device, Path(os.environ["OUT"]) if os.environ.get("OUT") else records.RESULTS
-        )
-        base = records.read(path) or (records.read(records.path_of(device)) if options.out is None else [])
-        records.write(path, records.merged(base, made, key))
+        results.put(options.out, device, made, KEY)
     sys.exit(1 if bad else 0)
 
 

@@ -37,6 +37,16 @@ class RWKV6Attention(Attention):
             4096 on).
         decay_low_rank_dim: D, rank of the decay's low-rank part; None for the official 64 (128 from C = 4096
             on).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.layers import RWKV6Attention
+        >>> layer = RWKV6Attention(hidden_size=64, layer_index=0, num_layers=2, head_dim=16)
+        >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
+        >>> variables = layer.init(jax.random.key(1), x)
+        >>> y, state = layer.apply(variables, x)
+        >>> y.shape, state.wkv.shape
+        ((1, 8, 64), (1, 4, 16, 16))
     """
 
     proj_low_rank_dim: int | None = None
@@ -148,6 +158,15 @@ class RWKV6FeedForward(FeedForward):
         hidden_size, layer_index, num_layers, dtype, param_dtype, logical_axes: see `Layer`.
         intermediate_size: I, width of the hidden layer; None for the official ``floor(3.5 C / 32) * 32`` (at
             least 32).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.layers import RWKV6FeedForward
+        >>> layer = RWKV6FeedForward(hidden_size=64, layer_index=0, num_layers=2)
+        >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
+        >>> y, shift = layer.apply(layer.init(jax.random.key(1), x), x)
+        >>> y.shape, bool((shift == x[:, -1]).all())
+        ((1, 8, 64), True)
     """
 
     @nn.compact

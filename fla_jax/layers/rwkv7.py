@@ -44,6 +44,16 @@ class RWKV7Attention(Attention):
             over between values. The replacement key ``k (1 + (a - 1) k_a)`` keeps a in (0, 1): the option
             changes how the state forgets and not how strongly new values are written. 0 leaves the diagonal
             decay alone as the transition, RWKV-6's class: for comparisons.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.layers import RWKV7Attention
+        >>> layer = RWKV7Attention(hidden_size=64, layer_index=0, num_layers=2, head_dim=16)
+        >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
+        >>> variables = layer.init(jax.random.key(1), x)
+        >>> y, state, v_first = layer.apply(variables, x)  # v_first goes to the layers above
+        >>> y.shape, state.wkv.shape
+        ((1, 8, 64), (1, 4, 16, 16))
     """
 
     decay_low_rank_dim: int | None = None
@@ -192,6 +202,15 @@ class RWKV7FeedForward(FeedForward):
     Attributes:
         hidden_size, layer_index, num_layers, dtype, param_dtype, logical_axes: see `Layer`.
         intermediate_size: I, width of the hidden layer; None for the official 4 C.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.layers import RWKV7FeedForward
+        >>> layer = RWKV7FeedForward(hidden_size=64, layer_index=0, num_layers=2)
+        >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
+        >>> y, shift = layer.apply(layer.init(jax.random.key(1), x), x)
+        >>> y.shape, bool((shift == x[:, -1]).all())
+        ((1, 8, 64), True)
     """
 
     @nn.compact

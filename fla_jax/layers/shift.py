@@ -25,6 +25,15 @@ def token_shift(x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = N
 
     Returns:
         [B, T, C] in x's dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fla_jax.layers import token_shift
+        >>> x = jnp.array([[[1.0], [2.0], [3.0]]])
+        >>> token_shift(x, jnp.array([[9.0]]))[0, :, 0].tolist()
+        [9.0, 1.0, 2.0]
+        >>> token_shift(x, jnp.array([[9.0]]), jnp.array([[0, 0, 1]]))[0, :, 0].tolist()
+        [9.0, 1.0, 0.0]
     """
     axis = sequence_axis(x)
     # on automatic meshes XLA moves the rows that it has to

@@ -66,6 +66,17 @@ class RWKV6Block(nn.Module):
 
     Attributes:
         config: of the model.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV6Block, RWKV6Config, RWKV6ForCausalLM
+        >>> config = RWKV6Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16)
+        >>> state = jax.tree.map(lambda x: x[0], RWKV6ForCausalLM(config).init_state(1))
+        >>> carry = jnp.ones((1, 8, 64)), None
+        >>> block = RWKV6Block(config)
+        >>> (x, _), state = block.apply(block.init(jax.random.key(0), carry, state), carry, state)
+        >>> x.shape
+        (1, 8, 64)
     """
 
     config: RWKV6Config
@@ -104,6 +115,17 @@ class RWKV7Block(nn.Module):
 
     Attributes:
         config: of the model.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV7Block, RWKV7Config, RWKV7ForCausalLM
+        >>> config = RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16)
+        >>> state = jax.tree.map(lambda x: x[0], RWKV7ForCausalLM(config).init_state(1))
+        >>> carry = jnp.ones((1, 8, 64)), None
+        >>> block = RWKV7Block(config)
+        >>> (x, v_first), state = block.apply(block.init(jax.random.key(0), carry, state), carry, state)
+        >>> x.shape, v_first.shape
+        ((1, 8, 64), (1, 8, 64))
     """
 
     config: RWKV7Config

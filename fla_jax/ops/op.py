@@ -76,6 +76,11 @@ class Implementation:
         automatic: whether the op may choose it for a call without being asked.
         opaque: whether XLA cannot look into it and so not shard it: a kernel.
         sequences: whether it follows ``call.sequence``: rows whose tokens devices share.
+
+    Example:
+        >>> from fla_jax.ops.rwkv7.api import CHUNK
+        >>> [one.name for one in CHUNK.implementations]  # what chunk_rwkv7 chooses from, the best first
+        ['triton', 'xla', 'reference', 'pallas']
     """
 
     name: str
@@ -104,6 +109,11 @@ class Op(Generic[Inputs, Outputs]):
         check: ``check(call, x, outputs)`` holds the checks of `fla_jax.checked`.
         results: ``results(call)`` says, as ``outputs`` with axes for arrays, which results a call has, where
             that depends on the call; None where every call has one array for each of ``outputs``.
+
+    Example:
+        >>> from fla_jax.ops.rwkv7.api import CHUNK
+        >>> CHUNK.name, CHUNK.axes["w"], CHUNK.axes["initial_state"]
+        ('chunk_rwkv7', 'b t h k', 'n h k v')
     """
 
     name: str

@@ -45,6 +45,14 @@ def axis_rules(model: Any, mesh: Mesh, *, rows: int | None = None) -> Rules:
     Raises:
         ValueError: the mesh does not divide the model's channels, heads or hidden channels; the message names
             the size and the mesh axis.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.parallel import axis_rules, make_mesh
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> dict(axis_rules(model, make_mesh()))["embed"]
+        'fsdp'
     """
     check_axes(mesh)
     config, fsdp, tensor = model.config, mesh.shape["fsdp"], mesh.shape["tensor"]
@@ -84,6 +92,16 @@ def parameter_shardings(model: Any, mesh: Mesh) -> Any:
 
     Raises:
         ValueError: see `axis_rules`.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from fla_jax.parallel import make_mesh, parameter_shardings
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> shardings = parameter_shardings(model, make_mesh())
+        >>> shardings["blocks_0"]["att"]["key"]["kernel"].spec == P("fsdp", "tensor")
+        True
     """
     rules = axis_rules(model, mesh)
 
@@ -106,6 +124,17 @@ def optimizer_shardings(
 
     Returns:
         A tree of shardings like ``optimizer.init(params)``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> from fla_jax.parallel import make_mesh, optimizer_shardings
+        >>> mesh = make_mesh()
+        >>> params = {"kernel": jnp.zeros((8, 8))}
+        >>> shardings = {"kernel": NamedSharding(mesh, PartitionSpec("fsdp"))}
+        >>> made = optimizer_shardings(optax.adam(1e-3), params, shardings, mesh)
+        >>> tuple(made[0].mu["kernel"].spec), tuple(made[0].count.spec)
+        (('fsdp',), ())
     """
     whole = NamedSharding(mesh, P())
 
@@ -119,7 +148,13 @@ def optimizer_shardings(
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of tokens, masks and everything else [B, ...] that comes with a batch: rows over data and fsdp."""
+    """Of tokens, masks and everything else [B, ...] that comes with a batch: rows over data and fsdp.
+
+    Example:
+        >>> from fla_jax.parallel import batch_sharding, make_mesh
+        >>> batch_sharding(make_mesh()).spec[0]
+        ('data', 'fsdp')
+    """
     check_axes(mesh)
     return NamedSharding(mesh, P(ROWS))
 
@@ -142,6 +177,16 @@ def state_shardings(mesh: Mesh) -> Any:
 
     Returns:
         An `RWKVState` of shardings, for ``jax.device_put(model.init_state(batch), state_shardings(mesh))``.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> import jax
+        >>> from fla_jax.parallel import make_mesh, state_shardings
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> state = jax.device_put(model.init_state(jax.device_count()), state_shardings(make_mesh()))
+        >>> state.wkv.sharding.spec[2]
+        'tensor'
     """
     check_axes(mesh)
     shift, wkv = NamedSharding(mesh, P(None, ROWS)), NamedSharding(mesh, P(None, ROWS, "tensor"))

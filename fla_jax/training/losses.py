@@ -76,6 +76,13 @@ def cross_entropy(
     Raises:
         ValueError: ``labels`` or ``mask`` do not have the shape of ``logits`` without its last axis.
         TypeError: ``labels`` are no integers.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fla_jax.training import cross_entropy
+        >>> logits, tokens = jnp.zeros((1, 3, 4)), jnp.array([[0, 1, 2, 3]])
+        >>> round(float(cross_entropy(logits, tokens[:, 1:])), 4)  # log 4
+        1.3863
     """
     _check_labels("logits", logits, labels, mask)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

@@ -217,6 +217,15 @@ def rwkv7_keys(
 
     Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025; RWKV-LM
     ``RWKV-v7/train_temp/src/model.py``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops.layer import rwkv7_keys
+        >>> decay, rate, k, v = jax.random.normal(jax.random.key(0), (4, 1, 8, 2, 16))
+        >>> zeros, ones = jnp.zeros((2, 16)), jnp.ones((2, 16))
+        >>> keys = rwkv7_keys(decay, rate, k, v, w0=zeros, a0=zeros, k_k=ones, k_a=ones)
+        >>> keys.w.shape, bool(keys.w.max() <= 0)
+        ((1, 8, 2, 16), True)
     """
     trio = {"mix": mix, "v_first": v_first, "v0": v0}
     absent = [name for name, array in trio.items() if array is None]

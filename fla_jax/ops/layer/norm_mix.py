@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ...core.call import Call, Mix, Mixed, MixInputs
 from ...pallas.run import triton
-from ..common.validate import _floating, _integers, _shape
+from ..common.arrays import check_shape, floating, integers
 from ..op import Implementation, Op
 from .norm_mix_sequence import OverSequence
 
@@ -147,7 +147,7 @@ def _check(x: MixInputs) -> MixInputs:
     Raises:
         ValueError, TypeError: one does not fit; the message names it.
     """
-    tokens = _floating("x", x.x)
+    tokens = floating("x", x.x)
     if tokens.ndim != 3:
         raise ValueError(f"x must have shape [B, T, C], got {list(tokens.shape)}")
     B, T, C = tokens.shape
@@ -163,8 +163,8 @@ def _check(x: MixInputs) -> MixInputs:
     def array(name: str, given: Any, shape: tuple[int, ...], axes: str) -> Any:
         if given is None:
             return None
-        given = _floating(name, given)
-        _shape(name, given, shape, axes)
+        given = floating(name, given)
+        check_shape(name, given, shape, axes)
         return given
 
     checked = MixInputs(
@@ -175,10 +175,10 @@ def _check(x: MixInputs) -> MixInputs:
         bias=array("bias", x.bias, (C,), "[C]"),
         last=array("last", x.last, (B, C), "[B, C]"),
         moves=array("moves", x.moves, (len(x.mixes), B, T, C), "[M, B, T, C]"),
-        segment_ids=None if x.segment_ids is None else _integers("segment_ids", x.segment_ids),
+        segment_ids=None if x.segment_ids is None else integers("segment_ids", x.segment_ids),
     )
     if checked.y is not None and checked.y.dtype != tokens.dtype:
         raise TypeError(f"y must have the dtype of x, {tokens.dtype}, got {checked.y.dtype}")
     if checked.segment_ids is not None:
-        _shape("segment_ids", checked.segment_ids, (B, T), "[B, T]")
+        check_shape("segment_ids", checked.segment_ids, (B, T), "[B, T]")
     return checked

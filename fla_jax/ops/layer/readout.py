@@ -145,6 +145,14 @@ def rwkv7_readout(
         TypeError: a dtype does not fit, or the call is differentiated in forward mode.
 
     Source: RWKV-LM ``RWKV-v7/train_temp/src/model.py``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops.layer import rwkv7_readout
+        >>> o, r, k, v, gate = jax.random.normal(jax.random.key(0), (5, 1, 8, 2, 16))
+        >>> zeros, ones = jnp.zeros((2, 16)), jnp.ones((2, 16))
+        >>> rwkv7_readout(o, r, k, v, gate, scale=ones, bias=zeros, r_k=zeros).shape
+        (1, 8, 2, 16)
     """
     tokens = {"o": o, "r": r, "k": k, "v": v, "gate": gate}
     arrays, compute = check_heads(tokens, {"scale": scale, "bias": bias, "r_k": r_k})
@@ -166,6 +174,13 @@ def rwkv6_readout(
 
     `rwkv7_readout` documents the arguments, the result, the arithmetic and the errors; here ``gate`` is what
     silu is applied to.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops.layer import rwkv6_readout
+        >>> o, gate = jax.random.normal(jax.random.key(0), (2, 1, 8, 2, 16))
+        >>> rwkv6_readout(o, gate, scale=jnp.ones((2, 16)), bias=jnp.zeros((2, 16))).shape
+        (1, 8, 2, 16)
     """
     arrays, compute = check_heads({"o": o, "gate": gate}, {"scale": scale, "bias": bias})
     absent: dict[str, Any] = dict.fromkeys(("r", "k", "v", "r_k"))

@@ -241,6 +241,17 @@ def fused_recurrent_rwkv6(
 
     The same op as `chunk_rwkv6`, which documents every argument, result and error; only the choice that
     ``implementation=None`` makes differs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops import fused_recurrent_rwkv6
+        >>> r, k, v, x = jax.random.normal(jax.random.key(0), (4, 1, 3, 2, 16))
+        >>> u, state = jnp.ones((2, 16)), jnp.zeros((1, 2, 16, 16))
+        >>> for t in range(3):  # decoding: one token a call
+        ...     token = (y[:, t : t + 1] for y in (r, k, v, -jnp.exp(x)))
+        ...     o, state = fused_recurrent_rwkv6(*token, u, initial_state=state, output_final_state=True)
+        >>> o.shape, state.shape
+        ((1, 1, 2, 16), (1, 2, 16, 16))
     """
     return run(
         RECURRENT,

@@ -247,6 +247,18 @@ def fused_recurrent_rwkv7(
 
     The same op as `chunk_rwkv7`, which documents every argument, result and error; only the choice that
     ``implementation=None`` makes differs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops import fused_recurrent_rwkv7
+        >>> r, k, v, kk = jax.random.normal(jax.random.key(0), (4, 1, 3, 2, 16))
+        >>> kk = kk / jnp.linalg.norm(kk, axis=-1, keepdims=True)
+        >>> state = jnp.zeros((1, 2, 16, 16))
+        >>> for t in range(3):  # decoding: one token a call
+        ...     token = (y[:, t : t + 1] for y in (r, -jnp.exp(k), k, v, -kk, 0.5 * kk))
+        ...     o, state = fused_recurrent_rwkv7(*token, initial_state=state, output_final_state=True)
+        >>> o.shape, state.shape
+        ((1, 1, 2, 16), (1, 2, 16, 16))
     """
     return run(
         RECURRENT,
