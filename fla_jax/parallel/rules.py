@@ -164,6 +164,13 @@ def over_sequence(x: jax.Array) -> jax.Array:
 
     On meshes with explicit axes, where the model follows the types of its tokens; elsewhere it follows the
     rules, and ``x`` comes back as it is.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.parallel import make_mesh, over_sequence
+        >>> with jax.set_mesh(make_mesh(sequence=1, explicit=True)):
+        ...     over_sequence(jnp.zeros((2, 8), jnp.int32)).shape
+        (2, 8)
     """
     size = jax.sharding.get_abstract_mesh().shape.get("sequence", 1)
     if not is_explicit() or size == 1 or x.shape[1] % size:

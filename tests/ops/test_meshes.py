@@ -38,7 +38,9 @@ def test_token_by_token_under_a_mesh(op, kind, T):
 
 @each_op
 def test_an_axis_of_one_device(op):
-    """With explicit axes a call knows that T is over an axis, which may be of one device: it stays in the types."""
+    """With explicit axes a call knows that T is over an axis, also one of one device: it stays in the
+    types.
+    """
     case = Case(op, B=2, T=4, H=2, K=16, V=16)
     arrays = cases.build(case).arrays
     mesh = jax.make_mesh((1,), ("seq",), axis_types=(AxisType.Explicit,))
