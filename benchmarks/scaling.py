@@ -74,6 +74,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, help="how many; default all")
     parser.add_argument("--steps", type=int, default=10, help="measured steps, after three; default 10")
     parser.add_argument("--plain", action="store_true", help="without fla_jax.parallel.overlap_options")
+    parser.add_argument(
+        "--unscanned", action="store_true", help="layers without a scan: faster, compiles long"
+    )
     parser.add_argument("--explicit", action="store_true", help="meshes with explicit axes")
     parser.add_argument("--fake", type=int, help="fake CPU devices, small sizes, numbers checked")
     results.add_option(parser)
@@ -111,7 +114,7 @@ def training(mode: Mode, mesh: Any, rows: int, tokens: int, options: argparse.Na
         mode.layers,
         head_dim=16 if options.fake else 64,
         dtype="float32" if options.fake else "bfloat16",
-        scan_layers=True,
+        scan_layers=not options.unscanned,
         remat="dense",
     )
     flags = None if options.plain or options.fake else overlap_options()
@@ -266,6 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     common = results.stamp() | {
         "overlap": not (options.plain or options.fake),
         "explicit": options.explicit,
+        "scan": not options.unscanned,
     }
     bad = False
     for name in options.modes:

@@ -23,4 +23,4 @@ def test_uses(version):
     done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 4 and max(found.values()) < 1e-5, found
+    assert len(found) == 5 and max(found.values()) < 1e-5, found

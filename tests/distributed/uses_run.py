@@ -5,13 +5,16 @@ Started by test_uses.py in a process of its own.
 """
 
 import contextlib
+import functools
 import json
 import sys
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import small_models as small
+from jax.sharding import PartitionSpec as P
 
 from fla_jax.generation import Sampling, generate
 from fla_jax.parallel import axis_rules, make_mesh, parameter_shardings
@@ -39,6 +42,26 @@ def tuned(model, params, tokens, mask):
     return tune_states(model, params, [(np.asarray(tokens), np.asarray(mask))] * 2, 2, learning_rate=0.1)
 
 
+def in_shard_map(model, params, tokens, mesh):
+    """Hidden states, and the gradients of their sum of squares, with the tokens of rows over four devices."""
+
+    def read(params, tokens):
+        return model.apply({"params": params}, tokens, method="hidden")[0]
+
+    def loss(read, params):
+        hidden = read(params, tokens)
+        return jnp.sum(hidden**2), hidden
+
+    split = P("fsdp", "sequence")
+    with jax.set_mesh(mesh), nn.logical_axis_rules((("length", "sequence"),)):
+        inside = jax.shard_map(read, in_specs=(P(), split), out_specs=split, check_vma=False)
+        run = jax.jit(
+            jax.grad(functools.partial(loss, inside), has_aux=True), compiler_options=small.FAST_COMPILE
+        )
+        got = jax.device_get(run(params))
+    return got, jax.grad(functools.partial(loss, read), has_aux=True)(params)
+
+
 def report(version):
     model = small.model(version, vocab_size=32, scan_layers=True)
     params, state = small.params(model), small.random_state(model, 4)
@@ -57,6 +80,9 @@ def report(version):
             got = generate(model, put, PROMPTS, 6, GREEDY)
             assert [row.tolist() for row in got.tokens] == [row.tolist() for row in text.tokens], name
             found[f"generated, {name}"] = largest(got.state, text.state)
+    short = small.model(version, vocab_size=32, num_layers=1)
+    inside = in_shard_map(short, small.params(short), tokens[:, :8], make_mesh(fsdp=2, sequence=4))
+    found["in shard_map"] = largest(*inside)
     return found
 
 
