@@ -15,6 +15,7 @@ from ..ops.layer import norm_shift_mix, rwkv6_readout
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, orthogonal, symmetric_uniform
 from .norm import Affine
+from .placement import sequence_axis
 from .state import RWKVState
 
 _zeros = nn.initializers.zeros
@@ -117,6 +118,7 @@ class RWKV6Attention(Attention):
             beside(state.att_shift, x, 0, 2),
             moves=moves,
             segment_ids=segment_ids,
+            sequence_axis=sequence_axis(x),
         )
         xw, xk, xv, xr, xg = mixed.mixed
 
@@ -141,7 +143,7 @@ class RWKV6Attention(Attention):
         arrays = (self.heads(r), self.heads(k), self.heads(v), self.heads(w), u)
         o, wkv = self.run(chunk_rwkv6, fused_recurrent_rwkv6, arrays, state, segment_ids, lengths)
         scale, bias = self.group_norm(x)
-        y = rwkv6_readout(o, self.heads(gate), scale=scale, bias=bias)
+        y = rwkv6_readout(o, self.heads(gate), scale=scale, bias=bias, sequence_axis=sequence_axis(x))
         y = self.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
         return y, state.replace(att_shift=first.last, wkv=wkv)
 

@@ -14,6 +14,7 @@ from ..ops.layer import rwkv7_keys, rwkv7_readout
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, low_rank_dim, low_rank_out, orthogonal
 from .norm import Affine
+from .placement import sequence_axis
 from .state import RWKVState
 
 LOWER_BOUND = -0.61  # the op's promise: -exp(-1/2) = -0.60653 with room for rounding
@@ -168,6 +169,7 @@ class RWKV7Attention(Attention):
             rate_scale=self.rate_scale,
             # made in float32; the op takes it with the range of bfloat16, which float16 has not
             decay_dtype=dtype if dtype == jnp.bfloat16 else None,
+            sequence_axis=sequence_axis(x),
         )
         arrays = (r, keys.w, keys.k, keys.v, keys.a, keys.b)
         o, wkv = self.run(
@@ -177,7 +179,17 @@ class RWKV7Attention(Attention):
         r_k = self.vector(
             "r_k", computed(lambda: -0.04), ("heads", "kv"), x, (C // self.head_dim, self.head_dim)
         )
-        y = rwkv7_readout(o, r, keys.k_bonus, keys.v_bonus, gate, scale=scale, bias=bias, r_k=r_k)
+        y = rwkv7_readout(
+            o,
+            r,
+            keys.k_bonus,
+            keys.v_bonus,
+            gate,
+            scale=scale,
+            bias=bias,
+            r_k=r_k,
+            sequence_axis=sequence_axis(x),
+        )
         y = self.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
         return y, state.replace(att_shift=mixed.last, wkv=wkv), keys.v_first.reshape(x.shape)
 

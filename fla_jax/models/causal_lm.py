@@ -16,7 +16,7 @@ from ..layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7Feed
 from ..layers.base import LAYER_NORM_EPS, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Affine, Norm, NormParameters
-from ..layers.placement import beyond, hold, is_placed, keep_all_but_gathered, product
+from ..layers.placement import beyond, check_sequence, hold, is_placed, keep_all_but_gathered, product
 from ..layers.state import check_state, zero_state
 from .config import RWKV6Config, RWKV7Config, RWKVConfig
 
@@ -376,11 +376,7 @@ def _check_tokens(tokens: Any, segment_ids: Any, lengths: Any) -> None:
             )
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens must have shape [B, T] with B, T >= 1, got {list(tokens.shape)}")
-    if is_explicit() and entries(tokens)[1] is not None:
-        axis = entries(tokens)[1]
-        raise ValueError(
-            f"tokens [B, T] must be whole along T on every device, got them sharded over mesh axis {axis!r}"
-        )
+    check_sequence("tokens", tokens, lengths)
     if segment_ids is not None and segment_ids.shape != tokens.shape:
         raise ValueError(
             f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}"

@@ -13,19 +13,21 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..core.sharding import entries, is_explicit, place
 from ..layers.state import RWKVState
-from .mesh import ROWS, check_axes
+from .mesh import ROWS, check_axes, row_parts
 
 Rules = tuple[tuple[str, Any], ...]
 
 
-def axis_rules(model: Any, mesh: Mesh) -> Rules:
-    """The logical axis rules (`flax.linen.logical_axis_rules`) that train ``model`` on ``mesh``.
+def axis_rules(model: Any, mesh: Mesh, *, rows: int | None = None) -> Rules:
+    """The logical axis rules (`flax.linen.logical_axis_rules`) that train ``model`` on ``mesh``, or run it.
 
     Parameters: ``embed``, the channels between layers, over fsdp; ``heads``, ``mlp`` and ``vocab`` over
     tensor. Vectors over the channels between layers have no name and are whole everywhere. Activations:
-    ``batch`` over data and fsdp, ``act_heads``, ``act_mlp`` and ``act_vocab`` over tensor, ``act_embed``
-    whole: matrices are gathered, and activations never move but for two sums a layer over tensor.
+    ``batch`` over data and fsdp, ``length`` over sequence, ``act_heads``, ``act_mlp`` and ``act_vocab`` over
+    tensor, ``act_embed`` whole: matrices are gathered, and activations never move but for two sums a layer
+    over tensor.
 
     A vocabulary that tensor does not divide, and ranks of low-rank pairs that fsdp does not divide, are
     whole.
@@ -33,6 +35,9 @@ def axis_rules(model: Any, mesh: Mesh) -> Rules:
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         mesh: from `make_mesh`.
+        rows: how many rows are read at a time, by `fla_jax.generation.generate` say, which reads pieces of
+            any length: ``length`` is then whole, and ``batch`` where the mesh does not divide it. None for
+            training.
 
     Returns:
         Pairs of a logical axis and a mesh axis, or several, or None.
@@ -63,9 +68,10 @@ def axis_rules(model: Any, mesh: Mesh) -> Rules:
                 f"{what} must be a multiple of mesh axis {axis} = {mesh.shape[axis]}, got {size}"
             )
     vocab = None if config.vocab_size % tensor else "tensor"
+    batch: Any = ROWS if rows is None or rows % row_parts(mesh) == 0 else None
     return (
-        ("batch", ROWS),
-        ("length", "sequence"),
+        ("batch", batch),
+        ("length", "sequence" if rows is None else None),
         ("embed", "fsdp"),
         ("heads", "tensor"),
         ("mlp", "tensor"),
@@ -151,6 +157,26 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     """
     check_axes(mesh)
     return NamedSharding(mesh, P(ROWS))
+
+
+def over_sequence(x: jax.Array) -> jax.Array:
+    """Tokens or anything [B, T, ...] like them, T split over ``sequence``: for losses of one's own.
+
+    On meshes with explicit axes, where the model follows the types of its tokens; elsewhere it follows the
+    rules, and ``x`` comes back as it is.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.parallel import make_mesh, over_sequence
+        >>> with jax.set_mesh(make_mesh(sequence=1, explicit=True)):
+        ...     over_sequence(jnp.zeros((2, 8), jnp.int32)).shape
+        (2, 8)
+    """
+    size = jax.sharding.get_abstract_mesh().shape.get("sequence", 1)
+    if not is_explicit() or size == 1 or x.shape[1] % size:
+        return x  # the model says what does not fit
+    rows, _, *others = entries(x)
+    return place(x, rows, "sequence", *others)
 
 
 def state_shardings(mesh: Mesh) -> Any:

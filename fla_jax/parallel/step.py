@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 from ..training import chunked_cross_entropy
 from .mesh import ROWS, is_explicit_mesh, row_parts
-from .rules import axis_rules, batch_sharding, optimizer_shardings, parameter_shapes, parameter_shardings
+from .rules import (
+    axis_rules,
+    batch_sharding,
+    optimizer_shardings,
+    over_sequence,
+    parameter_shapes,
+    parameter_shardings,
+)
 
 Loss = Callable[[Any, Any], Any]
 
@@ -47,7 +54,7 @@ def next_token_loss(model: Any, **options: Any) -> Loss:
 
     def loss(params: Any, batch: Any) -> jax.Array:
         tokens, mask = batch if isinstance(batch, tuple | list) else (batch, None)
-        hidden, _ = model.apply({"params": params}, tokens[:, :-1], method="hidden")
+        hidden, _ = model.apply({"params": params}, over_sequence(tokens[:, :-1]), method="hidden")
         return chunked_cross_entropy(hidden, params["head"]["kernel"], tokens[:, 1:], mask, **options)
 
     return loss

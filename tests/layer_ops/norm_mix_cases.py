@@ -125,13 +125,17 @@ def expected(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return {name: made[name] for name in cotangents}, {name: grads[name] for name in given}
 
 
-def runner(implementation: str | None, normalised: bool):
+def runner(implementation: str | None, normalised: bool, **options: Any):
     """``(floats, segment_ids, cotangents) -> (results, gradients)`` by name."""
 
     def run(floats, segment_ids, cotangents):
         def f(floats):
             made = norm_shift_mix(
-                **floats, segment_ids=segment_ids, normalised=normalised, implementation=implementation
+                **floats,
+                segment_ids=segment_ids,
+                normalised=normalised,
+                implementation=implementation,
+                **options,
             )
             return {name: field for name, field in made._asdict().items() if field is not None}
 
