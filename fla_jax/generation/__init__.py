@@ -1,11 +1,14 @@
 """Text generation: prompts read in large pieces, a compiled decoding loop, sampling, tokenizers."""
 
 from .decoding import Generation, generate, stream
+from .engine import Engine, Finished
 from .prompts import prefill
 from .sampling import Sampling
 from .tokenizer import Tokenizer, decode_stream, load_tokenizer, uncounted
 
 __all__ = [
+    "Engine",
+    "Finished",
     "Generation",
     "Sampling",
     "Tokenizer",
