@@ -1,5 +1,6 @@
 """Text generation: prompts read in large pieces, a compiled decoding loop, sampling, tokenizers."""
 
+from .decoder import Decoder
 from .decoding import Generation, generate, stream
 from .engine import Engine, Finished
 from .prompts import prefill
@@ -7,6 +8,7 @@ from .sampling import Sampling
 from .tokenizer import Tokenizer, decode_stream, load_tokenizer, uncounted
 
 __all__ = [
+    "Decoder",
     "Engine",
     "Finished",
     "Generation",

@@ -11,9 +11,9 @@ import numpy as np
 
 from ..core.arguments import check_integer, check_model, shown
 from ..layers.state import RWKVState, check_state
-from .decoder import ModelStep
+from .decoder import Decoder, check_decoder
 from .engine import Engine
-from .loop import STEPS_PER_CALL, Carry, Results, Step, begin, decode, row_keys, row_seeds, undefined
+from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
 from .prompts import check_prompts, prefill
 from .sampling import UNDEFINED, Rules, Sampling
 
@@ -42,6 +42,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     state: RWKVState | None = None,
     slots: int | None = None,
+    decoder: Decoder | None = None,
 ) -> Generation:
     """Continues prompts.
 
@@ -64,6 +65,8 @@ def generate(
         slots: how many rows are decoded at a time, None for all. With fewer slots than prompts a row that is
             over makes room for the next prompt (`fla_jax.generation.Engine`): for more prompts than memory
             has room for, and for lengths that differ.
+        decoder: what decodes, of the same model and parameters: prepared once for many calls, or with options
+            (`Decoder`); None to make one.
 
     Returns:
         The new tokens of each row, and the state after them; None in place of the state where there are fewer
@@ -90,13 +93,13 @@ def generate(
     _check(model, params, sampling, state)
     rows = check_prompts(prompts, model.config.vocab_size)
     if slots is not None and check_integer("slots", slots, 1) < len(rows):
-        tokens = _in_slots(model, params, rows, max_tokens, sampling, seed, state, slots)
+        tokens = _in_slots(model, params, rows, max_tokens, sampling, seed, state, slots, decoder)
         return Generation(tokens, None)
-    carry, weights, step, rules = _start(model, params, rows, max_tokens, sampling, seed, state)
+    carry, decoder, rules = _start(model, params, rows, max_tokens, sampling, seed, state, decoder)
     results, parts = Results(), [np.empty((0, len(rows)), np.int32)]
     for start in range(0, max_tokens, STEPS_PER_CALL):
         count = min(STEPS_PER_CALL, max_tokens - start)
-        carry, out = decode(step, weights, rules, carry, np.int32(count))
+        carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(count))
         results.add(out, count, start)
         parts += [_checked(*call) for call in results.ready(late=1)]
         if (parts[-1] < 0).all(1).any():  # all rows are over
@@ -115,6 +118,7 @@ def stream(
     *,
     seed: int | Sequence[int] = 0,
     state: RWKVState | None = None,
+    decoder: Decoder | None = None,
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate`, as they come.
 
@@ -127,11 +131,11 @@ def stream(
     max_tokens = check_integer("max_tokens", max_tokens, 0)
     _check(model, params, sampling, state)
     rows = check_prompts(prompts, model.config.vocab_size)
-    carry, weights, step, rules = _start(model, params, rows, max_tokens, sampling, seed, state)
+    carry, decoder, rules = _start(model, params, rows, max_tokens, sampling, seed, state, decoder)
     results = Results()
     for i in range(max_tokens + 1):
         if i < max_tokens:
-            carry, out = decode(step, weights, rules, carry, np.int32(1))
+            carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(1))
             results.add(out, 1, i)
         for call in results.ready(late=int(i < max_tokens)):
             tokens = _checked(*call)[0]
@@ -159,12 +163,14 @@ def _start(
     sampling: Sampling | None,
     seed: Any,
     state: Any,
-) -> tuple[Carry, Any, Step, Rules]:
+    decoder: Any,
+) -> tuple[Carry, Decoder, Rules]:
     """Reads the prompts: the loop's carry, and what else it is called with."""
     rules = (sampling or Sampling()).arrays(model.config.vocab_size)
     keys = row_keys(row_seeds(seed, len(rows)))
+    decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model)
     logits, state = prefill(model, params, rows, state)
-    return begin(params, logits, state, keys, max_tokens), params, ModelStep(model), rules
+    return begin(params, logits, decoder.state(state), keys, max_tokens), decoder, rules
 
 
 def _in_slots(
@@ -176,11 +182,12 @@ def _in_slots(
     seed: Any,
     state: Any,
     slots: int,
+    decoder: Any,
 ) -> list[np.ndarray]:
     """The tokens of `generate` with fewer slots than rows."""
     if state is not None:
         check_state(state, jax.eval_shape(lambda: model.init_state(len(rows))))
-    engine = Engine(model, params, slots, sampling)
+    engine = Engine(model, params, slots, sampling, decoder=decoder)
     for i, (row, own) in enumerate(zip(rows, row_seeds(seed, len(rows)))):
         before = None if state is None else jax.tree.map(lambda x, i=i: x[:, i : i + 1], state)
         engine.put(row, max_tokens, seed=own, state=before)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
-from .decoder import ModelStep
+from .decoder import Decoder, check_decoder
 from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
 from .prompts import beside, check_params, check_prompts, reading, take_rows
 from .sampling import UNDEFINED, Sampling
@@ -86,7 +86,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, params: Any, slots: int, sampling: Sampling | None = None, *, states: bool = False
+        self,
+        model: Any,
+        params: Any,
+        slots: int,
+        sampling: Sampling | None = None,
+        *,
+        states: bool = False,
+        decoder: Decoder | None = None,
     ) -> None:
         """Makes empty slots.
 
@@ -96,6 +103,7 @@ class Engine:
             slots: number of rows that decode together.
             sampling: how tokens are chosen, of all rows; None for `Sampling`'s default values.
             states: whether results come with their row's state, which takes memory until they are dropped.
+            decoder: of the same model and parameters; None to make one.
         """
         check_params(model, params)
         if not isinstance(sampling, Sampling | None):
@@ -103,7 +111,7 @@ class Engine:
         self.slots = check_integer("slots", slots, 1)
         self.started = self.chosen = 0
         self._model, self._params, self._states = model, params, states
-        self._step, self._weights = ModelStep(model), params
+        self._decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model)
         self._rules = (sampling or Sampling()).arrays(model.config.vocab_size)
         self._waiting: collections.deque[_Row] = collections.deque()
         self._rows: list[_Row | None] = [None] * self.slots
@@ -201,14 +209,16 @@ class Engine:
 
     def _empty(self, like: Carry) -> Carry:
         """A carry of slots that are over."""
-        state = beside(self._params, self._model.init_state(self.slots))
+        state = beside(self._params, self._decoder.init_state(self.slots))
         logits = jnp.zeros((self.slots, like.logits.shape[1]), like.logits.dtype)
         keys = row_keys([0] * self.slots)
         return begin(self._params, beside(self._params, logits), state, keys, 0)
 
     def _decode(self) -> None:
         count = _STEPS_WHILE_WAITING if self._waiting or self._reading else STEPS_PER_CALL
-        self._carry, out = decode(self._step, self._weights, self._rules, self._carry, np.int32(count))
+        self._carry, out = decode(
+            self._decoder.step, self._decoder.weights, self._rules, self._carry, np.int32(count)
+        )
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
         self._results.add(out, count, rows)
         self.started += self.slots * min(count, max(row.limit - row.started for _, row in rows))

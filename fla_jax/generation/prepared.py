@@ -2,15 +2,15 @@
 
 What differs from the model's parameters, for hidden size C:
 
-* Matrices are [out, in] in the compute dtype, so that the weights of a result lie side by side; those that read
-  the same token are one matrix. RWKV-7's receptance, key, value and four first low-rank stages are one of
-  3 C + 4 R rows, its four second stages one [4, C, R]; R is the largest rank, filled up with zeros to a multiple
-  of 64. RWKV-6's receptance, key, value, gate and decay likewise, and so the key and receptance of its
-  feed-forward.
+* Matrices are [out, in] in the compute dtype, so that the weights of a result lie side by side; those that
+  read the same token are one matrix. RWKV-7's receptance, key, value and four first low-rank stages are one
+  of 3 C + 4 R rows, its four second stages one [4, C, R]; R is the largest rank, filled up with zeros to a
+  multiple of 64. RWKV-6's receptance, key, value, gate and decay likewise, and so the key and receptance of
+  its feed-forward.
 * The norm behind the embedding is applied to the whole table.
 * Vectors stay as they are, in the parameters' dtype; layers are not stacked.
-* In int8 (``group``) all these matrices have a float16 factor for every ``group`` weights of a row; the table, the
-  second low-rank stages and RWKV-6's moves stay in the compute dtype.
+* In int8 (``group``) all these matrices have a float16 factor for every ``group`` weights of a row; the
+  table, the second low-rank stages and RWKV-6's moves stay in the compute dtype.
 
 It is as large as the parameters in the compute dtype. Prompts are read with the parameters themselves.
 """
@@ -28,7 +28,7 @@ from flax import struct
 from ..layers.base import LAYER_NORM_EPS
 from ..models import RWKV7ForCausalLM, unstack_layers
 from ..ops.decode import Layer6, Layer7, Matrix, quantised
-from ..ops.decode.arrays import CODE_ROWS, NONE, SIGMOID, SQUARE, TANH, NORM_EPS
+from ..ops.decode.arrays import CODE_ROWS, NONE, NORM_EPS, SIGMOID, SQUARE, TANH
 from ..ops.decode.plain import layer_norm
 
 assert NORM_EPS == LAYER_NORM_EPS
@@ -95,7 +95,11 @@ def _layer7(block: Any, matrix: Any, dtype: Any) -> Layer7:
     att, ffn = block["att"], block["ffn"]
     if "v1" not in att:  # layer 0 has no value residual: nothing reads these
         C = att["w0"].shape[0]
-        nothing = {"v0": jnp.zeros_like(att["w0"]), "v1": att["w1"][:, :1] * 0, "v2": jnp.zeros((1, C), dtype)}
+        nothing = {
+            "v0": jnp.zeros_like(att["w0"]),
+            "v1": att["w1"][:, :1] * 0,
+            "v2": jnp.zeros((1, C), dtype),
+        }
         att = {**att, **nothing}
     kinds = {"w": (1, TANH), "a": (4, NONE), "v": (3, NONE), "g": (5, SIGMOID)}
     rank = max(att[f"{name}1"].shape[1] for name in kinds)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.arguments import check_model, shown
 from ..layers.state import RWKVState, check_state
-from .decoder import of_rows
+from .steps import of_rows
 
 # What a piece costs besides its tokens, as a number of tokens of all rows. Launching the kernels of a layer
 # takes an accelerator 0.1 ms at least, in which a layer of width 1024 reads about a thousand tokens, other

@@ -13,15 +13,18 @@ from .products import load, sigmoid
 
 
 @triton.jit
-def low_rank(h_, w_, channel, R: tl.constexpr, BR: tl.constexpr):
-    """Sums [channels] over r of w [channel, r] h[r]."""
-    sums = tl.zeros(channel.shape, tl.float32)
-    for at in tl.static_range(0, R, BR):
-        r = at + tl.arange(0, BR)
-        h = load(h_, r, r < R, R % BR == 0)
-        w = load(w_, channel[:, None] * R + r[None, :], (r < R)[None, :], R % BR == 0)
-        sums += tl.sum(w * h[None, :], 1)
-    return sums
+def second_stage(w_, channel, r, R: tl.constexpr, EVEN: tl.constexpr):
+    """Weights [channels, r] of a second low-rank stage, as they are stored."""
+    if EVEN:
+        return tl.load(w_ + channel[:, None] * R + r[None, :])
+    else:
+        return tl.load(w_ + channel[:, None] * R + r[None, :], mask=(r < R)[None, :], other=0.0)
+
+
+@triton.jit
+def times(w, h):
+    """Sums over r of w [channels, r] h [r]."""
+    return tl.sum(w.to(tl.float32) * h[None, :], 1)
 
 
 @triton.jit
@@ -54,28 +57,43 @@ def rwkv7_kernel(
     """
     C: tl.constexpr = H * N
     head, b = tl.program_id(0), tl.program_id(1)
-    if tl.load(alive_ + b) == 0:
+    alive = tl.load(alive_ + b) != 0
+    if not (LOW_RANK or alive):  # few rows would wait for this number first
         return
     channel = head * N + tl.arange(0, N)
     place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
     tile = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    # all loads first: they are on their way together
     state = tl.load(state_ + place + tile).to(tl.float32)
     made_ += b * WIDTH
-    r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)
     if LOW_RANK:
-        decay = low_rank(made_ + 3 * C, w2_, channel, R, BR)
-        rate = low_rank(made_ + 3 * C + R, w2_ + C * R, channel, R, BR)
-        gate = low_rank(made_ + 3 * C + 3 * R, w2_ + 3 * C * R, channel, R, BR)
+        EVEN: tl.constexpr = R % BR == 0
+        decay, rate = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
+        gate, mix = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
+        for at in tl.static_range(0, R, BR):
+            i = at + tl.arange(0, BR)
+            h_ = made_ + 3 * C
+            w_decay = second_stage(w2_, channel, i, R, EVEN)
+            w_rate = second_stage(w2_ + C * R, channel, i, R, EVEN)
+            w_gate = second_stage(w2_ + 3 * C * R, channel, i, R, EVEN)
+            if RESIDUAL:
+                w_mix = second_stage(w2_ + 2 * C * R, channel, i, R, EVEN)
+            h_decay, h_rate = load(h_, i, i < R, EVEN), load(h_ + R, i, i < R, EVEN)
+            h_mix, h_gate = load(h_ + 2 * R, i, i < R, EVEN), load(h_ + 3 * R, i, i < R, EVEN)
+            decay += times(w_decay, h_decay)
+            rate += times(w_rate, h_rate)
+            gate += times(w_gate, h_gate)
+            if RESIDUAL:
+                mix += times(w_mix, h_mix)
     else:
         decay, rate = vector(second_ + b * C, channel), vector(second_ + (B + b) * C, channel)
         gate = vector(second_ + (3 * B + b) * C, channel)
+        if RESIDUAL:
+            mix = vector(second_ + (2 * B + b) * C, channel)
+    r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)
     decay = tl.exp(DECAY_SCALE * sigmoid(vector(w0_, channel) + decay))
     rate = sigmoid(vector(a0_, channel) + rate)
     if RESIDUAL:
-        if LOW_RANK:
-            mix = low_rank(made_ + 3 * C + 2 * R, w2_ + 2 * C * R, channel, R, BR)
-        else:
-            mix = vector(second_ + (2 * B + b) * C, channel)
         v += (vector(first_ + b * FIRST + 2 * C, channel) - v) * sigmoid(vector(v0_, channel) + mix)
     kk = k * vector(k_k_, channel)
     square = tl.sum(kk * kk, 0)
@@ -83,8 +101,9 @@ def rwkv7_kernel(
     k *= 1.0 + (rate - 1.0) * vector(k_a_, channel)
 
     read = tl.sum(state * kk[:, None], 0)
-    state = state * decay[:, None] + (k[:, None] * v[None, :] - (kk * rate * RATE_SCALE)[:, None] * read[None, :])
-    tl.store(state_ + place + tile, state.to(state_.dtype.element_ty))
+    write = kk * rate * RATE_SCALE
+    state = state * decay[:, None] + (k[:, None] * v[None, :] - write[:, None] * read[None, :])
+    tl.store(state_ + place + tile, state.to(state_.dtype.element_ty), mask=alive)
     o = readout(tl.sum(state * r[:, None], 0), scale_, bias_, channel, N, NORM_EPS)
     o += tl.sum(r * k * vector(r_k_, channel), 0) * v
     tl.store(y_ + b * C + channel, (o * gate).to(y_.dtype.element_ty))
@@ -99,24 +118,30 @@ def rwkv6_kernel(
     """Grid (H, B): as `rwkv7_kernel`, with ``made_`` r, k, v, gate (C each), then R for the decay."""
     C: tl.constexpr = H * N
     head, b = tl.program_id(0), tl.program_id(1)
-    if tl.load(alive_ + b) == 0:
+    alive = tl.load(alive_ + b) != 0
+    if not (LOW_RANK or alive):
         return
     channel = head * N + tl.arange(0, N)
     place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
     tile = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     state = tl.load(state_ + place + tile).to(tl.float32)
     made_ += b * WIDTH
-    r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)
-    gate = vector(made_ + 3 * C, channel)
     if LOW_RANK:
-        decay = low_rank(made_ + 4 * C, w2_, channel, R, BR)
+        EVEN: tl.constexpr = R % BR == 0
+        decay = tl.zeros((N,), tl.float32)
+        for at in tl.static_range(0, R, BR):
+            i = at + tl.arange(0, BR)
+            w = second_stage(w2_, channel, i, R, EVEN)
+            decay += times(w, load(made_ + 4 * C, i, i < R, EVEN))
     else:
         decay = vector(second_ + b * C, channel)
+    r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)
+    gate = vector(made_ + 3 * C, channel)
     # exp(-exp(20)) is 0 already
     decay = tl.exp(-tl.exp(tl.minimum(vector(base_, channel) + decay, 20.0)))
     o = tl.sum(state * r[:, None], 0) + tl.sum(r * k * vector(bonus_, channel), 0) * v
     state = state * decay[:, None] + k[:, None] * v[None, :]
-    tl.store(state_ + place + tile, state.to(state_.dtype.element_ty))
+    tl.store(state_ + place + tile, state.to(state_.dtype.element_ty), mask=alive)
     o = readout(o, scale_, bias_, channel, N, NORM_EPS)
     tl.store(y_ + b * C + channel, (o * gate * sigmoid(gate)).to(y_.dtype.element_ty))
 
@@ -142,4 +167,5 @@ def moves_kernel(
     by = load(mixes_ + plane * C, c, c < C, False) + tl.sum(w * z[:, None], 0)
     x = load(x_ + b * C, c, c < C, False)
     last = load(last_ + (((layer - 3) // 2) * B + b) * C, c, c < C, False)
-    tl.store(planes_ + (plane * B + b) * C + c, (x + (last - x) * by).to(planes_.dtype.element_ty), mask=c < C)
+    moved = (x + (last - x) * by).to(planes_.dtype.element_ty)
+    tl.store(planes_ + (plane * B + b) * C + c, moved, mask=c < C)

@@ -49,16 +49,31 @@ def _code(layer: int) -> int:
     return 2 * layer + 3
 
 
-def _pieces(K: int, N: int) -> tuple[int, int, int]:
-    """Padded K, rows of a matrix for a program, warps: 32 KB of bfloat16 weights, less where rows are few."""
+def _pieces(K: int, N: int, norm: bool) -> tuple[int, int, int]:
+    """Padded K, rows of a matrix for a program, warps: 32 KB of bfloat16 weights, less where rows are few.
+
+    Half as many where no norm comes first, which every program computes again.
+    """
     BK = 1 << (K - 1).bit_length()
-    warps = 4 if BK <= 4096 else 8
-    most = warps * 4096 // BK
+    warps = 4 if BK <= 2048 else 8
+    most = warps * (4096 if norm else 2048) // BK
     return BK, max(1, min(most, 16, 1 << max(N // _PROGRAMS, 1).bit_length() - 1)), warps
 
 
+def _terms(second: Any, N: int) -> int:
+    """Terms of the second low-rank stages, for the N channels of a head, that a program has under way.
+
+    A program of 256 threads has registers for four times 32 KB of them and little else; where that is not all
+    of them, what it has under way while it sums up is as much again.
+    """
+    R, most = second.shape[-1], 32768 // (N * second.dtype.itemsize)
+    return min(most if most >= R else most // 2, 1 << (R - 1).bit_length())
+
+
 def _codes(matrix: Any) -> jax.Array:
-    codes = [np.full(-(-rows // _CODE_ROWS), plane + 16 * kind, np.int32) for rows, plane, kind in matrix.segments]
+    codes = [
+        np.full(-(-rows // _CODE_ROWS), plane + 16 * kind, np.int32) for rows, plane, kind in matrix.segments
+    ]
     return jnp.asarray(np.concatenate(codes))
 
 
@@ -94,11 +109,13 @@ def _few(
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """One kernel for all of it."""
     (N, K), B = matrix.weight.shape, x.shape[-2]
-    BK, BN, warps = _pieces(K, N)
+    BK, BN, warps = _pieces(K, N, norm is not None)
     none = jnp.zeros(1, jnp.int32)
     scale, bias = (none, none) if norm is None else norm
     scaled = matrix.scale is not None
-    shift = jax.ShapeDtypeStruct((1,) if mixes is None else (B, K), jnp.int32 if mixes is None else last.dtype)
+    shift = jax.ShapeDtypeStruct(
+        (1,) if mixes is None else (B, K), jnp.int32 if mixes is None else last.dtype
+    )
     operands = (x, last, scale, bias, mixes, alive, matrix.weight, matrix.scale, _codes(matrix), add, gate)
     y, shift = launch(
         rows_kernel,
@@ -171,7 +188,7 @@ def advance7(
     return launch(
         rwkv7_kernel, state, made, first, second, p.second, *vectors, alive, _code(layer), out=out,
         aliases={0: 1}, grid=(H, B), num_warps=8 if few else 4, num_stages=1,
-        B=B, H=H, N=N, R=R, BR=min(128, 1 << (R - 1).bit_length()), WIDTH=made.shape[1], FIRST=first.shape[1],
+        B=B, H=H, N=N, R=R, BR=_terms(p.second, N), WIDTH=made.shape[1], FIRST=first.shape[1],
         LOW_RANK=few, RESIDUAL=layer > 0, DECAY_SCALE=_DECAY_SCALE, RATE_SCALE=float(rate_scale),
         EPS=_KEY_EPS, NORM_EPS=_GROUP_EPS,
     )  # fmt: skip
@@ -193,7 +210,9 @@ def moves6(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.Arr
     )  # fmt: skip
 
 
-def advance6(p: Any, made: Any, state: Any, layer: int, alive: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def advance6(
+    p: Any, made: Any, state: Any, layer: int, alive: Any, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
     """See `fla_jax.ops.decode.plain.advance6`; the state is written in place."""
     (C, R), (B, H, N) = p.second.shape, state.shape[1:4]
     few, second = B <= FEW, jnp.zeros(1, jnp.int32)
@@ -204,6 +223,6 @@ def advance6(p: Any, made: Any, state: Any, layer: int, alive: Any, dtype: Any) 
     return launch(
         rwkv6_kernel, state, made, second, p.second, p.base, p.bonus, *p.group_norm, alive, _code(layer),
         out=out, aliases={0: 1}, grid=(H, B), num_warps=4, num_stages=1,
-        B=B, H=H, N=N, R=R, BR=min(128, 1 << (R - 1).bit_length()), WIDTH=made.shape[1], LOW_RANK=few,
+        B=B, H=H, N=N, R=R, BR=_terms(p.second, N), WIDTH=made.shape[1], LOW_RANK=few,
         NORM_EPS=_GROUP_EPS,
     )  # fmt: skip

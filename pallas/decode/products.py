@@ -96,10 +96,7 @@ def rows_kernel(
     if MIX:
         mu = load(mixes_ + plane * K, k, inside, EVEN)
     for b in tl.static_range(B):
-        if PLANES:
-            x = load(x_ + (plane * B + b) * XS, k, inside, EVEN)
-        else:
-            x = load(x_ + b * XS, k, inside, EVEN)
+        x = load(x_ + ((plane if PLANES else 0) * B + b) * XS, k, inside, EVEN)
         if MIX:
             last = load(last_ + (((layer - 3) // 2) * B + b) * K, k, inside, EVEN)
         if NORM:
@@ -168,7 +165,9 @@ def products_kernel(
     y = finish(sums, code)
     at = b[:, None] * N + n[None, :]
     if GATE:
-        y *= tl.load(gate_ + b[:, None] * GS + (GATE_AT + n)[None, :], mask=here & there, other=0.0).to(tl.float32)
+        y *= tl.load(gate_ + b[:, None] * GS + (GATE_AT + n)[None, :], mask=here & there, other=0.0).to(
+            tl.float32
+        )
     if ADD:
         y += tl.load(add_ + at, mask=here & there, other=0.0).to(tl.float32)
     tl.store(y_ + at, y.to(y_.dtype.element_ty), mask=here & there)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.generation import Engine, Sampling, generate
+from fla_jax.generation import Decoder, Engine, Sampling, generate
 from fla_jax.generation import engine as module
 
 SAMPLING = Sampling(temperature=1.3, top_p=0.9, stop=(0,))
@@ -82,8 +82,8 @@ def test_generate_with_more_prompts_than_slots(setup):
 def test_the_slots_are_used(setup, monkeypatch, known):
     """Lengths from 16 to 1024 in 16 slots, eight prompts for each: 85 % of the row-steps give a token.
 
-    It is about the bookkeeping, which is the same for any model: this one counts down in its state from the length
-    that a row shall have, and then says the stop token, where the engine does not know the length before.
+    It is about the bookkeeping, which is the same for any model: this one counts down in its state from the
+    length that a row shall have, and then says the stop token, where the engine does not know the length.
     """
 
     class Countdown:
@@ -94,14 +94,14 @@ def test_the_slots_are_used(setup, monkeypatch, known):
     def reading(model, params, rows, initial):
         yield jax.nn.one_hot(jnp.ones(initial.wkv.shape[1], int), 24), initial
 
-    monkeypatch.setattr(module, "ModelStep", lambda model: Countdown())
     monkeypatch.setattr(module, "reading", reading)
     model, params = setup
+    decoder = Decoder(model, params)
+    decoder.step = Countdown()
     lengths = np.random.default_rng(0).integers(16, 1025, 128)
     zeros = model.init_state(1)
-    engine = Engine(
-        model, params, 16, Sampling(temperature=0.0, presence_penalty=0, frequency_penalty=0, stop=(23,))
-    )
+    sampling = Sampling(temperature=0.0, presence_penalty=0, frequency_penalty=0, stop=(23,))
+    engine = Engine(model, params, 16, sampling, decoder=decoder)
     for length in lengths:
         state = zeros.replace(att_shift=jnp.full_like(zeros.att_shift, length))
         engine.put([1], int(length) if known else 2048, state=state)

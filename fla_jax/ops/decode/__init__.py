@@ -26,17 +26,19 @@ def pieces(implementation: str) -> Any:
     return launcher
 
 
-def supports(platform: str, hidden_size: int, head_dim: int, intermediate_size: int) -> str | None:
-    """None where the kernels can serve a model of these sizes on ``platform``, else the reason."""
-    reason = triton.why_not(platform)
+def supports(
+    implementation: str, platform: str, hidden_size: int, head_dim: int, intermediate_size: int
+) -> str | None:
+    """None where an implementation can serve a model of these sizes on ``platform``, else the reason."""
+    reason = triton.why_not(platform) if implementation == "triton" else None
     if reason is not None:
         return reason
     if hidden_size % 64 or intermediate_size % 32:
-        return "its kernels take widths that are multiples of 64, and of 32 in the feed-forward"
+        return "it takes widths that are multiples of 64, and of 32 in the feed-forward"
     if max(hidden_size, intermediate_size) > 2**15:
-        return "its kernels take widths of up to 32768"
+        return "it takes widths of up to 32768"
     if head_dim not in (16, 32, 64, 128):
-        return f"its kernels take heads of 16, 32, 64 or 128 channels, got {head_dim}"
+        return f"it takes heads of 16, 32, 64 or 128 channels, got {head_dim}"
     return None
 
 

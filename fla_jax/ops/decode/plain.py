@@ -163,9 +163,7 @@ def advance7(
     return ((o + bonus.reshape(o.shape)) * gate).astype(dtype), _kept(S, state, layer, alive)
 
 
-def moves6(
-    p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, dtype: Any
-) -> jax.Array:
+def moves6(p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, dtype: Any) -> jax.Array:
     """RWKV-6's mixed tokens [5, B, C], from the normalised token x [B, C] and z [B, 5 R and more]."""
     _, R, _ = p.moves.shape
     z = z[:, : 5 * R].reshape(-1, 5, R).astype(p.moves.dtype)
