@@ -91,6 +91,7 @@ class Decoder:
             raise ValueError(f"int8_group must be None with implementation='model', got {int8_group}")
         self.model, self.implementation = model, implementation
         self.state_dtype = _state_dtype(state_dtype, model)
+        self.step: ModelStep | FastStep
         if implementation == "model":
             self.step, self.weights = ModelStep(model), params
         else:

@@ -96,10 +96,11 @@ def generate(
         tokens = _in_slots(model, params, rows, max_tokens, sampling, seed, state, slots, decoder)
         return Generation(tokens, None)
     carry, decoder, rules = _start(model, params, rows, max_tokens, sampling, seed, state, decoder)
+    together = decoder.step.together if max_tokens >= 16 else 1
     results, parts = Results(), [np.empty((0, len(rows)), np.int32)]
     for start in range(0, max_tokens, STEPS_PER_CALL):
         count = min(STEPS_PER_CALL, max_tokens - start)
-        carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(count))
+        carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(count), together)
         results.add(out, count, start)
         parts += [_checked(*call) for call in results.ready(late=1)]
         if (parts[-1] < 0).all(1).any():  # all rows are over

@@ -34,7 +34,20 @@ class Step(Hashable, Protocol):
     """One token of every row: ``(weights, tokens [B], state, alive [B]) -> (logits [B, V], state)``.
 
     Rows that are not ``alive`` keep their state to the last bit; their logits mean nothing.
+
+    Attributes:
+        sampling: the implementation of `sample` that goes with it.
+        together: how many steps are run at a time. On a GPU the host waits for the device to tell whether
+            there is another round of a loop whose end is not known, and starts its kernels only then.
     """
+
+    @property
+    def sampling(self) -> str:
+        """See the class."""
+
+    @property
+    def together(self) -> int:
+        """See the class."""
 
     def __call__(
         self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array
@@ -63,9 +76,11 @@ def begin(params: Any, logits: jax.Array, state: RWKVState, keys: jax.Array, lim
     return Carry(logits, state, *beside(params, new))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def decode(step: Step, weights: Any, rules: Rules, carry: Carry, count: jax.Array) -> tuple[Carry, jax.Array]:
-    """Up to ``count`` <= STEPS_PER_CALL more tokens a row.
+@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)
+def decode(
+    step: Step, weights: Any, rules: Rules, carry: Carry, count: jax.Array, together: int = 1
+) -> tuple[Carry, jax.Array]:
+    """Up to ``count`` <= STEPS_PER_CALL more tokens a row: a multiple of ``together``, or all they may have.
 
     [STEPS_PER_CALL, B]: -1 where a row is over; `UNDEFINED` where it has no logits to choose from, which
     ends all.
@@ -75,10 +90,13 @@ def decode(step: Step, weights: Any, rules: Rules, carry: Carry, count: jax.Arra
         i, carry, _ = loop
         return (i < count) & ~jnp.all(carry.done)
 
-    def one(loop: Any) -> Any:
+    def some(loop: Any) -> Any:
+        return one(0, loop) if together == 1 else jax.lax.fori_loop(0, together, one, loop)
+
+    def one(_: Any, loop: Any) -> Any:
         i, carry, out = loop
         keys = jax.vmap(jax.random.fold_in)(carry.keys, carry.step)
-        tokens = jnp.where(carry.done, 0, sample(rules, carry.logits, carry.occurrences, keys))
+        tokens = jnp.where(carry.done, 0, sample(rules, carry.logits, carry.occurrences, keys, step.sampling))
         over = carry.done | rules.stop[tokens] | jnp.any(tokens == UNDEFINED)
         logits, state = step(weights, tokens, carry.state, ~over)
         new = carry.step + 1
@@ -92,7 +110,7 @@ def decode(step: Step, weights: Any, rules: Rules, carry: Carry, count: jax.Arra
         return i + 1, carry, out.at[i].set(jnp.where(over & (tokens != UNDEFINED), -1, tokens))
 
     out = jnp.full((STEPS_PER_CALL, carry.done.shape[0]), -1, jnp.int32)
-    _, carry, out = jax.lax.while_loop(more, one, (jnp.int32(0), carry, out))
+    _, carry, out = jax.lax.while_loop(more, some, (jnp.int32(0), carry, out))
     return carry, out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ class ModelStep:
     """
 
     model: Any
+    sampling: ClassVar[str] = "xla"
+    together: ClassVar[int] = 1
 
     def __call__(
         self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array
@@ -46,6 +48,16 @@ class FastStep:
 
     model: Any
     implementation: str
+
+    @property
+    def sampling(self) -> str:
+        """See `fla_jax.generation.loop.Step`."""
+        return "triton" if self.implementation == "triton" else "xla"
+
+    @property
+    def together(self) -> int:
+        """See `fla_jax.generation.loop.Step`."""
+        return 4 if self.implementation == "triton" else 1
 
     def __call__(
         self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..run.triton import launch
+from .choose import choose_kernel
 from .heads import moves_kernel, rwkv6_kernel, rwkv7_kernel
 from .products import mix_kernel, products_kernel, rows_kernel
 
@@ -225,4 +226,26 @@ def advance6(
         out=out, aliases={0: 1}, grid=(H, B), num_warps=4, num_stages=1,
         B=B, H=H, N=N, R=R, BR=_terms(p.second, N), WIDTH=made.shape[1], LOW_RANK=few,
         NORM_EPS=_GROUP_EPS,
+    )  # fmt: skip
+
+
+def choose(
+    logits: jax.Array, scores: jax.Array, top_p: Any, top_k: Any, temperature: Any, undefined: int
+) -> jax.Array:
+    """The token [B] int32 with the best score of those that top-p and top-k leave, see `choose_kernel`.
+
+    Args:
+        logits: [B, V] float32, -inf for what may not come.
+        scores: [B, V] float32, not read at temperature 0.
+        top_p: float32 scalar.
+        top_k: int32 scalar.
+        temperature: float32 scalar.
+        undefined: instead of a token where there is no finite largest logit, or NaN.
+    """
+    (B, V), one = logits.shape, lambda x, dtype: jnp.asarray(x, dtype).reshape(1)
+    BV = min(8192, 1 << (V - 1).bit_length())
+    settings = one(top_p, jnp.float32), one(top_k, jnp.int32), one(temperature, jnp.float32)
+    return launch(
+        choose_kernel, logits, scores, *settings, out=jax.ShapeDtypeStruct((B,), jnp.int32), grid=(B,),
+        num_warps=16, num_stages=2, V=V, BV=BV, STAGES=2, UNDEFINED=undefined,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -25,6 +26,7 @@ import resources  # noqa: E402
 
 from fla_jax.core.gpu import lowering_for  # noqa: E402
 from fla_jax.generation.prepared import prepare  # noqa: E402
+from fla_jax.generation.sampling import Occurrences, Sampling, sample  # noqa: E402
 from fla_jax.generation.steps import FastStep  # noqa: E402
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM  # noqa: E402
 from fla_jax.pallas.run import triton  # noqa: E402
@@ -56,6 +58,13 @@ ALL = [
 ]  # fmt: skip
 
 
+def choose(batch: int, logits: jax.Array) -> jax.Array:
+    """Chooses tokens from logits [B, V]."""
+    keys = jax.random.split(jax.random.key(0), batch)
+    rules, none = Sampling().arrays(logits.shape[1]), Occurrences.none(*logits.shape)
+    return sample(rules, logits, none, keys, "triton")
+
+
 def record(case: Case) -> list[resources.Launch]:
     """What a decoded token launches."""
     config, kind = MODELS[case.version]
@@ -71,7 +80,9 @@ def record(case: Case) -> list[resources.Launch]:
     try:
         with lowering_for(case.target):
             alive = jax.ShapeDtypeStruct((case.batch,), bool)
-            jax.eval_shape(FastStep(model, "triton"), weights, tokens, state, alive)
+            logits, _ = jax.eval_shape(FastStep(model, "triton"), weights, tokens, state, alive)
+            if case.version == 7:
+                jax.eval_shape(functools.partial(choose, case.batch), logits)
     finally:
         triton._jax_triton = original
         jax.clear_caches()  # what was traced holds the recorder's zeros

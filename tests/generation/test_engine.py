@@ -87,6 +87,8 @@ def test_the_slots_are_used(setup, monkeypatch, known):
     """
 
     class Countdown:
+        sampling, together = "xla", 4
+
         def __call__(self, weights, tokens, state, alive):
             left = state.att_shift - alive[None, :, None]
             return jax.nn.one_hot(jnp.where(left[0, :, 0] > 0, 1, 23), 24), state.replace(att_shift=left)
