@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 FIELDS = {
     "op", "implementation", "library", "version", "model", "batch", "ms_per_token", "tokens_per_s",
-    "floor_ms", "kernels", "copies", "first_token_s", "weights", "state", "vocab", "versions", "commit", "device", "run",
+    "floor_ms", "kernels", "copies", "first_token_s", "weights", "state", "vocab", "versions", "commit",
+    "device", "run",
 }  # fmt: skip
 
 
