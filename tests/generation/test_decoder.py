@@ -12,6 +12,7 @@ import small_models as small
 
 from fla_jax.generation import Decoder, Sampling, generate
 from fla_jax.models import stack_layers
+from fla_jax.ops.decode import Matrix
 
 GREEDY = Sampling(temperature=0.0)
 SLOW = pytest.mark.slow
@@ -84,6 +85,10 @@ def test_kernels(version, rows, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 5e-6), got.state, want.state)
 
 
+def is_matrix(x):
+    return isinstance(x, Matrix)
+
+
 def logits_of(decoder, tokens, state):
     """Logits [T, B, V] of forced tokens [T, B]."""
     step, weights = decoder.step, decoder.weights
@@ -110,6 +115,60 @@ def test_bfloat16_is_as_near_as_the_model(version):
         got = logits_of(Decoder(model, params, implementation=name), tokens, model.init_state(4))
         error[name] = np.sqrt(np.mean(np.square(got - want)))
     assert error["plain"] <= error["model"], error
+
+
+@pytest.mark.parametrize("name, bound", [("float16", 2e-3), ("bfloat16", 2e-2)])
+def test_states_of_16_bits(name, bound):
+    """After 256 tokens, in units of the largest logit. Rows that are over keep their state exactly."""
+    model, params = setup(7)
+    tokens = small.tokens(256, 2, seed=5)
+    want = logits_of(Decoder(model, params, implementation="plain"), tokens, model.init_state(2))
+    decoder = Decoder(model, params, implementation="plain", state_dtype=name)
+    assert small.error(logits_of(decoder, tokens, model.init_state(2))[-16:], want[-16:]) < bound
+    start = decoder.init_state(2)
+    before = jax.tree.map(np.array, decoder(jnp.array([1, 2]), start)[1])
+    assert before.wkv.dtype == name
+    _, after = decoder(jnp.array([3, 4]), jax.tree.map(jnp.array, before), jnp.array([True, False]))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 1], b[:, 1]), after, before)
+    # the definition takes them too
+    model_step = Decoder(model, params, implementation="model", state_dtype=name)
+    got, state = model_step(jnp.array([1, 2]), model_step.init_state(2))
+    assert state.wkv.dtype == name and got.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("group", [64, pytest.param(16, marks=SLOW)])
+def test_weights_of_8_bits(group):
+    """A weight is off by half a step of its group, 1/254 of its largest, and the logits by little."""
+    model, params = setup(7)
+    decoder = Decoder(model, params, int8_group=group)
+    assert decoder.implementation == "plain" and decoder.weights.head.weight.dtype == jnp.int8
+    exact = Decoder(model, params, implementation="plain").weights
+    leaves = functools.partial(jax.tree.leaves, is_leaf=is_matrix)
+    for got, want in zip(leaves(decoder.weights), leaves(exact), strict=True):
+        if is_matrix(got):
+            grouped = np.asarray(want.weight).reshape(*got.scale.shape, group)
+            step = np.abs(grouped).max(-1, keepdims=True) / 127
+            off = np.abs(np.asarray(got.dense(jnp.float32)).reshape(grouped.shape) - grouped)
+            assert (off <= step * 0.57).all()  # half, and what float16 makes of the factor
+    tokens = small.tokens(64, 2, seed=5)
+    want = logits_of(Decoder(model, params, implementation="plain"), tokens, model.init_state(2))
+    assert small.error(logits_of(decoder, tokens, model.init_state(2)), want) < 0.05
+
+
+@SLOW
+def test_the_kernel_of_8_bits(monkeypatch):
+    launcher = pytest.importorskip("fla_jax.pallas.decode.launcher")
+    interpreter = pytest.importorskip("fla_jax.pallas.run.interpreter")
+    if not launcher.launch.__globals__["INTERPRET"]:
+        pytest.skip("Triton's interpreter is off")
+    monkeypatch.setitem(interpreter._TRITON_NAMES, np.dtype(np.int8), "i8")
+    monkeypatch.setattr(launcher, "_PROGRAMS", 8)
+    model, params = setup(7)
+    tokens, state = jnp.array([3, 5]), small.random_state(model, 2)
+    options = {"int8_group": 16}
+    want, _ = Decoder(model, params, implementation="plain", **options)(tokens, jax.tree.map(jnp.copy, state))
+    got, _ = Decoder(model, params, implementation="triton", **options)(tokens, state)
+    assert small.error(got, want) < 5e-6
 
 
 def test_rows_in_slots_with_the_fast_path():
