@@ -23,10 +23,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from ..layers.base import LAYER_NORM_EPS
-from ..models import RWKV7ForCausalLM, unstack_layers
+from ..models import RWKV7ForCausalLM
 from ..ops.decode import Layer6, Layer7, Matrix, quantised
 from ..ops.decode.arrays import CODE_ROWS, NONE, NORM_EPS, SIGMOID, SQUARE, TANH
 from ..ops.decode.plain import layer_norm
@@ -50,34 +51,53 @@ class Prepared(struct.PyTreeNode):
     head: Matrix
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
 def prepare(model: Any, params: Any, group: int | None = None) -> Prepared:
     """The parameters of a model as the fast path reads them.
+
+    Layer by layer, in programs that all layers share.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         params: its parameters, layers stacked or not.
         group: weights in int8, with a factor for so many of them along a row; None for the compute dtype.
     """
-    params, config = nn.meta.unbox(params), model.config
+    params, dtype = nn.meta.unbox(params), model.config.dtype
+    of_layer = _layer7 if isinstance(model, RWKV7ForCausalLM) else _layer6
+    make = functools.partial(_layer, of_layer, dtype, group)
+    numbers = range(model.config.num_layers)
     if "blocks" in params:
-        params = unstack_layers(params)
-    dtype = config.dtype
-    layer = _layer7 if isinstance(model, RWKV7ForCausalLM) else _layer6
-    compress = (lambda matrix: matrix) if group is None else functools.partial(quantised, group=group)
-
-    def matrix(*kernels: tuple[jax.Array, int, int]) -> Matrix:
-        """Of kernels [in, out], the planes that they read and what is done with their sums."""
-        *some, (last, plane, kind) = kernels
-        filled = [(_filled(kernel, CODE_ROWS), plane, kind) for kernel, plane, kind in some]
-        every = [*filled, (last, plane, kind)]
-        weight = jnp.concatenate([kernel.astype(dtype).T for kernel, _, _ in every])
-        return compress(Matrix(weight, None, tuple((x.shape[1], plane, kind) for x, plane, kind in every)))
-
-    layers = tuple(layer(params[f"blocks_{i}"], matrix, dtype) for i in range(config.num_layers))
-    table = layer_norm(params["emb"]["embedding"].astype(dtype), _affine(params["ln0"])).astype(dtype)
-    head = matrix((params["head"]["kernel"], 0, NONE))
+        layers = tuple(make(params["blocks"], np.int32(i)) for i in numbers)
+    else:
+        layers = tuple(make(params[f"blocks_{i}"]) for i in numbers)
+    table, head = _ends(dtype, group, params["emb"]["embedding"], params["ln0"], params["head"]["kernel"])
     return Prepared(table, layers, _affine(params["ln_out"]), head)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _layer(of_layer: Any, dtype: Any, group: int | None, block: Any, number: Any = None) -> Any:
+    """A layer, the one with a number where they are stacked."""
+    if number is not None:
+        block = jax.tree.map(lambda x: x[number], block)
+    return of_layer(block, functools.partial(_matrix, dtype, group), dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _ends(
+    dtype: Any, group: int | None, embedding: jax.Array, ln0: Any, head: jax.Array
+) -> tuple[jax.Array, Matrix]:
+    """The normalised table, and the head."""
+    table = layer_norm(embedding.astype(dtype), _affine(ln0)).astype(dtype)
+    return table, _matrix(dtype, group, (head, 0, NONE))
+
+
+def _matrix(dtype: Any, group: int | None, *kernels: tuple[jax.Array, int, int]) -> Matrix:
+    """Of kernels [in, out], the planes that they read and what is done with their sums."""
+    *some, (last, plane, kind) = kernels
+    filled = [(_filled(kernel, CODE_ROWS), plane, kind) for kernel, plane, kind in some]
+    every = [*filled, (last, plane, kind)]
+    weight = jnp.concatenate([kernel.astype(dtype).T for kernel, _, _ in every])
+    matrix = Matrix(weight, None, tuple((x.shape[1], plane, kind) for x, plane, kind in every))
+    return matrix if group is None else quantised(matrix, group)
 
 
 def _affine(norm: Any) -> tuple[jax.Array, jax.Array]:

@@ -36,12 +36,13 @@ class Tile(NamedTuple):
     stages: int
 
 
-# Not measured. By the number of rows, up to which
+# Not measured. By the number of rows, up to which; then for matrices of few rows: half as many in a program,
+# so that every multiprocessor has one, and twice as many terms, so that as many bytes are on their way.
 TILES = {
-    16: Tile(16, 32, 64, 4, 5),
-    32: Tile(32, 32, 64, 4, 5),
-    64: Tile(64, 32, 64, 4, 4),
-    1 << 30: Tile(128, 64, 64, 8, 3),
+    16: (Tile(16, 32, 64, 4, 5), Tile(16, 16, 128, 4, 6)),
+    32: (Tile(32, 32, 64, 4, 5), Tile(32, 16, 128, 4, 6)),
+    64: (Tile(64, 32, 64, 4, 4), Tile(64, 16, 128, 4, 4)),
+    1 << 30: (Tile(128, 64, 64, 8, 3), Tile(128, 64, 64, 8, 3)),
 }
 
 
@@ -163,7 +164,8 @@ def _many(matrix: Any, x: jax.Array, *, add: Any, gate: Any, gate_at: int, dtype
         y = y if gate is None else y * gate[:, gate_at : gate_at + N].astype(jnp.float32)
         y = y if add is None else y + add.astype(jnp.float32)
         return y.astype(dtype)
-    one = next(tile for rows, tile in TILES.items() if rows >= B)
+    many, few = next(tiles for rows, tiles in TILES.items() if rows >= B)
+    one = few if N // many.results < _PROGRAMS // 2 else many
     none = jnp.zeros(1, jnp.int32)
     operands = (x, weight, _codes(matrix), none if add is None else add, none if gate is None else gate)
     return launch(
