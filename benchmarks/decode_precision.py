@@ -94,7 +94,12 @@ def main() -> None:
     tokens = text[cut : cut + options.tokens + 1].astype(np.int32)
     exact = None
     for name, chosen in OPTIONS.items():
-        logits = logits_of(Decoder(model, params, implementation="plain", **chosen), tokens[:-1])
+        try:
+            decoder = Decoder(model, params, implementation="plain", **chosen)
+        except ValueError as error:  # groups that do not divide a width
+            print(f"{name:20} {error}")
+            continue
+        logits = logits_of(decoder, tokens[:-1])
         exact = logits if exact is None else exact
         spread, error = exact.std(-1).mean(), np.sqrt(np.square(logits - exact).mean(-1))
         picked = np.take_along_axis(logits, tokens[1:, None], 1)[:, 0]

@@ -74,7 +74,10 @@ def test_kernels(version, rows, monkeypatch):
     if not launcher.launch.__globals__["INTERPRET"]:
         pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
     monkeypatch.setattr(launcher, "_PROGRAMS", 8)  # fewer and larger programs: the interpreter is slow
-    model, params = setup(version, num_layers=2 if version == 7 else 1)
+    # a vocabulary that is no multiple of anything, and with one row a width that is no power of two
+    sizes = {"vocab_size": 23, "num_layers": 2 if version == 7 else 1}
+    model = small.model(version, hidden_size=192 if rows == 1 else 64, head_dim=16, **sizes)
+    params = small.params(model)
     prompts = [[3, 1, 4], [9], [2, 6], [5], [3, 5]][:rows]
     plain = generate(model, params, prompts, 3, GREEDY)
     stop = Sampling(temperature=0.0, stop=(int(plain.tokens[-1][1]),))

@@ -154,6 +154,20 @@ def test_rows_of_similar_lengths_are_read_together(setup, reads, monkeypatch, le
         assert_row(i, new, want_new)
 
 
+def test_pieces_without_padding(setup, monkeypatch):
+    """Long ones are read by a program that masks nothing; it hands on what the other one does."""
+    model, params = setup
+    monkeypatch.setattr(module, "piece_sizes", lambda *_: (16, 32))
+    rows, state = small.tokens(2, 80), small.random_state(model, 2)
+    want = prefill(model, params, rows, state)
+    masked, read = [], module._read
+    monkeypatch.setattr(module, "_WHOLE", 64)
+    monkeypatch.setattr(module, "_read", lambda *args: masked.append(args[-1] is not None) or read(*args))
+    got = prefill(model, params, rows, state)
+    assert masked == [False, False, True]
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 2e-5), got, want)
+
+
 @pytest.mark.parametrize("rows, share", [(32, 1.35), (256, 1.2)])
 def test_mixed_lengths_read_little_padding(rows, share):
     """Rows from 16 to 1024 tokens, on a GPU's sizes: one batch would read twice as many as there are."""
