@@ -7,7 +7,7 @@ the compiled program, ``copies`` those that copy something as large as a layer's
 be none. Peers run in processes of their own, last: flash-linear-attention's ``generate`` and PyPI's ``rwkv``
 (``--peers``); what fails is printed with its error.
 
-    python benchmarks/decode.py                                   # everything: some minutes
+    python benchmarks/decode.py                                   # everything: many minutes
     python benchmarks/decode.py --models 24x2048 --batches 1      # the first number to look at
     python benchmarks/decode.py --quick --out /tmp/cpu.json       # tiny sizes, for a smoke test
     python benchmarks/decode.py --models 24x2048 --batches 1 --profile /tmp/trace     # and a trace of kernels
@@ -58,6 +58,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=None,
         help="tokens of the prompt that is read; 0 for none; default 8192",
     )
+    add("--no-scan", action="store_true", help="layers that are not stacked: slow to compile")
+    add("--engine", action="store_true", help="also rows that join and leave, with batches of 32 and more")
     add("--bandwidth", type=float, help="bytes/s for the floor; default: of a copy, measured")
     add("--profile", type=Path, help="folder for a trace of one more call")
     add("--peers", nargs="*", choices=("fla", "rwkv"), default=[], help="run in processes of their own, last")
@@ -75,7 +77,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def make(version: int, size: str, vocab: int, dtype: str) -> tuple[Any, Any]:
+def make(version: int, size: str, vocab: int, dtype: str, scan: bool = False) -> tuple[Any, Any]:
     """A model and random parameters: activations near 1, logits as spread as a language model's."""
     import jax
     import jax.numpy as jnp
@@ -85,13 +87,15 @@ def make(version: int, size: str, vocab: int, dtype: str) -> tuple[Any, Any]:
     layers, width = map(int, size.split("x"))
     config, kind = {6: (RWKV6Config, RWKV6ForCausalLM), 7: (RWKV7Config, RWKV7ForCausalLM)}[version]
     head = 64 if width >= 128 else 16
-    model = kind(config(vocab, width, layers, head_dim=head, dtype=dtype, param_dtype=dtype))
+    model = kind(
+        config(vocab, width, layers, head_dim=head, dtype=dtype, param_dtype=dtype, scan_layers=scan)
+    )
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
 
     def draw(i: int, path: Any, x: Any) -> jax.Array:
         name = path[-1].key
-        matrix = x.ndim > 1 and name not in ("r_k", "time_faaaa")
+        matrix = x.ndim - (path[0].key == "blocks") > 1 and name not in ("r_k", "time_faaaa")
         values = jax.random.normal(jax.random.key(i), x.shape, jnp.float32)
         values = values * (x.shape[-2] ** -0.5 * (3 if path[0].key == "head" else 1) if matrix else 0.3)
         middle = {"scale": 1.0, "w0": -1.0, "time_decay": -1.0, "k_k": 1.0, "k_a": 1.0}.get(name, 0.5)
@@ -231,6 +235,30 @@ def reading(model: Any, params: Any, length: int) -> dict[str, float]:
     return found
 
 
+def joining(model: Any, params: Any, slots: int, options: argparse.Namespace) -> dict[str, float]:
+    """Tokens/s of `Engine`: prompts of 8 to 256 tokens, rows of 16 to 1024, eight for each slot."""
+    import numpy as np
+
+    from fla_jax.generation import Decoder, Engine
+
+    rng, small = np.random.default_rng(0), options.quick
+    decoder = Decoder(model, params, state_dtype=options.state, int8_group=options.int8_group)
+
+    def run(count: int) -> tuple[Any, float]:
+        engine = Engine(model, params, slots, decoder=decoder)
+        for _ in range(count):
+            prompt = rng.integers(1, model.config.vocab_size, rng.integers(8, 33 if small else 257))
+            engine.put(prompt, int(rng.integers(16, 33 if small else 1025)), seed=1)
+        began = time.perf_counter()
+        for _ in engine.results():
+            pass
+        return engine, time.perf_counter() - began
+
+    run((1 if small else 4) * slots)  # compiles
+    engine, took = run((2 if small else 8) * slots)
+    return {"tokens_per_s": engine.chosen / took, "slots_used": engine.chosen / engine.started}
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The records as text."""
     lines = [
@@ -280,7 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
     skipped: list[str] = []
     for version in options.versions:
         for size in options.models:
-            model, params = make(version, size, options.vocab, dtype)
+            model, params = make(version, size, options.vocab, dtype, not options.no_scan)
             about = {"version": version, "model": size, "weights": weights, "state": options.state} | common
             for batch in options.batches:
                 floor = bytes_of_a_token(model, batch, options) / rate * 1e3
@@ -299,6 +327,15 @@ def main(arguments: list[str] | None = None) -> None:
                         {"op": "decode", "implementation": name, "batch": batch, **found, **speed, **about}
                     )
                     print(table(rows[-1:]).partition("\n")[2], flush=True)
+                if options.engine and batch >= (1 if options.quick else 32):
+                    found = joining(model, params, batch, options)
+                    own = [r for r in rows if r["version"] == version and r["model"] == size]
+                    steady = max((r["tokens_per_s"] for r in own if r["batch"] == batch), default=None)
+                    share = {"of_steady": steady and found["tokens_per_s"] / steady}
+                    rows.append(
+                        {"op": "engine", "implementation": "best", "batch": batch} | found | share | about
+                    )
+                    print(f"engine, {batch} slots: {rows[-1]}", flush=True)
             for name, speed in (reading(model, params, options.prefill) if options.prefill else {}).items():
                 rows.append(
                     {"op": "prefill", "implementation": name, "batch": 1, "tokens_per_s": speed} | about

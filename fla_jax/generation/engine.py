@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -22,6 +23,11 @@ from .sampling import UNDEFINED, Sampling
 # Steps of a call while prompts wait: a slot whose row ends inside a call stays empty for the rest of it, and
 # one whose row has chosen a stop token for one call more. With eight a row of 500 tokens wastes 2 %.
 _STEPS_WHILE_WAITING = 8
+# How many prompts are read at a time, filled up: each number makes programs to compile. A free slot waits
+# until there are a few to be filled together, a thirty-second of all.
+_TOGETHER = (1, 2, 8, 64)
+_WAITING_SLOTS = 32
+_WINDOW = 4  # prompts are chosen for similar lengths among so many times as many as are read together
 
 
 class Finished(NamedTuple):
@@ -38,7 +44,7 @@ class Finished(NamedTuple):
     state: RWKVState | None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Row:
     """A prompt that waits or a row that decodes."""
 
@@ -58,7 +64,8 @@ class Engine:
     """Continues any number of prompts, ``slots`` of them at a time.
 
     A row that is over makes room for a prompt that waits: it is read in pieces between calls of the decoding
-    loop, while the other rows go on. Every row gets the tokens that it would get alone from `generate` with
+    loop, while the other rows go on. Prompts come in nearly the order in which they were put: those of
+    similar lengths are read together. Every row gets the tokens that it would get alone from `generate` with
     its own seed, whatever the other rows are and whenever they come.
 
     The device never waits for the host: the tokens of a call are read when the next one has been started. A
@@ -163,10 +170,10 @@ class Engine:
 
     def _advance(self) -> None:
         """Starts a piece of the prompts that wait and a call of the loop, and reads the call before."""
-        free = self._rows.count(None)
-        if self._reading is None and free and self._waiting:
-            joining = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-            self._reading = self._read(joining), joining
+        if self._reading is None:
+            joining = self._next_rows(self._rows.count(None))
+            if joining:
+                self._reading = self._read(joining), joining
         if self._reading is not None:
             pieces, joining = self._reading
             read = next(pieces)
@@ -179,9 +186,21 @@ class Engine:
         for tokens, rows in self._results.ready(late=int(decoding)):
             self._take(tokens, rows)
 
+    def _next_rows(self, free: int) -> list[_Row]:
+        """Prompts to be read next, taken from those that wait: the first, and others of similar lengths."""
+        count = min(free, len(self._waiting), _TOGETHER[-1])
+        if count == 0 or count < min(self.slots // _WAITING_SLOTS, len(self._waiting)):
+            return []
+        window = list(itertools.islice(self._waiting, _WINDOW * count))
+        first = len(window[0].prompt)
+        window.sort(key=lambda row: (abs(len(row.prompt) - first), row.number))
+        rows = window[:count]
+        for row in rows:
+            self._waiting.remove(row)
+        return rows
+
     def _read(self, rows: list[_Row]) -> Iterator[Any]:
-        # as many rows as a power of two, or as there are slots: few programs serve all
-        batch = min(1 << (len(rows) - 1).bit_length(), self.slots)
+        batch = min(next(size for size in _TOGETHER if size >= len(rows)), self.slots)
         initial = self._model.init_state(batch)
         for i, row in enumerate(rows):
             if row.initial is not None:
