@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -100,6 +101,24 @@ def test_errors(generate, checkpoint, capsys, arguments, message):
     with pytest.raises(SystemExit, match=message):
         run(generate, capsys, "--checkpoint", checkpoint, *arguments)
     assert capsys.readouterr().out == ""  # the message stands on a line of its own
+
+
+def test_tokens_per_second(generate, checkpoint, capsys):
+    for prompts, count in ((["a"], 5), (["a", "b", "c"], 15)):
+        generate.main(["--checkpoint", str(checkpoint), "--tokens", "5", "--prompt", *prompts])
+        assert re.fullmatch(rf"{count} tokens, \d+\.\d tokens/s\n", capsys.readouterr().err.lstrip())
+
+
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
+def test_not_a_number_is_one_line(generate, tmp_path, capsys, prompts):
+    model = small.model(7, vocab_size=256, num_layers=1)
+    params = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), small.params(model))
+    save_checkpoint(tmp_path / "model.pth", model, params)
+    with pytest.raises(
+        SystemExit, match=r"^generate.py: .*model.pth: row 0: the logits for new token 0"
+    ) as error:
+        run(generate, capsys, "--checkpoint", tmp_path / "model.pth", "--prompt", *prompts)
+    assert "\n" not in str(error.value) and capsys.readouterr().out == ""
 
 
 def test_state_tuning(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,253 @@
+"""The pieces of a decoded token on NVIDIA GPUs, with the arguments of `fla_jax.ops.decode.plain`.
+
+Up to `FEW` rows the vector units do what there is to do while the weights come from memory, and the whole
+input stage is one kernel. From there on tensor cores do: mixes are made once, by a kernel of their own, and
+the products are one launch for all matrices of a stage or, where one input meets one matrix and there are
+more than `TILED` rows, the library's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..run.triton import launch
+from .choose import choose_kernel
+from .heads import moves_kernel, rwkv6_kernel, rwkv7_kernel
+from .products import mix_kernel, products_kernel, rows_kernel
+
+FEW, TILED = 4, 64
+_PROGRAMS = 264  # two for each multiprocessor of an H200
+_CODE_ROWS = 64
+_NORM_EPS, _GROUP_EPS, _KEY_EPS, _DECAY_SCALE = 1e-5, 64e-5, 1e-12, -math.exp(-0.5)
+
+
+class Tile(NamedTuple):
+    """Launch options of `products_kernel`: rows of a block, results, terms, warps, stages."""
+
+    rows: int
+    results: int
+    terms: int
+    warps: int
+    stages: int
+
+
+# Not measured. By the number of rows, up to which; then for matrices of few rows: half as many in a program,
+# so that every multiprocessor has one, and twice as many terms, so that as many bytes are on their way.
+TILES = {
+    16: (Tile(16, 32, 64, 4, 5), Tile(16, 16, 128, 4, 6)),
+    32: (Tile(32, 32, 64, 4, 5), Tile(32, 16, 128, 4, 6)),
+    64: (Tile(64, 32, 64, 4, 4), Tile(64, 16, 128, 4, 4)),
+    1 << 30: (Tile(128, 64, 64, 8, 3), Tile(128, 64, 64, 8, 3)),
+}
+
+
+def _code(layer: int) -> int:
+    """A layer's index as the kernels take it, see `rows_kernel`."""
+    return 2 * layer + 3
+
+
+def _pieces(K: int, N: int, norm: bool) -> tuple[int, int, int]:
+    """Padded K, rows of a matrix for a program, warps: 32 KB of bfloat16 weights, less where rows are few.
+
+    Half as many where no norm comes first, which every program computes again.
+    """
+    BK = 1 << (K - 1).bit_length()
+    warps = 4 if BK <= 2048 else 8
+    most = warps * (4096 if norm else 2048) // BK
+    return BK, max(1, min(most, 16, 1 << max(N // _PROGRAMS, 1).bit_length() - 1)), warps
+
+
+def _terms(second: Any, N: int) -> int:
+    """Terms of the second low-rank stages, for the N channels of a head, that a program has under way.
+
+    A program of 256 threads has registers for four times 32 KB of them and little else; where that is not all
+    of them, what it has under way while it sums up is as much again.
+    """
+    R, most = second.shape[-1], 32768 // (N * second.dtype.itemsize)
+    return min(most if most >= R else most // 2, 1 << (R - 1).bit_length())
+
+
+def _codes(matrix: Any) -> jax.Array:
+    codes = [
+        np.full(-(-rows // _CODE_ROWS), plane + 16 * kind, np.int32) for rows, plane, kind in matrix.segments
+    ]
+    return jnp.asarray(np.concatenate(codes))
+
+
+def project(
+    matrix: Any,
+    x: jax.Array,
+    *,
+    norm: Any = None,
+    mixes: Any = None,
+    last: Any = None,
+    layer: int = 0,
+    alive: Any = None,
+    add: Any = None,
+    gate: Any = None,
+    gate_at: int = 0,
+    dtype: Any = jnp.float32,
+) -> tuple[jax.Array, Any]:
+    """See `fla_jax.ops.decode.plain.project`."""
+    options = dict(add=add, gate=gate, gate_at=gate_at, dtype=dtype)
+    if x.shape[-2] <= FEW:
+        return _few(matrix, x, norm, mixes, last, layer, alive, **options)
+    shift = None
+    if norm is not None and mixes is not None:
+        x, shift = _mixed(x, norm, mixes, last, layer, alive, dtype)
+    elif norm is not None:
+        x = _layer_norm(x, norm).astype(x.dtype)
+    return _many(matrix, x, **options), shift
+
+
+def _few(
+    matrix: Any, x: Any, norm: Any, mixes: Any, last: Any, layer: int, alive: Any,
+    *, add: Any, gate: Any, gate_at: int, dtype: Any,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    """One kernel for all of it."""
+    (N, K), B = matrix.weight.shape, x.shape[-2]
+    BK, BN, warps = _pieces(K, N, norm is not None)
+    none = jnp.zeros(1, jnp.int32)
+    scale, bias = (none, none) if norm is None else norm
+    scaled = matrix.scale is not None
+    shift = jax.ShapeDtypeStruct(
+        (1,) if mixes is None else (B, K), jnp.int32 if mixes is None else last.dtype
+    )
+    operands = (x, last, scale, bias, mixes, alive, matrix.weight, matrix.scale, _codes(matrix), add, gate)
+    y, shift = launch(
+        rows_kernel,
+        *(none if operand is None else operand for operand in operands),
+        _code(layer),
+        out=(jax.ShapeDtypeStruct((B, N), dtype), shift),
+        grid=(-(-N // BN),), num_warps=warps, num_stages=1,
+        B=B, K=K, N=N, BK=BK, BN=BN, XS=x.shape[-1], GS=1 if gate is None else gate.shape[-1],
+        G=K // matrix.scale.shape[1] if scaled else BK, SCALED=scaled, NORM=norm is not None,
+        MIX=mixes is not None, PLANES=x.ndim == 3, ADD=add is not None, GATE=gate is not None,
+        GATE_AT=gate_at, EPS=_NORM_EPS,
+    )  # fmt: skip
+    return y, None if mixes is None else shift
+
+
+def _mixed(x: Any, norm: Any, mixes: Any, last: Any, layer: int, alive: Any, dtype: Any) -> Any:
+    """Planes [M, B, K] and shift [B, K]."""
+    (B, K), M = x.shape, mixes.shape[0]
+    BK = 1 << (K - 1).bit_length()
+    out = (jax.ShapeDtypeStruct((M, B, K), x.dtype), jax.ShapeDtypeStruct((B, K), last.dtype))
+    return launch(
+        mix_kernel, x, last, *norm, mixes, alive, _code(layer), out=out, grid=(B, M),
+        num_warps=4 if BK <= 2048 else 8, num_stages=1, B=B, K=K, BK=BK, EPS=_NORM_EPS,
+    )  # fmt: skip
+
+
+def _layer_norm(x: jax.Array, norm: Any) -> jax.Array:
+    x = x.astype(jnp.float32)
+    x = x - jnp.mean(x, -1, keepdims=True)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + _NORM_EPS)
+    return x * norm[0].astype(jnp.float32) + norm[1].astype(jnp.float32)
+
+
+def _many(matrix: Any, x: jax.Array, *, add: Any, gate: Any, gate_at: int, dtype: Any) -> jax.Array:
+    """Products on tensor cores: planes [M, B, K] or [B, K] -> [B, N]."""
+    (N, K), B = matrix.weight.shape, x.shape[-2]
+    weight = matrix.dense(x.dtype)
+    if x.shape[-1] != K:
+        x = x[..., :K]
+    if len(matrix.segments) == 1 and B > TILED:
+        y = jnp.einsum("bk,nk->bn", x.reshape(B, K), weight, preferred_element_type=jnp.float32)
+        if matrix.segments[0][2] == 3:
+            y = jnp.square(jax.nn.relu(y))
+        y = y if gate is None else y * gate[:, gate_at : gate_at + N].astype(jnp.float32)
+        y = y if add is None else y + add.astype(jnp.float32)
+        return y.astype(dtype)
+    many, few = next(tiles for rows, tiles in TILES.items() if rows >= B)
+    one = few if N // many.results < _PROGRAMS // 2 else many
+    none = jnp.zeros(1, jnp.int32)
+    operands = (x, weight, _codes(matrix), none if add is None else add, none if gate is None else gate)
+    return launch(
+        products_kernel, *operands, out=jax.ShapeDtypeStruct((B, N), dtype),
+        grid=(-(-N // one.results), -(-B // one.rows)), num_warps=one.warps, num_stages=one.stages,
+        B=B, K=K, N=N, BB=one.rows, BN=one.results, BK=math.gcd(K, one.terms),
+        XS=K, GS=1 if gate is None else gate.shape[-1], STAGES=one.stages, ADD=add is not None,
+        GATE=gate is not None, GATE_AT=gate_at, PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
+    )  # fmt: skip
+
+
+def advance7(
+    p: Any, made: Any, first: Any, state: Any, layer: int, alive: Any, rate_scale: float, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """See `fla_jax.ops.decode.plain.advance7`; the state is written in place."""
+    (_, C, R), (B, H, N) = p.second.shape, state.shape[1:4]
+    few, second = B <= FEW, jnp.zeros(1, jnp.int32)
+    if not few:
+        low = made[:, 3 * C :].reshape(B, 4, R).astype(p.second.dtype)
+        second = jnp.einsum("bpr,pcr->pbc", low, p.second, preferred_element_type=jnp.float32)
+    out = (jax.ShapeDtypeStruct((B, C), dtype), jax.ShapeDtypeStruct(state.shape, state.dtype))
+    vectors = (p.w0, p.a0, p.v0, p.k_k, p.k_a, p.r_k, *p.group_norm)
+    return launch(
+        rwkv7_kernel, state, made, first, second, p.second, *vectors, alive, _code(layer), out=out,
+        aliases={0: 1}, grid=(H, B), num_warps=8 if few else 4, num_stages=1,
+        B=B, H=H, N=N, R=R, BR=_terms(p.second, N), WIDTH=made.shape[1], FIRST=first.shape[1],
+        LOW_RANK=few, RESIDUAL=layer > 0, DECAY_SCALE=_DECAY_SCALE, RATE_SCALE=float(rate_scale),
+        EPS=_KEY_EPS, NORM_EPS=_GROUP_EPS,
+    )  # fmt: skip
+
+
+def moves6(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.Array:
+    """See `fla_jax.ops.decode.plain.moves6`."""
+    (_, R, C), B = p.moves.shape, x.shape[0]
+    if B > FEW:
+        low = z[:, : 5 * R].reshape(B, 5, R).astype(p.moves.dtype)
+        by = jnp.einsum("bpr,prc->pbc", low, p.moves, preferred_element_type=jnp.float32)
+        x, before = x.astype(jnp.float32), last[layer].astype(jnp.float32)
+        return (x + (before - x) * (p.mixes.astype(jnp.float32)[:, None] + by)).astype(dtype)
+    BC = 128
+    return launch(
+        moves_kernel, x, last, z, p.moves, p.mixes, _code(layer), out=jax.ShapeDtypeStruct((5, B, C), dtype),
+        grid=(-(-C // BC), 5, B), num_warps=4, num_stages=1,
+        B=B, C=C, R=R, WIDTH=z.shape[1], BC=BC, BR=1 << (R - 1).bit_length(),
+    )  # fmt: skip
+
+
+def advance6(
+    p: Any, made: Any, state: Any, layer: int, alive: Any, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """See `fla_jax.ops.decode.plain.advance6`; the state is written in place."""
+    (C, R), (B, H, N) = p.second.shape, state.shape[1:4]
+    few, second = B <= FEW, jnp.zeros(1, jnp.int32)
+    if not few:
+        low = made[:, 4 * C :].astype(p.second.dtype)
+        second = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32)
+    out = (jax.ShapeDtypeStruct((B, C), dtype), jax.ShapeDtypeStruct(state.shape, state.dtype))
+    return launch(
+        rwkv6_kernel, state, made, second, p.second, p.base, p.bonus, *p.group_norm, alive, _code(layer),
+        out=out, aliases={0: 1}, grid=(H, B), num_warps=4, num_stages=1,
+        B=B, H=H, N=N, R=R, BR=_terms(p.second, N), WIDTH=made.shape[1], LOW_RANK=few,
+        NORM_EPS=_GROUP_EPS,
+    )  # fmt: skip
+
+
+def choose(
+    logits: jax.Array, scores: jax.Array, top_p: Any, top_k: Any, temperature: Any, undefined: int
+) -> jax.Array:
+    """The token [B] int32 with the best score of those that top-p and top-k leave, see `choose_kernel`.
+
+    Args:
+        logits: [B, V] float32, -inf for what may not come.
+        scores: [B, V] float32, not read at temperature 0.
+        top_p: float32 scalar.
+        top_k: int32 scalar.
+        temperature: float32 scalar.
+        undefined: instead of a token where there is no finite largest logit, or NaN.
+    """
+    (B, V), one = logits.shape, lambda x, dtype: jnp.asarray(x, dtype).reshape(1)
+    BV = min(8192, 1 << (V - 1).bit_length())
+    settings = one(top_p, jnp.float32), one(top_k, jnp.int32), one(temperature, jnp.float32)
+    return launch(
+        choose_kernel, logits, scores, *settings, out=jax.ShapeDtypeStruct((B,), jnp.int32), grid=(B,),
+        num_warps=16, num_stages=2, V=V, BV=BV, STAGES=2, UNDEFINED=undefined,
+    )  # fmt: skip
