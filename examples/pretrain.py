@@ -68,8 +68,10 @@ def run(options: Options, console: Console, check_claim: Callable[[], None] | No
     data = corpus.read(options, console)
     rows, numbers = data.training
     if options.steps is None:
-        options = dataclasses.replace(options, steps=max(len(numbers) // options.batch, 1))
-        check(options)
+        options = dataclasses.replace(options, steps=len(numbers) // options.batch)
+        if options.steps <= options.warmup_steps:
+            found = f"--data has {len(numbers)} rows, {options.steps} steps of --batch {options.batch}"
+            raise ValueError(f"{found}: give --steps, above --warmup-steps {options.warmup_steps}")
     trainer = Trainer(options, model, options.steps)
     facts = {name: x for name, x in dataclasses.asdict(options).items() if name not in MAY_CHANGE}
     facts |= {"precision": dtype, "text": data.identity}

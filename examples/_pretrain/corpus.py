@@ -53,10 +53,16 @@ def _spread(numbers: Any, count: int) -> list[int]:
 
 def _rows(flag: str, data: BinIdx, options: Options) -> PackedRows:
     try:
-        return PackedRows(data, options.sequence, options.vocab_size)
+        rows = PackedRows(data, options.sequence, options.vocab_size)
     except ValueError:
         found = f"{flag}: {data.path} has {len(data.tokens)} tokens"
         raise ValueError(f"{found}, and --sequence {options.sequence} needs one more than that") from None
+    try:
+        for i in _spread(range(len(rows)), 16):  # another vocabulary shows before anything is compiled
+            rows[i]
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error} (--vocab-size)") from None
+    return rows
 
 
 def _identity(data: BinIdx) -> str:
