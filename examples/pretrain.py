@@ -206,7 +206,7 @@ class Training:
             self.metrics.measured(len(found) * self.options.batch * self.options.sequence)
         rows = []
         for step, loss, norm in found:
-            rate = float(self.trainer.schedule(step - 1))
+            rate = float(self.trainer.learning_rate(step - 1))
             rows.append(
                 {"step": step, "loss": float(loss), "gradient_norm": float(norm), "learning_rate": rate}
             )

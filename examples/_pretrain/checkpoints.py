@@ -19,8 +19,11 @@ class Checkpoints:
         """Clears away half checkpoints that a killed run has left."""
         self.folder = out / "checkpoints"
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        handlers = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
         with about(self.folder, "opened"):
-            self._manager = ocp.CheckpointManager(self.folder.absolute(), options=options)
+            self._manager = ocp.CheckpointManager(
+                self.folder.absolute(), options=options, item_handlers=handlers
+            )
 
     def latest(self) -> int | None:
         """The step of the last one that is complete."""

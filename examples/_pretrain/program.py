@@ -101,7 +101,7 @@ class Trainer:
 
     Attributes:
         step: a `TrainStep`.
-        schedule: the learning rate of each step.
+        learning_rate: that of a step, counted from 0.
     """
 
     def __init__(self, options: Options, model: Any, steps: int):
@@ -115,8 +115,9 @@ class Trainer:
         except ValueError as error:
             raise ValueError(f"--mesh-...: {error}") from error
         rates = options.learning_rate, options.final_learning_rate
-        self.schedule = rwkv_schedule(*rates, steps, warmup_steps=options.warmup_steps)
-        optimizer = rwkv_optimizer(self.schedule, weight_decay=options.weight_decay)
+        schedule = rwkv_schedule(*rates, steps, warmup_steps=options.warmup_steps)
+        self.learning_rate = jax.jit(schedule)
+        optimizer = rwkv_optimizer(schedule, weight_decay=options.weight_decay)
         optimizer = optax.chain(optax.snapshot("gradient_norm", optax.tree.norm), optimizer)
         loss = self.loss = packed_loss(model)
         if options.accumulate > 1:
