@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
+from ..core.sharding import beside, entries, is_explicit
 from ..ops.layer import norm_shift_mix
+from .fields import check_fields
 from .init import ByDepth, Initializer, computed
 from .norm import Affine, NormParameters
-from .placement import Axes, beside, entries, gathered, hold, is_explicit, product
+from .placement import Axes, gathered, hold, product
 from .shift import last_token
 from .state import RWKVState, check_state, zero_state
 
@@ -47,6 +49,13 @@ class Layer(nn.Module):
     param_dtype: Any = jnp.float32
     logical_axes: bool = False
 
+    def __post_init__(self) -> None:
+        values = {name: getattr(self, name) for name in type(self).__dataclass_fields__ if name != "parent"}
+        if self.dtype is None:  # a layer takes its input's, a configuration must name one
+            del values["dtype"]
+        check_fields(**values)
+        super().__post_init__()
+
     def compute_dtype(self, x: jax.Array) -> Any:
         """Dtype to compute in, for input ``x``."""
         return (
@@ -63,11 +72,8 @@ class Layer(nn.Module):
         """A parameter [C], or of another ``shape``, for elementwise use with activations of the rows of ``x``
         [B, T, C].
         """
-        return gathered(
-            self.weight(name, init, (self.hidden_size,) if shape is None else shape, axes),
-            x,
-            self.parts(axes[0]),
-        )
+        weight = self.weight(name, init, (self.hidden_size,) if shape is None else shape, axes)
+        return gathered(weight, x, axes, self.parts(axes[0]))
 
     def parts(self, axis: str | None) -> int | None:
         """How many pieces an axis of a parameter consists of that devices must not cut; None for single
@@ -217,11 +223,6 @@ class Attention(Layer):
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, RWKVState]:
         """Checked input in the compute dtype, and state."""
-        if self.head_dim < 1 or self.hidden_size % self.head_dim:
-            raise ValueError(
-                f"hidden_size must be a multiple of head_dim, got hidden_size = {self.hidden_size}, "
-                f"head_dim = {self.head_dim}"
-            )
         self.check_input(x, segment_ids, lengths)
         x = x.astype(self.compute_dtype(x))
         zeros = zero_state(x.shape[0], self.hidden_size, self.head_dim, x.dtype)

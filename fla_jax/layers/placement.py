@@ -19,44 +19,14 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ..core.sharding import mesh_axes
+from ..core.sharding import entries, is_explicit, mesh_axes, place
 
 Axes = tuple[str | None, ...]
 
 # The activations' name for each axis that a weight shares with its product's operand or result.
 _OF_ACTIVATIONS = {"embed": "act_embed", "heads": "act_heads", "mlp": "act_mlp", "vocab": "act_vocab"}
-
-
-def is_explicit() -> bool:
-    """Whether the mesh in context has explicit axes."""
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-
-
-def entries(x: jax.Array) -> tuple[Any, ...]:
-    """On a mesh with explicit axes, the mesh axis (or axes, or None) that each axis of ``x`` is split
-    over.
-    """
-    return tuple(jax.typeof(x).sharding.spec)
-
-
-def place(x: jax.Array, *wanted: Any) -> jax.Array:
-    """``x`` with these `entries`, on a mesh with explicit axes."""
-    return x if entries(x) == wanted else jax.sharding.reshard(x, P(*wanted))
-
-
-def beside(x: jax.Array, like: jax.Array, *axes: int | None) -> jax.Array:
-    """``x``, each of its axes split like the given axis of ``like`` (None: whole); ``x`` itself on other
-    meshes.
-
-    For what comes from elsewhere and is used with ``like``: zeros, states.
-    """
-    if not is_explicit():
-        return x
-    split = entries(like)
-    return place(x, *(None if axis is None else split[axis] for axis in axes))
 
 
 def hold(x: jax.Array, *names: str | None) -> jax.Array:
@@ -75,23 +45,58 @@ def beyond(entry: Any, taken: Sequence[str]) -> Any:
 def whole_parts(entry: Any, parts: int | None) -> Any:
     """An entry of `entries`, or None where its devices could not share ``parts`` (heads) evenly."""
     sizes = jax.sharding.get_abstract_mesh().shape
-    return (
-        None if parts is not None and parts % math.prod(sizes[axis] for axis in mesh_axes(entry)) else entry
-    )
+    cut = parts is not None and parts % math.prod(sizes[axis] for axis in mesh_axes(entry)) > 0
+    return None if cut else entry
 
 
-def gathered(weight: jax.Array, x: jax.Array, parts: int | None = None) -> jax.Array:
-    """A weight that is used elementwise with ``x`` [B, T, C]; ``weight`` itself but on a mesh with explicit
-    axes.
+def is_placed() -> bool:
+    """Whether anything here has a say: on a mesh with explicit axes, and where there are rules."""
+    return is_explicit() or bool(nn.get_logical_axis_rules())
 
-    There it is made whole along the mesh axes that split the rows of ``x``. ``parts``: see `product`, of its
-    axis 0.
+
+def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A `jax.checkpoint` policy: keeps everything for the backward pass but what was only moved between
+    devices.
+
+    Gathered weights kept from all layers would be the whole model on every device.
+    """
+    return primitive.name not in ("sharding_constraint", "reshard")
+
+
+def _held(weight: jax.Array, axes: Axes) -> jax.Array:
+    """By rules: ``weight`` gathered from where it is stored to where it is used; its gradient goes the same
+    way back.
+    """
+    return hold(hold(weight, *axes), *(_OF_ACTIVATIONS.get(axis or "") for axis in axes))
+
+
+def gathered(weight: jax.Array, x: jax.Array, axes: Axes, parts: int | None = None) -> jax.Array:
+    """A weight where elementwise use with ``x`` [B, T, C] needs it: whole along the mesh axes that split the
+    rows.
+
+    ``axes`` and ``parts`` as in `product`, but the parts are of the weight's axis 0.
     """
     if not is_explicit():
-        return weight
+        return _held(weight, axes)
     taken = [axis for entry in entries(x)[:2] for axis in mesh_axes(entry)]
     first, *rest = (beyond(entry, taken) for entry in entries(weight))
     return place(weight, whole_parts(first, parts), *rest)
+
+
+def weight_for(x: jax.Array, weight: jax.Array, axes: Axes, parts: int | None = None) -> jax.Array:
+    """``weight`` [I, O] where the product of ``x`` [..., I] with it needs it; see `product`."""
+    if not is_explicit():
+        return _held(weight, axes)
+    *rows, inner = entries(x)
+    taken = [axis for entry in rows for axis in mesh_axes(entry)]
+    stored, out = (beyond(entry, taken) for entry in entries(weight))
+    inner = inner or stored
+    return place(weight, inner, whole_parts(beyond(out, mesh_axes(inner)), parts))
+
+
+def result(*split: Any) -> dict[str, Any]:
+    """What a product has to be told of its result's `entries`, on a mesh with explicit axes."""
+    return {"out_sharding": P(*split)} if is_explicit() else {}
 
 
 def product(
@@ -110,15 +115,34 @@ def product(
         [..., O], its rows split like those of ``x``, and O like the weight's where that leaves the parts
         whole.
     """
-    contract = (((x.ndim - 1,), (0,)), ((), ()))
-    if is_explicit():
-        *rows, inner = entries(x)
-        taken = [axis for entry in rows for axis in mesh_axes(entry)]
-        stored, out = (beyond(entry, taken) for entry in entries(weight))
-        inner = inner or stored
-        out = whole_parts(beyond(out, mesh_axes(inner)), parts)
-        x, weight = place(x, *rows, inner), place(weight, inner, out)
-        return jax.lax.dot_general(x, weight, contract, out_sharding=P(*rows, out), **options)
-    before, after = (_OF_ACTIVATIONS.get(axis or "") for axis in axes)
+    weight = weight_for(x, weight, axes, parts)
+    *rows, _ = entries(x)
+    inner, out = entries(weight)
     names = ("batch", "length", *(None,) * (x.ndim - 3))[: x.ndim - 1]
-    return hold(jax.lax.dot_general(hold(x, *names, before), weight, contract, **options), *names, after)
+    before, after = (_OF_ACTIVATIONS.get(axis or "") for axis in axes)
+    x = place(x, *rows, inner) if is_explicit() else hold(x, *names, before)
+    y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())), **result(*rows, out), **options)
+    return hold(y, *names, after)
+
+
+def row_parts(x: jax.Array) -> int:
+    """Over how many devices the rows of ``x`` [B, ...] are split, as far as it is known; 1 where not
+    evenly.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    split: Any = entries(x) if is_explicit() else nn.logical_to_mesh_axes(("batch",))
+    parts = math.prod(mesh.shape[axis] for axis in mesh_axes(split[0]))
+    return 1 if x.shape[0] % parts else parts
+
+
+def split_rows(x: jax.Array, parts: int) -> jax.Array:
+    """[B, ...] -> [parts, B / parts, ...], the first axis split over devices as the rows were."""
+    return hold(x.reshape(parts, -1, *x.shape[1:]), "batch", *(None,) * x.ndim)
+
+
+def join_rows(x: jax.Array) -> jax.Array:
+    """The inverse of `split_rows`."""
+    x = hold(x, "batch", *(None,) * (x.ndim - 1))
+    return hold(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
+from ..core.sharding import beside
 from ..ops import chunk_rwkv6, fused_recurrent_rwkv6
 from ..ops.layer import norm_shift_mix, rwkv6_readout
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, orthogonal, symmetric_uniform
 from .norm import Affine
-from .placement import beside
 from .state import RWKVState
 
 _zeros = nn.initializers.zeros

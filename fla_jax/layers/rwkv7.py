@@ -107,8 +107,6 @@ class RWKV7Attention(Attention):
         ``RWKV-v7/train_temp/src/model.py``.
         """
         x, state = self.prepare(x, state, segment_ids, lengths)
-        if self.rate_scale < 0:
-            raise ValueError(f"rate_scale must be >= 0, got {self.rate_scale}")
         C, layer, depth, dtype = self.hidden_size, self.layer_index, self.depth, x.dtype
         first = isinstance(layer, int) and layer == 0
         if first:

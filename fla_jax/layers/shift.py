@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .placement import beside
+from ..core.sharding import beside
 
 
 def token_shift(x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:

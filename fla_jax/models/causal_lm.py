@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.names import remat_policy
+from ..core.sharding import entries, is_explicit, mesh_axes, place
 from ..layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward, RWKVState
 from ..layers.base import LAYER_NORM_EPS, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Affine, Norm, NormParameters
-from ..layers.placement import beyond, entries, hold, is_explicit, mesh_axes, place, product
+from ..layers.placement import beyond, hold, is_placed, keep_all_but_gathered, product
 from ..layers.state import check_state, zero_state
 from .config import RWKV6Config, RWKV7Config, RWKVConfig
 
@@ -51,7 +52,9 @@ class _Embed(nn.Embed):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Tokens [B, T] -> [B, T, C]."""
         if not is_explicit():
-            return _residual(super().__call__(tokens))
+            table = self.embedding if self.dtype is None else self.embedding.astype(self.dtype)
+            table = hold(hold(table, "vocab", "embed"), "act_vocab", None)
+            return _residual(jnp.take(table, tokens, axis=0))
         table = self.embedding.astype(self.dtype)
         rows = entries(tokens)
         channels = beyond(entries(table)[1], [axis for entry in rows for axis in mesh_axes(entry)])
@@ -154,14 +157,15 @@ class RWKVForCausalLM(nn.Module):
         )
         self.ln0 = _layer_norm(config)
         block: Any = self.block
-        if config.remat:
+        if config.remat or is_placed():
+            policy = remat_policy(dense=config.remat == "dense") if config.remat else keep_all_but_gathered
             # layer_index (argument 3) stays a Python int unless the scan counts it; the scan's loop rules out
             # the elimination that prevent_cse is about
             static = () if config.scan_layers else (3,)
             block = nn.remat(
                 block,
                 prevent_cse=not config.scan_layers,
-                policy=remat_policy(dense=config.remat == "dense"),
+                policy=policy,
                 static_argnums=static,
             )
         if config.scan_layers:

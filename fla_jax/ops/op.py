@@ -12,6 +12,12 @@ device:
 A plain implementation that has ``kept_axes`` runs on each device's own part on meshes with explicit axes,
 where JAX would want to be told the sharding of every step.
 
+Devices may share the tokens of rows, axis ``t``, over one mesh axis that the call names (or whose types do).
+Then ``call.shards`` is their number, ``call.sequence`` the mesh axis where an implementation sees one device's
+tokens, and it communicates as it has to (core/sequence.py): results without tokens are to be the same on all
+devices, gradients of arrays without tokens are summed over them by the op. What it keeps may have an axis ``c``
+of chunks or ``s`` of stretches, which are split as tokens are.
+
 ``call`` is a `fla_jax.core.call.Call`, ``x``, ``outputs`` and ``cotangents`` are the op's named tuples. The
 gradient of an array without rows (RWKV-6's u) may come per row, with one more axis in front; the op sums it.
 """
@@ -32,7 +38,16 @@ from ..core.call import Call, abstract
 from ..core.checked import is_checked
 from ..core.gpu import Mendable, platform_of
 from ..core.names import name_arrays
-from ..core.sharding import ROWS, devices_in_mesh, mesh_axes, reduce_like, sharded
+from ..core.sharding import (
+    ROWS,
+    TOKENS,
+    devices_in_mesh,
+    is_explicit,
+    is_manual,
+    mesh_axes,
+    reduce_like,
+    sharded,
+)
 
 Inputs = TypeVar("Inputs", bound=tuple)
 Outputs = TypeVar("Outputs", bound=tuple)
@@ -60,6 +75,7 @@ class Implementation:
         supports: None where it can run a call, else the reason.
         automatic: whether the op may choose it for a call without being asked.
         opaque: whether XLA cannot look into it and so not shard it: a kernel.
+        sequences: whether it follows ``call.sequence``: rows whose tokens devices share.
     """
 
     name: str
@@ -67,6 +83,7 @@ class Implementation:
     supports: Callable[[Call], str | None] = always
     automatic: Callable[[Call], bool] = unasked
     opaque: bool = False
+    sequences: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,18 +117,44 @@ class Op(Generic[Inputs, Outputs]):
     check: Callable[[Call, Inputs, Outputs], None] | None = None
     results: Callable[[Call], Outputs] | None = None
 
-    def __call__(self, x: Inputs, settings: Any, implementation: str | None = None) -> Outputs:
+    def __call__(
+        self,
+        x: Inputs,
+        settings: Any,
+        implementation: str | None = None,
+        sequence_axis: str | None = None,
+    ) -> Outputs:
         """The op on ``x``.
 
+        Args:
+            x: its arrays.
+            settings: its own settings.
+            implementation: by name; None for the best that qualifies.
+            sequence_axis: the mesh axis whose devices share the tokens of rows; None where there is none, or
+                where explicit types say it.
+
         Raises:
-            ValueError: ``implementation`` is unknown or cannot run this call here, or an axis that must stay
-                whole is sharded over an explicit mesh axis.
+            ValueError: ``implementation`` is unknown or cannot run this call here, an axis that must stay
+                whole is sharded over an explicit mesh axis, or ``sequence_axis`` does not fit.
             TypeError: the call is differentiated in forward mode.
         """
         arrays = jax.tree.leaves(x)
         self._refuse_forward_mode(arrays)
-        self._refuse_sharded(x)
-        call = Call(self.name, abstract(x), settings, platform_of(arrays), devices_in_mesh())
+        sequence_axis = self._sequence_axis(x, sequence_axis)
+        self._refuse_sharded(x, sequence_axis)
+        shards = 1 if sequence_axis is None else self._shards(x, sequence_axis)
+        inputs, devices = abstract(x), devices_in_mesh()
+        if shards > 1 and is_manual():  # arrays are those of one device
+            inputs, devices = self._whole_rows(inputs, shards), shards
+        call = Call(
+            self.name,
+            inputs,
+            settings,
+            platform_of(arrays),
+            devices,
+            shards=shards,
+            sequence=sequence_axis if shards > 1 else None,
+        )
         outputs = _run(self, self.choose(call, implementation), call, x)
         if self.check is not None and is_checked():
             self.check(call, x, outputs)
@@ -121,7 +164,7 @@ class Op(Generic[Inputs, Outputs]):
         """The implementation that serves a call: the named one, else the first that can and may."""
         if name is None:
             for one in self.implementations:
-                reason = one.supports(call)
+                reason = _reason(one, call)
                 if reason is None and one.automatic(call):
                     return one
                 if isinstance(reason, Mendable):
@@ -133,7 +176,7 @@ class Op(Generic[Inputs, Outputs]):
             raise ValueError(
                 f"{self.name}: implementation must be one of {sorted(by_name)} or None, got {name!r}"
             )
-        reason = by_name[name].supports(call)
+        reason = _reason(by_name[name], call)
         if reason is not None:
             raise ValueError(f"{self.name}: implementation={name!r} cannot run this call: {reason}")
         return by_name[name]
@@ -157,12 +200,63 @@ class Op(Generic[Inputs, Outputs]):
         fields = self.outputs._fields  # type: ignore[attr-defined]
         return self.outputs(*(self.axes_of(name, call.inputs) for name in fields))
 
-    def _refuse_sharded(self, x: Inputs) -> None:
+    def _sequence_axis(self, x: Inputs, named: str | None) -> str | None:
+        """The mesh axis that splits the rows of this call: the named one, or the one that types name."""
+        if named is not None or not is_explicit() or not any(one.sequences for one in self.implementations):
+            return named
+        for (_, axes), array in zip(self.given(x), jax.tree.leaves(x)):
+            for axis, entry in zip(axes.split(), jax.typeof(array).sharding.spec):
+                on = mesh_axes(entry)
+                if axis == TOKENS and len(on) == 1:
+                    return on[0]
+        return None
+
+    def _shards(self, x: Inputs, sequence_axis: str) -> int:
+        """Between how many devices the tokens of a row are split; raises unless they can be."""
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        if sequence_axis not in mesh.shape:
+            got = "there is no mesh in context (jax.set_mesh)" if mesh.empty else f"it has {mesh.axis_names}"
+            raise ValueError(
+                f"{self.name}: sequence_axis must be an axis of the mesh in context, got {sequence_axis!r}; {got}"
+            )
+        shards = mesh.shape[sequence_axis]
+        if is_manual() and dict(zip(mesh.axis_names, mesh.axis_types))[sequence_axis] != AxisType.Manual:
+            raise ValueError(
+                f"{self.name}: sequence_axis={sequence_axis!r} must be one of the axes of the jax.shard_map "
+                "around the call"
+            )
+        if shards == 1:
+            return 1
+        if getattr(x, "cu_seqlens", None) is not None:
+            raise ValueError(
+                f"{self.name}: cu_seqlens cannot go with tokens over mesh axis {sequence_axis!r}; "
+                "segment_ids can"
+            )
+        for (name, axes), array in zip(self.given(x), jax.tree.leaves(x)):
+            for axis, size in zip(axes.split(), array.shape):
+                if axis == TOKENS and not is_manual() and size % shards:
+                    raise ValueError(
+                        f"{self.name}: axis T of {name} must be a multiple of mesh axis {sequence_axis!r} = "
+                        f"{shards}, got T = {size}"
+                    )
+        return shards
+
+    def _whole_rows(self, inputs: Inputs, shards: int) -> Inputs:
+        """Shapes of arrays with the tokens of all devices, from those of one device."""
+        leaves, tree = jax.tree.flatten(inputs)
+        wholes = []
+        for (_, axes), x in zip(self.given(inputs), leaves):
+            shape = (n * shards if axis == TOKENS else n for axis, n in zip(axes.split(), x.shape))
+            wholes.append(jax.ShapeDtypeStruct(tuple(shape), x.dtype))
+        return jax.tree.unflatten(tree, wholes)
+
+    def _refuse_sharded(self, x: Inputs, sequence_axis: str | None) -> None:
+        if not is_explicit():
             return
         for (name, axes), array in zip(self.given(x), jax.tree.leaves(x)):
             for axis, entry in zip(axes.split(), jax.typeof(array).sharding.spec):
+                if axis == TOKENS and sequence_axis is not None and set(mesh_axes(entry)) <= {sequence_axis}:
+                    continue
                 if mesh_axes(entry) and axis not in self.shardable:
                     raise ValueError(
                         f"{self.name}: axis {axis.upper()} of {name} [{', '.join(axes.upper().split())}] "
@@ -190,10 +284,16 @@ class Op(Generic[Inputs, Outputs]):
                 )
 
 
-def _by_device(implementation: Implementation, module: Any) -> bool:
+def _reason(implementation: Implementation, call: Call) -> str | None:
+    """None where an implementation can run a call, else why not."""
+    if call.shards > 1 and not implementation.sequences:
+        return f"it takes whole rows, and T is split over mesh axis {call.sequence!r}"
+    return implementation.supports(call)
+
+
+def _by_device(implementation: Implementation, module: Any, call: Call) -> bool:
     """Whether an implementation is called on each device's own part of the arrays."""
-    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    return implementation.opaque or (explicit and hasattr(module, "kept_axes"))
+    return implementation.opaque or ((is_explicit() or call.shards > 1) and hasattr(module, "kept_axes"))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
@@ -202,18 +302,18 @@ def _forward(op: Op, implementation: Implementation, call: Call, x: Any) -> tupl
     compiled.
     """
     module = implementation.load()
-    if not _by_device(implementation, module):
+    if not _by_device(implementation, module, call):
         return module.forward(call, x)
     kept_axes = module.kept_axes(call) if call.keep else {}
     arrays, tree = jax.tree.flatten(x)
     results, outputs_tree = jax.tree.flatten(op.axes_of_results(call))
 
-    def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def on(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         outputs, kept = module.forward(call, jax.tree.unflatten(tree, arrays))
         return (*jax.tree.leaves(outputs), *(kept[name] for name in kept_axes))
 
-    right = [*results, *kept_axes.values()]
-    made = sharded(local, [axes for _, axes in op.given(x)], right, op.shardable)(*arrays)
+    left, right = [axes for _, axes in op.given(x)], [*results, *kept_axes.values()]
+    made = _over_devices(op, call, on, left, right)(*arrays)
     outputs = jax.tree.unflatten(outputs_tree, made[: len(results)])
     return outputs, dict(zip(kept_axes, made[len(results) :]))
 
@@ -223,28 +323,56 @@ def _backward(
     op: Op, implementation: Implementation, call: Call, x: Any, kept: Arrays, cotangents: Any
 ) -> Any:
     """Gradients like ``x``, None for integers; those of arrays without rows may have a leading axis of
-    rows.
+    rows, and where devices share tokens those of arrays without tokens one of devices before that.
     """
     module = implementation.load()
-    if not _by_device(implementation, module):
+    if not _by_device(implementation, module, call):
         return module.backward(call, x, kept, cotangents)
     inputs, results = [axes for _, axes in op.given(x)], jax.tree.leaves(op.axes_of_results(call))
     kept_axes = module.kept_axes(call)
     floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in jax.tree.leaves(x)]
     arrays, tree = jax.tree.flatten((x, cotangents, tuple(kept[name] for name in kept_axes)))
 
-    def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def on(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         x, cotangents, kept = jax.tree.unflatten(tree, arrays)
         gradients = jax.tree.leaves(module.backward(call, x, dict(zip(kept_axes, kept)), cotangents))
-        # one for all rows of a device counts as one row
-        return tuple(g if g.ndim == len(axes.split()) else g[None] for g, axes in zip(gradients, right))
+        rows = next(a.shape[axes.split().index(ROWS)] for a, axes in zip(arrays, left) if ROWS in axes.split())
+        return tuple(_with_axes(call, g, axes.split(), rows) for g, axes in zip(gradients, right))
 
     left = [*inputs, *results, *kept_axes.values()]
-    per_row = [axes if ROWS in axes.split() or "n" in axes.split() else f"{ROWS} {axes}" for axes in inputs]
-    right = [axes for axes, is_floating in zip(per_row, floating) if is_floating]
-    made = sharded(local, left, right, op.shardable)(*arrays)
+    summed = [_summed_axes(call, axes.split()) for axes in inputs]
+    right = [axes for axes, is_floating in zip(summed, floating) if is_floating]
+    if call.sequence is not None and is_manual():
+        # inside jax.shard_map every device has a cotangent of its own for what is the same on all
+        arrays = [
+            x if TOKENS in axes.split() or i not in range(len(inputs), len(inputs) + len(results))
+            else jax.lax.psum(x, call.sequence) for i, (x, axes) in enumerate(zip(arrays, left))
+        ]  # fmt: skip
+    made = _over_devices(op, call, on, left, right)(*arrays)
     remaining = iter(made)
     return jax.tree.unflatten(jax.tree.structure(x), [next(remaining) if f else None for f in floating])
+
+
+def _over_devices(op: Op, call: Call, on: Callable[..., Any], left: list[str], right: list[str]) -> Any:
+    """``on(call, *arrays)`` on every device's own part of the arrays."""
+    whole = functools.partial(on, dataclasses.replace(call, sequence=None))
+    return sharded(functools.partial(on, call), left, right, op.shardable, call.sequence, whole, call.op)
+
+
+def _summed_axes(call: Call, axes: list[str]) -> str:
+    """The axes of a gradient, with those in front that the op sums over."""
+    rows = [] if ROWS in axes or "n" in axes else [ROWS]
+    return " ".join([*(["s"] if call.shards > 1 and TOKENS not in axes else []), *rows, *axes])
+
+
+def _with_axes(call: Call, gradient: jax.Array, axes: list[str], rows: int) -> jax.Array:
+    """A gradient with the axes that `_summed_axes` names."""
+    split = call.shards > 1 and axes[0] == "s"
+    if gradient.ndim < len(axes) - split:  # one for all rows here: the first row's
+        gradient = jnp.pad(gradient[None], ((0, rows - 1), *((0, 0),) * gradient.ndim))
+    if split and call.sequence is None:  # made from whole rows: the first device's is all of it
+        return jnp.pad(gradient[None], ((0, call.shards - 1), *((0, 0),) * gradient.ndim))
+    return gradient[None] if split else gradient
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -269,8 +397,9 @@ def _run_bwd(
     def like(primal: jax.Array, gradient: jax.Array | None) -> jax.Array | None:
         if gradient is None:
             return None
-        if gradient.ndim > primal.ndim:  # one per row
-            gradient = jnp.sum(gradient, 0).astype(primal.dtype)
+        if gradient.ndim > primal.ndim:  # one per row, or for each of the devices that share rows
+            more = tuple(range(gradient.ndim - primal.ndim))
+            gradient = jnp.sum(gradient, more).astype(primal.dtype)
         return reduce_like(gradient, primal)
 
     return (jax.tree.map(like, x, gradients),)

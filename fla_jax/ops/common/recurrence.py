@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
     segment_ids: jax.Array | None
     cu_seqlens: jax.Array | None
     implementation: str | None
+    sequence_axis: str | None
 
 
 class ChunkOptions(Options, total=False):
@@ -42,7 +43,13 @@ class ChunkOptions(Options, total=False):
 
 
 def run(
-    op: Op, tokens: dict[str, Any], *, output_final_state: bool, implementation: str | None, **options: Any
+    op: Op,
+    tokens: dict[str, Any],
+    *,
+    output_final_state: bool,
+    implementation: str | None,
+    sequence_axis: str | None,
+    **options: Any,
 ) -> Any:
     """Checks the arguments of a public function and runs its op: ``(o, final_state or None)``."""
     arrays, settings = check(tokens, warn_layout=op.name.startswith("chunk"), **options)
@@ -50,5 +57,5 @@ def run(
     if 0 in x.v.shape:
         o, final = jnp.zeros_like(x.v), x.initial_state
     else:
-        o, final = op(x, settings, implementation)
+        o, final = op(x, settings, implementation, sequence_axis)
     return o, (final if output_final_state else None)

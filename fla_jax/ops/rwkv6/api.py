@@ -10,19 +10,20 @@ from ...core.call import Call, Outputs, RWKV6Inputs
 from ...pallas.run import pallas, triton
 from ..common import check
 from ..common.recurrence import AXES, NAMES, ChunkOptions, Options, run
+from ..common.sequence import OverSequence
 from ..op import Implementation, Op
 
 
 def _reference() -> Any:
     from . import reference
 
-    return reference
+    return OverSequence(reference)
 
 
 def _chunked() -> Any:
     from . import chunked
 
-    return chunked
+    return OverSequence(chunked)
 
 
 def _triton() -> Any:
@@ -42,8 +43,8 @@ def _several_tokens(call: Call) -> bool:
     return call.inputs.r.shape[1] > 1 and pallas.automatic(call)
 
 
-REFERENCE = Implementation("reference", _reference)
-XLA = Implementation("xla", _chunked)
+REFERENCE = Implementation("reference", _reference, sequences=True)
+XLA = Implementation("xla", _chunked, sequences=True)
 TRITON = Implementation("triton", _triton, triton.supports, triton.automatic, opaque=True)
 PALLAS = Implementation("pallas", _pallas, pallas.supports, _several_tokens, opaque=True)
 
@@ -100,6 +101,7 @@ def chunk_rwkv6(
     chunk_size: int | None = None,
     lower_bound: float | None = None,
     implementation: str | None = None,
+    sequence_axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     r"""RWKV-6 (data-dependent decay with a bonus for the current token), parallel within chunks of tokens.
 
@@ -155,6 +157,11 @@ def chunk_rwkv6(
             bfloat16 operands where r, v, k all have 16 bits, else float32 ones (three TF32 passes, about
             three times slower), and ``"pallas"`` (token by token in float32). Inside `jax.jit`, None goes by
             JAX's default device, not by where the arrays will be.
+        sequence_axis: the mesh axis whose devices share the tokens of each row, T being split evenly between
+            them; None for whole rows. Inside `jax.shard_map` it must be named: arrays are then those of one
+            device, and without it every device starts from ``initial_state``, silently. In `jax.jit` on a mesh
+            with explicit axes the arrays' types say it; on any other mesh, name it. States are those of whole
+            rows on every device. Not with cu_seqlens.
 
     Returns:
         ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32
@@ -189,6 +196,7 @@ def chunk_rwkv6(
         chunk_size=chunk_size,
         lower_bound=lower_bound,
         implementation=implementation,
+        sequence_axis=sequence_axis,
     )
 
 
@@ -227,6 +235,7 @@ def fused_recurrent_rwkv6(
     segment_ids: jax.Array | None = None,
     cu_seqlens: jax.Array | None = None,
     implementation: str | None = None,
+    sequence_axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """RWKV-6 token by token: for decoding, short sequences, and exact checks.
 
@@ -243,4 +252,5 @@ def fused_recurrent_rwkv6(
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
         implementation=implementation,
+        sequence_axis=sequence_axis,
     )
