@@ -31,12 +31,19 @@ import _run
 import jax
 import jax.numpy as jnp
 import optax
-from _cli import claimed, first_device, noted_interrupts, parse, program
+from _cli import claimed, noted_interrupts, parse, program
 from _pretrain import corpus, memory
 from _pretrain.checkpoints import Checkpoints, last_good
 from _pretrain.metrics import Metrics, peak_flops
 from _pretrain.options import MAY_CHANGE, NOTED, Options, check, completed
-from _pretrain.program import Trainer, build_model, count_parameters, precision, start_processes
+from _pretrain.program import (
+    Trainer,
+    build_model,
+    count_parameters,
+    keep_programs,
+    precision,
+    start_processes,
+)
 from jax.experimental import multihost_utils
 from rich.console import Console
 
@@ -49,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = completed(options)
     check(options)
     start_processes(options)
-    first_device()
+    keep_programs(options)
     console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
     if options.dry_run:
         sys.exit(0 if memory.report(options, console) else 1)

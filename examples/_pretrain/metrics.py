@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 import time
 from pathlib import Path
@@ -46,8 +47,8 @@ PEAK_TFLOPS = {
 
 def peak_flops(given: float | None) -> float | None:
     """FLOP/s of a device: as given, by its name, or unknown."""
-    name = jax.devices()[0].device_kind
-    known = next((peak for key, peak in PEAK_TFLOPS.items() if key.lower() in name.lower()), None)
+    words = set(re.split(r"[\s-]+", jax.devices()[0].device_kind.lower()))
+    known = next((peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.lower().split())), None)
     tflops = known if given is None else given
     return None if tflops is None else tflops * 1e12
 
