@@ -18,6 +18,7 @@ class Checkpoints:
     def __init__(self, out: Path, keep: int):
         """Clears away half checkpoints that a killed run has left."""
         self.folder = out / "checkpoints"
+        self._step: int | None = None  # that is being written
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         handlers = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
         with about(self.folder, "opened"):
@@ -31,26 +32,27 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, data: dict[str, Any]) -> None:
         """Begins to write one; waits for the one before, and tells what went wrong with it."""
+        self.finish()
+        self._step = step
         items = {"state": ocp.args.StandardSave(state), "data": ocp.args.JsonSave(data)}
-        self._guarded(step, lambda: self._manager.save(step, args=ocp.args.Composite(**items)))
+        self._guarded(lambda: self._manager.save(step, args=ocp.args.Composite(**items)))
 
     def finish(self) -> None:
         """Waits until everything is written."""
-        self._guarded(None, self._manager.wait_until_finished)
+        self._guarded(self._manager.wait_until_finished)
 
     def close(self) -> None:
         """Waits, and lets go of the folder."""
         self.finish()
         self._manager.close()
 
-    def _guarded(self, step: int | None, write: Any) -> None:
+    def _guarded(self, write: Any) -> None:
         try:
             with reported_once():
                 write()
         except Exception as error:  # Orbax and TensorStore raise what they like
-            path = self.folder if step is None else self.folder / str(step)
-            again = last_good(self.folder)
-            raise ValueError(f"{path} cannot be written: {reason(error)}; {again}") from error
+            path, kept = self.folder / str(self._step), last_good(self.folder)
+            raise ValueError(f"{path} cannot be written: {reason(error)}; {kept}") from error
 
     def restore(self, state: Any) -> tuple[Any, dict[str, Any]]:
         """The last one's state, placed as ``state`` (shapes with shardings) says, and its data iterator.

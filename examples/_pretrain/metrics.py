@@ -77,6 +77,7 @@ class Metrics:
         self._flops, self._peak = flops_per_token, peak
         self._mine = jax.process_index() == 0
         self._rate = self._share = float("nan")
+        self._tokens, self._seconds = 0, 0.0
 
     def __enter__(self) -> Metrics:
         if self._mine:
@@ -107,6 +108,7 @@ class Metrics:
         """So many tokens were trained on since `restart`, or since this was called before."""
         now = time.perf_counter()
         self._rate = tokens / (now - self._since)
+        self._tokens, self._seconds = self._tokens + tokens, self._seconds + now - self._since
         self._share = self._flops * self._rate / self._peak if self._peak else float("nan")
         self._since = now
 
@@ -138,8 +140,8 @@ class Metrics:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, as measured last."""
-        return self._rate
+        """Tokens per second, over all that was measured."""
+        return self._tokens / self._seconds if self._seconds else float("nan")
 
 
 def _is_whole(row: list[str], step: int) -> bool:
