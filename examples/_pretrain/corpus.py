@@ -32,7 +32,7 @@ def read(options: Options, console: Console) -> Corpus:
     """Opens the data; makes tokens of text first, where it was not done before."""
     data = _opened("--data", options.data, options, console)
     rows = _rows("--data", data, options)
-    share = 0.0 if options.eval_data else options.held_out or 0.0
+    share: Any = options.held_out
     try:
         training, held_out = split_rows(len(rows), share)
     except ValueError:

@@ -139,7 +139,7 @@ class Options:
 MAY_CHANGE = {"data", "eval_data", "cache", "tokenizing_processes", "out", "resume", "export", "dry_run"}
 MAY_CHANGE |= {"mesh_data", "mesh_fsdp", "mesh_tensor", "mesh_sequence", "overlap", "coordinator", "remat"}
 MAY_CHANGE |= {"num_processes", "process_id", "accumulate", "eval_every", "eval_rows", "save_every", "keep"}
-MAY_CHANGE |= {"log_every", "peak_tflops", "memory_gb", "profile", "scan_layers", "tokenizer", "text_field"}
+MAY_CHANGE |= {"log_every", "peak_tflops", "memory_gb", "profile", "tokenizer", "text_field"}
 NOTED = {"learning_rate", "final_learning_rate", "warmup_steps", "weight_decay", "steps"}
 
 _MAY_BE_0 = {
@@ -166,6 +166,8 @@ def completed(options: Options) -> Options:
         "eval_every": filled["save_every"],
     }
     rest = {name: value for name, value in rest.items() if getattr(options, name) is None}
+    if options.eval_data is not None:
+        rest["held_out"] = 0.0  # all of --data is for learning
     if options.remat == "auto":
         rest["remat"] = "none" if options.size == "tiny" else "dense"
     return dataclasses.replace(options, **rest)

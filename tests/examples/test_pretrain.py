@@ -12,12 +12,14 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from _pretrain import metrics as measured
 from _pretrain import program
 
 from fla_jax.checkpoints import load_checkpoint
@@ -321,6 +323,21 @@ def test_accounts_of_the_official_sizes():
         model = program.build_model(options, "bf16")
         shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
         assert program.count_parameters(shapes)[0] == pytest.approx(wanted, rel=0.01), name
+
+
+def test_peaks_by_name(monkeypatch):
+    for name, wanted in {
+        "NVIDIA H200": 989e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA GeForce RTX 4090": 165e12,
+        "NVIDIA RTX A4000": None,
+        "cpu": None,
+    }.items():
+        monkeypatch.setattr(jax, "devices", lambda name=name: [types.SimpleNamespace(device_kind=name)])
+        assert measured.peak_flops(None) == wanted, name
+    assert measured.peak_flops(2.5) == 2.5e12
 
 
 @pytest.mark.parametrize(
