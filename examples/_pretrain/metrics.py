@@ -20,7 +20,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from tensorboardX import SummaryWriter
 
 COLUMNS = ("step", "loss", "gradient_norm", "learning_rate", "evaluation_loss", "tokens_per_second")
 COLUMNS += ("share_of_6n", "memory_gb")
@@ -66,6 +65,19 @@ def memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
+def summary_writer(folder: Path, step: int) -> Any:
+    """TensorBoard's events from ``step`` on; TensorBoard drops what the folder has of later ones."""
+    hide = "torch" not in sys.modules
+    if hide:  # tensorboardX imports it where it is installed, for seconds, and for nothing that is used here
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if hide:
+            del sys.modules["torch"]
+    return SummaryWriter(str(folder), purge_step=step, flush_secs=10)
+
+
 class Metrics:
     """Where the numbers of a run go; in other processes than the first, nowhere. A context manager."""
 
@@ -83,7 +95,7 @@ class Metrics:
         if self._mine:
             self._csv = open_csv(self._out / "metrics.csv", self._first)
             with about(self._out / "tensorboard", "written"):
-                self._board = SummaryWriter(str(self._out / "tensorboard"), purge_step=self._first + 1)
+                self._board = summary_writer(self._out / "tensorboard", self._first + 1)
         text = "loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s{task.fields[share]}"
         columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn(text)]
         columns += [TimeElapsedColumn(), TimeRemainingColumn()]

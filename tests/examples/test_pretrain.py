@@ -325,6 +325,15 @@ def test_accounts_of_the_official_sizes():
         assert program.count_parameters(shapes)[0] == pytest.approx(wanted, rel=0.01), name
 
 
+def test_tensorboard_needs_no_torch(tmp_path):
+    """tensorboardX would import it, for seconds; whoever wants it later still gets it."""
+    code = "import sys, pathlib; from _pretrain.metrics import summary_writer; "
+    code += f"summary_writer(pathlib.Path({str(tmp_path)!r}), 1).close(); assert 'torch' not in sys.modules"
+    path = os.pathsep.join([str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=True)
+    assert list(tmp_path.glob("events*"))
+
+
 def test_peaks_by_name(monkeypatch):
     for name, wanted in {
         "NVIDIA H200": 989e12,
