@@ -49,7 +49,7 @@ class Options:
     tokenizing_processes: int | None = None
     """processes that make tokens of text (default: one a core)"""
     out: Path = Path("runs/pretrain")
-    """folder for checkpoints and metrics; a run that is there already is moved aside"""
+    """folder for checkpoints and metrics, shared by all hosts; a run that is there already is moved aside"""
     resume: bool = False
     """go on from the last checkpoint in --out, on any number of devices"""
     export: Path | None = None

@@ -123,6 +123,10 @@ class Trainer:
             self.mesh = make_mesh(**mesh_options)
         except ValueError as error:
             raise ValueError(f"--mesh-...: {error}") from error
+        if options.sequence % (parts := self.mesh.shape["sequence"]):
+            raise ValueError(
+                f"--sequence must be a multiple of --mesh-sequence = {parts}, got {options.sequence}"
+            )
         rates = options.learning_rate, options.final_learning_rate
         schedule = rwkv_schedule(*rates, steps, warmup_steps=options.warmup_steps)
         self.learning_rate = jax.jit(schedule)

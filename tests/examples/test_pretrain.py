@@ -23,7 +23,7 @@ from _pretrain import metrics as measured
 from _pretrain import program
 
 from fla_jax.checkpoints import load_checkpoint
-from fla_jax.data import BinIdxWriter
+from fla_jax.data import BinIdxWriter, open_binidx
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "pretrain.py"
 TINY = ["--hidden-size", "32", "--head-dim", "16", "--num-layers", "2", "--sequence", "32", "--batch", "8"]
@@ -198,6 +198,29 @@ def test_two_processes(data, straight, tmp_path):
         assert f"stopped at step {at} " in outputs[0] and "stopped" not in outputs[1]
 
 
+def held_out_loss(pretrain, data, params):
+    """Nats per token over the held-out rows: each document in them alone, in a row of its own."""
+    options = pretrain.completed(pretrain.Options(data=data, hidden_size=32, num_layers=2, head_dim=16))
+    documents = [document.tolist() for document in open_binidx(data)]
+    tokens = [token for document in documents for token in document]
+    owners = [i for i, document in enumerate(documents) for _ in document]
+    rows = (len(tokens) - 1) // 32
+    size, held = rows // 8, round(rows * 0.1) // 8  # the last ones of eight blocks
+    numbers = [block * size + i for block in range(8) for i in range(size - held, size)]
+    numbers = [numbers[i * len(numbers) // 12] for i in range(12)]
+    pieces = []
+    for row in numbers:
+        for owner in sorted(set(owners[row * 32 : row * 32 + 33])):
+            at = [t for t in range(row * 32, row * 32 + 33) if owners[t] == owner]
+            pieces.append([tokens[t] for t in at])
+    padded = np.array([piece + [0] * (33 - len(piece)) for piece in pieces])
+    model = program.build_model(options, "fp32")
+    logits = np.asarray(model.apply({"params": params}, padded[:, :-1])[0], np.float64)
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    losses = [-logs[i, t, piece[t + 1]] for i, piece in enumerate(pieces) for t in range(len(piece) - 1)]
+    return np.mean(losses)
+
+
 @pytest.mark.slow
 def test_pieces_profile_export_and_tensorboard(pretrain, data, straight, tmp_path, capsys):
     """A batch in pieces has the loss and gradient of the whole; the files that a run leaves."""
@@ -214,6 +237,8 @@ def test_pieces_profile_export_and_tensorboard(pretrain, data, straight, tmp_pat
     assert iterator == {"next_index": STEPS}
     _, params = load_checkpoint(path)
     np.testing.assert_array_equal(params["head"]["kernel"], state["params"]["head"]["kernel"])
+    wanted = held_out_loss(pretrain, data, state["params"])
+    assert column(out, "evaluation_loss")[-1] == pytest.approx(wanted, rel=1e-5)
     printed = capsys.readouterr().out
     for what in ("parameters", "held out", "tokens/s", "epochs", f"checkpoints/{STEPS}", "6N", "model.pth"):
         assert what in printed
