@@ -1,12 +1,12 @@
 """Rows whose tokens several devices share: what crosses between them, along one mesh axis.
 
 A device's tokens take a recurrence's state S to ``M S + N``. One gather of all devices' (M, N) gives each the
-state that enters its own tokens; in the backward, M^T and what the outputs alone give to the entering state do
-the same for gradients. Which tokens begin a segment, and what the token shift sees, a device asks its left
+state that enters its own tokens; in the backward, M^T and what the outputs alone give to the entering state
+do the same for gradients. Which tokens begin a segment, and what the token shift sees, a device asks its left
 neighbour for.
 
-Everything here runs inside `jax.shard_map` or a partitioned kernel, where collectives are known by the name of
-their mesh axis.
+Everything here runs inside `jax.shard_map` or a partitioned kernel, where collectives are known by the name
+of their mesh axis.
 """
 
 from __future__ import annotations
@@ -71,12 +71,17 @@ class Part(NamedTuple):
 
 def part_of(call: Call[Any], segment_ids: jax.Array | None) -> Part | None:
     """This device's part of the rows of a call, or None where it has whole rows."""
-    if call.sequence is None:
-        return None
+    return None if call.sequence is None else part_on(call.sequence, segment_ids)
+
+
+def part_on(axis: str, segment_ids: jax.Array | None) -> Part:
+    """This device's part of rows that are split over ``axis``; ``segment_ids`` [B, T] are those of its
+    tokens.
+    """
     if segment_ids is None:
-        return Part(call.sequence, None)
-    left = from_left(segment_ids[:, -1], call.sequence)
-    return Part(call.sequence, (jax.lax.axis_index(call.sequence) > 0) & (left != segment_ids[:, 0]))
+        return Part(axis, None)
+    left = from_left(segment_ids[:, -1], axis)
+    return Part(axis, (jax.lax.axis_index(axis) > 0) & (left != segment_ids[:, 0]))
 
 
 def from_left(x: jax.Array, axis: str) -> jax.Array:
@@ -101,8 +106,8 @@ def _apply(M: jax.Array, S: jax.Array) -> jax.Array:
 
 
 def _composed(M: jax.Array, N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The map of all stretches [B, S, ...] after one another: [B, H, K, K or 1], [B, H, K, V]. By halves, since
-    products of small matrices are latency and nothing else.
+    """The map of all stretches [B, S, ...] after one another: [B, H, K, K or 1], [B, H, K, V]. By halves,
+    since products of small matrices are latency and nothing else.
     """
     M = M[..., None] if M.ndim == 4 else M
     while N.shape[1] > 1:

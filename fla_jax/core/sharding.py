@@ -21,7 +21,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 ROWS, TOKENS = "b", "t"
-ALONG = (TOKENS, "c", "s")  # axes that are split where rows are: tokens, their chunks, stretches of them
+# axes that are split where tokens are: tokens, their chunks and stretches, and what there is one of a device
+ALONG = (TOKENS, "chunk", "stretch", "device")
 Axes = Sequence[str]  # of several arrays, such as ["b t h k", "b h k v"]
 Names = tuple[tuple[str, ...], ...]  # the same, split
 Kernel = Callable[..., tuple[jax.Array, ...]]
@@ -139,7 +140,7 @@ def sharded(
         shardable: axes that devices may share.
         sequence: a mesh axis whose devices share the axes `ALONG` too; ``fn`` may communicate over it.
         whole: with it, the same for whole rows, with results of the same shapes.
-        name: of the op, for messages.
+        name: of an op that could be told ``sequence``: an error says so where its tokens are split.
 
     `jax.vmap` merges the mapped axis into the rows, where every result and every mapped operand has rows;
     operands without rows are shared by all. Else it maps one by one, by `jax.lax.map`.
@@ -175,8 +176,9 @@ def _partitioned(
     sequence: str | None,
     name: str,
 ) -> Kernel:
-    # tokens are not among them: where they are split and nobody said so, the caller is told
-    free = (*shardable, TOKENS) if sequence is None else (*shardable, *ALONG)
+    told = sequence is None and name and TOKENS not in shardable
+    # where tokens are split and nobody said so the caller is told, so they do not have to be gathered first
+    free = (*shardable, *((TOKENS,) if told else () if sequence is None else ALONG))
     fixed = tuple(dict.fromkeys(axis for axes in left + right for axis in axes if axis not in free))
     # jitted, so that the constants of plain forms are its own: custom_partitioning refuses them
     automatic = custom_partitioning(lambda *args: jax.jit(whole)(*args))
@@ -188,7 +190,7 @@ def _partitioned(
         owners, given = {}, [x.sharding for x in (*args, *outs)]
         if all(isinstance(s, NamedSharding) for s in given):
             specs, mesh = [s.spec for s in given], given[0].mesh
-            if sequence is None and TOKENS not in shardable:
+            if told:
                 _refuse_tokens(left, specs, name)
             owners = _owners(left + right, specs, shardable, sequence)
         ins, results = ([NamedSharding(mesh, s) for s in _specs(side, owners)] for side in (left, right))
@@ -233,11 +235,12 @@ def _refuse_tokens(names: Names, specs: Sequence[Any], op: str) -> None:
     for axes, spec in zip(names, specs):
         for axis, entry in zip(axes, spec):
             if axis == TOKENS and mesh_axes(entry):
-                on = " and ".join(map(repr, mesh_axes(entry)))
+                on = " and ".join(map(repr, mesh_axes(entry)))  # several cannot be named
                 raise ValueError(
-                    f"{op}: axis T of an argument [{', '.join(axes).upper()}] is sharded over mesh axis {on}: "
-                    f"name it, sequence_axis={on} (layers: the rule ('length', {on}) in "
-                    "flax.linen.logical_axis_rules), or gather the argument by jax.lax.with_sharding_constraint"
+                    f"{op}: axis T of an argument [{', '.join(axes).upper()}] is sharded over mesh axis "
+                    f"{on}: name it, sequence_axis={on} (layers: the rule ('length', {on}) in "
+                    "flax.linen.logical_axis_rules), or gather the argument by "
+                    "jax.lax.with_sharding_constraint"
                 )
 
 

@@ -7,14 +7,13 @@ for batch in batches(rows, range(len(rows)), 32, seed=0):
 """
 
 from .binidx import BinIdx, BinIdxWriter, open_binidx
-from .packing import PackedRows, RowNumbers, batches, split_rows
+from .packing import PackedRows, batches, split_rows
 from .text import tokenize
 
 __all__ = [
     "BinIdx",
     "BinIdxWriter",
     "PackedRows",
-    "RowNumbers",
     "batches",
     "open_binidx",
     "split_rows",

@@ -45,6 +45,16 @@ class BinIdx:
         path: of the .bin file.
         tokens: all tokens, [N], in the file's dtype.
         starts: [D + 1] int64: document i is ``tokens[starts[i] : starts[i + 1]]``.
+
+    Example:
+        >>> import os, tempfile
+        >>> from fla_jax.data import BinIdxWriter, open_binidx
+        >>> name = os.path.join(tempfile.mkdtemp(), "small")
+        >>> with BinIdxWriter(name) as writer:
+        ...     writer.add([5, 6, 0])
+        >>> data = open_binidx(name)
+        >>> len(data), data[0].tolist(), data.starts.tolist()
+        (1, [5, 6, 0], [0, 3])
     """
 
     def __init__(self, path: Path, tokens: np.ndarray, starts: np.ndarray):
@@ -181,6 +191,16 @@ class BinIdxWriter:
     """Writes a binidx pair of files, document by document; a context manager.
 
     The files appear when the block ends, and not at all when it raises.
+
+    Example:
+        >>> import os, tempfile, numpy as np
+        >>> from fla_jax.data import BinIdxWriter
+        >>> name = os.path.join(tempfile.mkdtemp(), "small")
+        >>> with BinIdxWriter(name, np.uint32) as writer:
+        ...     writer.add([70000], ends=False)
+        ...     writer.add([0])
+        >>> os.path.getsize(name + ".bin")
+        8
     """
 
     def __init__(self, path: str | os.PathLike[str], dtype: Any = np.uint16):

@@ -22,6 +22,17 @@ class PackedRows:
     * ``mask`` float32, 0 where the label is another document's first token, else 1.
 
     A document that reaches beyond a row goes on in the next one, as a document of its own.
+
+    Example:
+        >>> import os, tempfile
+        >>> from fla_jax.data import BinIdxWriter, PackedRows, open_binidx
+        >>> name = os.path.join(tempfile.mkdtemp(), "small")
+        >>> with BinIdxWriter(name) as writer:
+        ...     writer.add([5, 6, 0])
+        ...     writer.add([7, 8, 0])
+        >>> row = PackedRows(open_binidx(name), 4)[0]
+        >>> row["tokens"].tolist(), row["segment_ids"].tolist(), row["mask"].tolist()
+        ([5, 6, 0, 7], [0, 0, 0, 1], [1.0, 1.0, 0.0, 1.0])
     """
 
     def __init__(self, data: BinIdx, length: int, vocab_size: int | None = None):
@@ -158,6 +169,17 @@ def batches(
     Raises:
         ImportError: grain is missing.
         ValueError: an argument does not fit.
+
+    Example:
+        >>> import os, tempfile
+        >>> from fla_jax.data import BinIdxWriter, PackedRows, batches, open_binidx
+        >>> name = os.path.join(tempfile.mkdtemp(), "small")
+        >>> with BinIdxWriter(name) as writer:
+        ...     writer.add(range(100))
+        >>> rows = PackedRows(open_binidx(name), 8)
+        >>> iterator = iter(batches(rows, range(len(rows)), 4, seed=0))
+        >>> next(iterator)["tokens"].shape, iterator.get_state()
+        ((4, 8), {'next_index': 1})
     """
     try:
         import grain

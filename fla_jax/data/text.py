@@ -73,6 +73,15 @@ def tokenize(
         ValueError: an argument does not fit, a file is no UTF-8, a line is no JSON object with that field, a
             token lies outside of the vocabulary, or there is no text; the message names file and offset.
         OSError, ImportError: see `fla_jax.generation.load_tokenizer`.
+
+    Example:
+        >>> import os, tempfile
+        >>> from fla_jax.data import tokenize
+        >>> folder = tempfile.mkdtemp()
+        >>> with open(os.path.join(folder, "text.jsonl"), "w") as file:
+        ...     _ = file.write('{"text": "Hi"}')
+        >>> tokenize([file.name], os.path.join(folder, "tokens"), vocab_size=256)[0].tolist()
+        [72, 105, 0]
     """
     vocab_size = check_integer("vocab_size", vocab_size, 1)
     processes = check_integer("processes", os.cpu_count() if processes is None else processes, 1)

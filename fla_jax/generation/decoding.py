@@ -27,6 +27,17 @@ class Generation(NamedTuple):
         tokens: the new tokens of each row, int32, without prompt and stop token; shorter than ``max_tokens``
             only where a stop token came.
         state: after each row's prompt and new tokens: give it, and the next prompt, to the next call.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import generate
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> first = generate(model, params, [[1, 2, 3], [4]], max_tokens=5)
+        >>> second = generate(model, params, [[5], [6]], max_tokens=5, state=first.state)  # goes on
+        >>> [len(row) for row in second.tokens]
+        [5, 5]
     """
 
     tokens: list[np.ndarray]
@@ -163,6 +174,17 @@ def stream(
 
     Yields:
         [B] int32: the next token of each row, -1 for rows that are over; ends when all are.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import stream
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> for tokens in stream(model, params, [[1, 2, 3], [4]], max_tokens=2):
+        ...     print(tokens.shape)
+        (2,)
+        (2,)
     """
     max_tokens = check_integer("max_tokens", max_tokens, 0)
     carry, rules = _start(model, params, prompts, sampling, seed, state)

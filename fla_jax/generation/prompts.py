@@ -62,6 +62,16 @@ def prefill(
     Raises:
         ValueError, TypeError: a prompt is empty, or is not made of integers from 0 to V - 1, or ``state``
             does not fit; the message names it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import prefill
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> logits, state = prefill(model, params, [[1, 2, 3], [4]])
+        >>> logits.shape, state.wkv.shape
+        ((2, 100), (2, 2, 4, 16, 16))
     """
     check_model(model)
     if not isinstance(params, Mapping) or not jax.tree.leaves(params) or set(params) == {"params"}:

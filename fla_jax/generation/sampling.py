@@ -56,6 +56,15 @@ class Sampling:
 
     Raises:
         ValueError: a value does not fit; the message names it.
+
+    Example:
+        >>> from fla_jax.generation import Sampling
+        >>> Sampling(temperature=0)  # always the most probable token # doctest: +ELLIPSIS
+        Sampling(temperature=0.0, top_k=0, top_p=0.85, ...)
+        >>> Sampling(top_p=2)
+        Traceback (most recent call last):
+        ...
+        ValueError: top_p must be from 0 to 1, got 2
     """
 
     temperature: float = 1.0

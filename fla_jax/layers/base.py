@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
-from ..core.sharding import beside, entries, is_explicit
+from ..core.sharding import beside
 from ..ops.layer import norm_shift_mix
 from .fields import check_fields
 from .init import ByDepth, Initializer, computed
 from .norm import Affine, NormParameters
-from .placement import Axes, gathered, hold, product
+from .placement import Axes, check_sequence, gathered, hold, product, sequence_axis
 from .shift import last_token
 from .state import RWKVState, check_state, zero_state
 
@@ -121,7 +121,15 @@ class Layer(nn.Module):
         scale, bias = (None, None) if norm is None else norm
         last = beside(last, x, 0, 2)
         mixed = norm_shift_mix(
-            x, mixes, last, y=y, scale=scale, bias=bias, segment_ids=segment_ids, normalised=normalised
+            x,
+            mixes,
+            last,
+            y=y,
+            scale=scale,
+            bias=bias,
+            segment_ids=segment_ids,
+            normalised=normalised,
+            sequence_axis=sequence_axis(x),
         )
         if lengths is None:
             return mixed
@@ -142,11 +150,7 @@ class Layer(nn.Module):
             raise TypeError(f"x must have a floating-point dtype, got {x.dtype}")
         if x.shape[1] == 0:
             raise ValueError("x must hold at least one token, got T = 0")
-        if is_explicit() and entries(x)[1] is not None:
-            raise ValueError(
-                "x [B, T, C] must be whole along T on every device, got it sharded over mesh axis "
-                f"{entries(x)[1]!r}"
-            )
+        check_sequence("x", x, lengths)
         if segment_ids is not None:
             if segment_ids.shape != x.shape[:2]:
                 raise ValueError(
@@ -271,6 +275,7 @@ class Attention(Layer):
             output_final_state=True,
             segment_ids=segment_ids,
             implementation=self.implementation,
+            sequence_axis=sequence_axis(arrays[0]),
             **options,
         )
         return hold(o, "batch", "length", "act_heads", "kv"), wkv

@@ -19,9 +19,10 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ..core.sharding import entries, is_explicit, mesh_axes, place
+from ..core.sharding import entries, is_explicit, is_manual, mesh_axes, place
 
 Axes = tuple[str | None, ...]
 
@@ -29,11 +30,45 @@ Axes = tuple[str | None, ...]
 _OF_ACTIVATIONS = {"embed": "act_embed", "heads": "act_heads", "mlp": "act_mlp", "vocab": "act_vocab"}
 
 
+def sequence_axis(x: jax.Array) -> str | None:
+    """The mesh axis that the tokens of the rows of ``x`` [B, T, ...] are split over, None for whole rows.
+
+    Types say it on a mesh with explicit axes, else the rule for ``length``, also inside `jax.shard_map`.
+
+    Raises:
+        ValueError: they are split over several.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None
+    by_rule = None if is_explicit() else nn.logical_to_mesh_axes(("length",))
+    split = entries(x)[1] if is_explicit() else by_rule[0] if by_rule else None
+    axes = [axis for axis in mesh_axes(split) if mesh.shape.get(axis, 1) > 1]
+    if len(axes) > 1:
+        raise ValueError(f"T can be split over one mesh axis, got {' and '.join(map(repr, axes))}")
+    return axes[0] if axes else None
+
+
+def check_sequence(name: str, x: jax.Array, lengths: jax.Array | None) -> None:
+    """Raises unless the devices that share the tokens of ``x`` [B, T, ...] can do so."""
+    axis = sequence_axis(x)
+    if axis is None:
+        return
+    size = jax.sharding.get_abstract_mesh().shape[axis]
+    if not is_manual() and x.shape[1] % size:
+        raise ValueError(
+            f"{name} must have a number of tokens T that is a multiple of mesh axis {axis!r} = {size}, got "
+            f"T = {x.shape[1]}; rows of other lengths want rules without 'length'"
+        )
+    if lengths is not None:
+        raise ValueError(f"lengths cannot go with tokens over mesh axis {axis!r}; segment_ids can")
+
+
 def hold(x: jax.Array, *names: str | None) -> jax.Array:
     """Holds an activation, or a weight, to the rules for its axes; ``x`` itself on a mesh with explicit
     axes.
     """
-    return x if is_explicit() else nn.with_logical_constraint(x, names)
+    return x if is_explicit() or is_manual() else nn.with_logical_constraint(x, names)
 
 
 def beyond(entry: Any, taken: Sequence[str]) -> Any:
@@ -51,7 +86,7 @@ def whole_parts(entry: Any, parts: int | None) -> Any:
 
 def is_placed() -> bool:
     """Whether anything here has a say: on a mesh with explicit axes, and where there are rules."""
-    return is_explicit() or bool(nn.get_logical_axis_rules())
+    return is_explicit() or (bool(nn.get_logical_axis_rules()) and not is_manual())
 
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -125,24 +160,31 @@ def product(
     return hold(y, *names, after)
 
 
-def row_parts(x: jax.Array) -> int:
-    """Over how many devices the rows of ``x`` [B, ...] are split, as far as it is known; 1 where not
-    evenly.
+def token_parts(x: jax.Array) -> tuple[int, int]:
+    """Over how many devices the rows and the tokens of ``x`` [B, T, ...] are split, as far as it is known; 1
+    where not evenly.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1
-    split: Any = entries(x) if is_explicit() else nn.logical_to_mesh_axes(("batch",))
-    parts = math.prod(mesh.shape[axis] for axis in mesh_axes(split[0]))
-    return 1 if x.shape[0] % parts else parts
+    if mesh.empty or is_manual():
+        return 1, 1
+    split: Any = entries(x)[:2] if is_explicit() else nn.logical_to_mesh_axes(("batch", "length"))
+    rows, tokens = (math.prod(mesh.shape[axis] for axis in mesh_axes(entry)) for entry in split)
+    return 1 if x.shape[0] % rows else rows, 1 if x.shape[1] % tokens else tokens
 
 
-def split_rows(x: jax.Array, parts: int) -> jax.Array:
-    """[B, ...] -> [parts, B / parts, ...], the first axis split over devices as the rows were."""
-    return hold(x.reshape(parts, -1, *x.shape[1:]), "batch", *(None,) * x.ndim)
+def split_tokens(x: jax.Array, parts: tuple[int, int]) -> jax.Array:
+    """[B, T, ...] -> [P, Q, B / P, T / Q, ...], the first two axes split over devices as rows and tokens
+    were.
+    """
+    rows, tokens = parts
+    x = x.reshape(rows, -1, *x.shape[1:])
+    x = x.reshape(*x.shape[:2], tokens, -1, *x.shape[3:])
+    return hold(jnp.moveaxis(x, 2, 1), "batch", "length", *(None,) * (x.ndim - 2))
 
 
-def join_rows(x: jax.Array) -> jax.Array:
-    """The inverse of `split_rows`."""
-    x = hold(x, "batch", *(None,) * (x.ndim - 1))
-    return hold(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))
+def join_tokens(x: jax.Array) -> jax.Array:
+    """The inverse of `split_tokens`."""
+    x = hold(x, "batch", "length", *(None,) * (x.ndim - 2))
+    x = jnp.moveaxis(x, 1, 2)
+    x = x.reshape(*x.shape[:2], -1, *x.shape[4:])
+    return hold(x.reshape(-1, *x.shape[2:]), "batch", "length", *(None,) * (x.ndim - 3))

@@ -16,7 +16,7 @@ from ..layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7Feed
 from ..layers.base import LAYER_NORM_EPS, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Affine, Norm, NormParameters
-from ..layers.placement import beyond, hold, is_placed, keep_all_but_gathered, product
+from ..layers.placement import beyond, check_sequence, hold, is_placed, keep_all_but_gathered, product
 from ..layers.state import check_state, zero_state
 from .config import RWKV6Config, RWKV7Config, RWKVConfig
 
@@ -66,6 +66,17 @@ class RWKV6Block(nn.Module):
 
     Attributes:
         config: of the model.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV6Block, RWKV6Config, RWKV6ForCausalLM
+        >>> config = RWKV6Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16)
+        >>> state = jax.tree.map(lambda x: x[0], RWKV6ForCausalLM(config).init_state(1))
+        >>> carry = jnp.ones((1, 8, 64)), None
+        >>> block = RWKV6Block(config)
+        >>> (x, _), state = block.apply(block.init(jax.random.key(0), carry, state), carry, state)
+        >>> x.shape
+        (1, 8, 64)
     """
 
     config: RWKV6Config
@@ -104,6 +115,17 @@ class RWKV7Block(nn.Module):
 
     Attributes:
         config: of the model.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV7Block, RWKV7Config, RWKV7ForCausalLM
+        >>> config = RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16)
+        >>> state = jax.tree.map(lambda x: x[0], RWKV7ForCausalLM(config).init_state(1))
+        >>> carry = jnp.ones((1, 8, 64)), None
+        >>> block = RWKV7Block(config)
+        >>> (x, v_first), state = block.apply(block.init(jax.random.key(0), carry, state), carry, state)
+        >>> x.shape, v_first.shape
+        ((1, 8, 64), (1, 8, 64))
     """
 
     config: RWKV7Config
@@ -354,11 +376,7 @@ def _check_tokens(tokens: Any, segment_ids: Any, lengths: Any) -> None:
             )
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens must have shape [B, T] with B, T >= 1, got {list(tokens.shape)}")
-    if is_explicit() and entries(tokens)[1] is not None:
-        axis = entries(tokens)[1]
-        raise ValueError(
-            f"tokens [B, T] must be whole along T on every device, got them sharded over mesh axis {axis!r}"
-        )
+    check_sequence("tokens", tokens, lengths)
     if segment_ids is not None and segment_ids.shape != tokens.shape:
         raise ValueError(
             f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}"

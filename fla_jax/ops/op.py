@@ -13,10 +13,10 @@ A plain implementation that has ``kept_axes`` runs on each device's own part on 
 where JAX would want to be told the sharding of every step.
 
 Devices may share the tokens of rows, axis ``t``, over one mesh axis that the call names (or whose types do).
-Then ``call.shards`` is their number, ``call.sequence`` the mesh axis where an implementation sees one device's
-tokens, and it communicates as it has to (core/sequence.py): results without tokens are to be the same on all
-devices, gradients of arrays without tokens are summed over them by the op. What it keeps may have an axis ``c``
-of chunks or ``s`` of stretches, which are split as tokens are.
+Then ``call.shards`` is their number, ``call.sequence`` the mesh axis where an implementation sees one
+device's tokens, and it communicates as it has to (core/sequence.py): results without tokens are to be the
+same on all devices, gradients of arrays without tokens are summed over them by the op. What it keeps may have
+an axis ``chunk`` or ``stretch``, which are split as tokens are.
 
 ``call`` is a `fla_jax.core.call.Call`, ``x``, ``outputs`` and ``cotangents`` are the op's named tuples. The
 gradient of an array without rows (RWKV-6's u) may come per row, with one more axis in front; the op sums it.
@@ -76,6 +76,11 @@ class Implementation:
         automatic: whether the op may choose it for a call without being asked.
         opaque: whether XLA cannot look into it and so not shard it: a kernel.
         sequences: whether it follows ``call.sequence``: rows whose tokens devices share.
+
+    Example:
+        >>> from fla_jax.ops.rwkv7.api import CHUNK
+        >>> [one.name for one in CHUNK.implementations]  # what chunk_rwkv7 chooses from, the best first
+        ['triton', 'xla', 'reference', 'pallas']
     """
 
     name: str
@@ -104,6 +109,11 @@ class Op(Generic[Inputs, Outputs]):
         check: ``check(call, x, outputs)`` holds the checks of `fla_jax.checked`.
         results: ``results(call)`` says, as ``outputs`` with axes for arrays, which results a call has, where
             that depends on the call; None where every call has one array for each of ``outputs``.
+
+    Example:
+        >>> from fla_jax.ops.rwkv7.api import CHUNK
+        >>> CHUNK.name, CHUNK.axes["w"], CHUNK.axes["initial_state"]
+        ('chunk_rwkv7', 'b t h k', 'n h k v')
     """
 
     name: str
@@ -153,7 +163,8 @@ class Op(Generic[Inputs, Outputs]):
             platform_of(arrays),
             devices,
             shards=shards,
-            sequence=sequence_axis if shards > 1 else None,
+            # an explicit axis of one device splits nothing, and stays in the types all the same
+            sequence=sequence_axis if shards > 1 or is_explicit() else None,
         )
         outputs = _run(self, self.choose(call, implementation), call, x)
         if self.check is not None and is_checked():
@@ -217,7 +228,8 @@ class Op(Generic[Inputs, Outputs]):
         if sequence_axis not in mesh.shape:
             got = "there is no mesh in context (jax.set_mesh)" if mesh.empty else f"it has {mesh.axis_names}"
             raise ValueError(
-                f"{self.name}: sequence_axis must be an axis of the mesh in context, got {sequence_axis!r}; {got}"
+                f"{self.name}: sequence_axis must be an axis of the mesh in context, got {sequence_axis!r}; "
+                f"{got}"
             )
         shards = mesh.shape[sequence_axis]
         if is_manual() and dict(zip(mesh.axis_names, mesh.axis_types))[sequence_axis] != AxisType.Manual:
@@ -336,7 +348,9 @@ def _backward(
     def on(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         x, cotangents, kept = jax.tree.unflatten(tree, arrays)
         gradients = jax.tree.leaves(module.backward(call, x, dict(zip(kept_axes, kept)), cotangents))
-        rows = next(a.shape[axes.split().index(ROWS)] for a, axes in zip(arrays, left) if ROWS in axes.split())
+        rows = next(
+            a.shape[axes.split().index(ROWS)] for a, axes in zip(arrays, left) if ROWS in axes.split()
+        )
         return tuple(_with_axes(call, g, axes.split(), rows) for g, axes in zip(gradients, right))
 
     left = [*inputs, *results, *kept_axes.values()]
@@ -356,18 +370,19 @@ def _backward(
 def _over_devices(op: Op, call: Call, on: Callable[..., Any], left: list[str], right: list[str]) -> Any:
     """``on(call, *arrays)`` on every device's own part of the arrays."""
     whole = functools.partial(on, dataclasses.replace(call, sequence=None))
-    return sharded(functools.partial(on, call), left, right, op.shardable, call.sequence, whole, call.op)
+    name = op.name if any(one.sequences for one in op.implementations) else ""
+    return sharded(functools.partial(on, call), left, right, op.shardable, call.sequence, whole, name)
 
 
 def _summed_axes(call: Call, axes: list[str]) -> str:
     """The axes of a gradient, with those in front that the op sums over."""
     rows = [] if ROWS in axes or "n" in axes else [ROWS]
-    return " ".join([*(["s"] if call.shards > 1 and TOKENS not in axes else []), *rows, *axes])
+    return " ".join([*(["device"] if call.shards > 1 and TOKENS not in axes else []), *rows, *axes])
 
 
 def _with_axes(call: Call, gradient: jax.Array, axes: list[str], rows: int) -> jax.Array:
     """A gradient with the axes that `_summed_axes` names."""
-    split = call.shards > 1 and axes[0] == "s"
+    split = call.shards > 1 and axes[0] == "device"
     if gradient.ndim < len(axes) - split:  # one for all rows here: the first row's
         gradient = jnp.pad(gradient[None], ((0, rows - 1), *((0, 0),) * gradient.ndim))
     if split and call.sequence is None:  # made from whole rows: the first device's is all of it

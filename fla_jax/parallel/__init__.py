@@ -9,7 +9,14 @@ for tokens in batches:
 
 from .flags import overlap_flags, overlap_options, set_overlap_flags
 from .mesh import make_mesh
-from .rules import axis_rules, batch_sharding, optimizer_shardings, parameter_shardings, state_shardings
+from .rules import (
+    axis_rules,
+    batch_sharding,
+    optimizer_shardings,
+    over_sequence,
+    parameter_shardings,
+    state_shardings,
+)
 from .step import TrainStep, next_token_loss
 
 __all__ = [
@@ -19,6 +26,7 @@ __all__ = [
     "make_mesh",
     "next_token_loss",
     "optimizer_shardings",
+    "over_sequence",
     "overlap_flags",
     "overlap_options",
     "parameter_shardings",

@@ -25,6 +25,11 @@ def overlap_options() -> dict[str, Any]:
       copied.
     * ``xla_gpu_{all_gather,reduce_scatter,all_reduce}_combine_threshold_bytes``: collectives that are ready
       together become one up to this size, 1 GiB: a layer's matrices travel at once.
+
+    Example:
+        >>> from fla_jax.parallel import overlap_options
+        >>> all(name.startswith("xla_gpu") for name in overlap_options())
+        True
     """
     collectives = ("all_gather", "reduce_scatter", "all_reduce")
     if jax.__version_info__ < (0, 11):
@@ -57,6 +62,15 @@ def set_overlap_flags() -> None:
 
     Raises:
         RuntimeError: JAX has started its devices and reads XLA_FLAGS no more.
+
+    Example:
+        >>> import jax
+        >>> from fla_jax.parallel import set_overlap_flags
+        >>> device = jax.devices()[0]  # too late from here on
+        >>> set_overlap_flags()
+        Traceback (most recent call last):
+        ...
+        RuntimeError: set_overlap_flags must be called before JAX starts its devices...
     """
     from jax._src import xla_bridge  # there is no public way to ask
 

@@ -33,7 +33,8 @@ def make_mesh(
             them.
         tensor: devices that share heads and hidden channels, and so the matrices: for models whose layers are
             too large for one device, within one host. It must divide the number of heads.
-        sequence: must be 1 for now: T is not split between devices yet.
+        sequence: devices that share the tokens of each row: for rows too long for one device, or too few. It
+            must divide T, on GPUs into whole chunks of 16 tokens. They hold copies of the parameters.
         explicit: whether the axes are explicit (`jax.sharding.AxisType.Explicit`): shardings as parts of
             types, instead of XLA's choice within the library's rules.
         devices: None for all.
@@ -47,8 +48,6 @@ def make_mesh(
         1
     """
     devices = jax.devices() if devices is None else list(devices)
-    if sequence != 1:
-        raise ValueError(f"sequence must be 1, got {sequence}: T cannot be split between devices yet")
     if data is None:
         data = 1 if -1 in (fsdp, sequence, tensor) else -1
     sizes = {"data": data, "fsdp": fsdp, "sequence": sequence, "tensor": tensor}
@@ -86,10 +85,6 @@ def check_axes(mesh: Mesh) -> None:
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) != set(AXES):
         got = mesh.axis_names if isinstance(mesh, Mesh) else type(mesh).__name__
         raise ValueError(f"mesh must have the axes {', '.join(AXES)} (see make_mesh), got {got}")
-    if mesh.shape["sequence"] != 1:
-        raise ValueError(
-            f"mesh axis 'sequence' must be 1, got {mesh.shape['sequence']}: T cannot be split yet"
-        )
 
 
 def row_parts(mesh: Mesh) -> int:

@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 from ..training import chunked_cross_entropy
 from .mesh import ROWS, is_explicit_mesh, row_parts
-from .rules import axis_rules, batch_sharding, optimizer_shardings, parameter_shapes, parameter_shardings
+from .rules import (
+    axis_rules,
+    batch_sharding,
+    optimizer_shardings,
+    over_sequence,
+    parameter_shapes,
+    parameter_shardings,
+)
 
 Loss = Callable[[Any, Any], Any]
 
@@ -33,11 +40,21 @@ def next_token_loss(model: Any, **options: Any) -> Loss:
     Returns:
         ``loss(params, batch)``; a batch is tokens [B, T + 1], or a pair of them and a mask [B, T] of the
         labels.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.parallel import next_token_loss
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> tokens = jnp.arange(9)[None]
+        >>> params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]  # shapes will do here
+        >>> jax.eval_shape(next_token_loss(model), params, tokens).shape
+        ()
     """
 
     def loss(params: Any, batch: Any) -> jax.Array:
         tokens, mask = batch if isinstance(batch, tuple | list) else (batch, None)
-        hidden, _ = model.apply({"params": params}, tokens[:, :-1], method="hidden")
+        hidden, _ = model.apply({"params": params}, over_sequence(tokens[:, :-1]), method="hidden")
         return chunked_cross_entropy(hidden, params["head"]["kernel"], tokens[:, 1:], mask, **options)
 
     return loss

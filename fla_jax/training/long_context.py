@@ -61,7 +61,7 @@ def chunked_loss(
         >>> tokens = jnp.arange(65)[None]
         >>> params = model.init(jax.random.key(0), tokens)["params"]
         >>> loss_of = lambda p: chunked_loss(model, p, tokens, chunk_size=16)
-        >>> (loss, state), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        >>> (loss, state), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
     """
     chunks, total = _split(tokens, mask, chunk_size)
     return _walk(model, params, chunks, _state(model, params, tokens, state), total, l2wrap)

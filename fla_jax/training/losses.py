@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.sharding import beside, entries, is_explicit, place
-from ..layers.placement import hold, join_rows, result, row_parts, split_rows, weight_for
+from ..layers.placement import hold, join_tokens, result, split_tokens, token_parts, weight_for
 
 
 def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | None) -> None:
@@ -76,6 +76,13 @@ def cross_entropy(
     Raises:
         ValueError: ``labels`` or ``mask`` do not have the shape of ``logits`` without its last axis.
         TypeError: ``labels`` are no integers.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fla_jax.training import cross_entropy
+        >>> logits, tokens = jnp.zeros((1, 3, 4)), jnp.array([[0, 1, 2, 3]])
+        >>> round(float(cross_entropy(logits, tokens[:, 1:])), 4)  # log 4
+        1.3863
     """
     _check_labels("logits", logits, labels, mask)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -104,23 +111,24 @@ def _walk(
 ) -> tuple[jax.Array, Any, Any]:
     """The sum, and with ``gradients`` its derivatives in hidden and kernel, or None for them.
 
-    Each device walks its own rows, with the whole kernel or its own part of the vocabulary, and adds up a
+    Each device walks its own tokens, with the whole kernel or its own part of the vocabulary, and adds up a
     gradient of the kernel of its own. They are summed once, at the end: summed block by block they would be
     most of the traffic.
     """
     narrow = weight_for(hidden, kernel.astype(hidden.dtype), ("embed", "vocab"))
     walk = functools.partial(_walk_blocks, l2wrap=l2wrap, block=block, gradients=gradients)
     h = place(hidden, *entries(hidden)[:2], entries(narrow)[0]) if is_explicit() else hidden
-    parts = row_parts(hidden)
-    if parts == 1:
+    parts = token_parts(hidden)
+    if parts == (1, 1):
         total, d_hidden, d_kernel = walk(h, narrow, labels, weights)
     else:
         labels, weights = (beside(x, hidden, 0, 1) for x in (labels, weights))
-        h, labels, weights = (split_rows(x, parts) for x in (h, labels, weights))
-        total, d_hidden, d_kernel = jax.vmap(walk, (0, None, 0, 0))(h, narrow, labels, weights)
+        h, labels, weights = (split_tokens(x, parts) for x in (h, labels, weights))
+        walk_all = jax.vmap(jax.vmap(walk, (0, None, 0, 0)), (0, None, 0, 0))
+        total, d_hidden, d_kernel = walk_all(h, narrow, labels, weights)
         total = jnp.sum(total)
         if gradients:
-            d_hidden, d_kernel = join_rows(d_hidden), jnp.sum(d_kernel, 0)
+            d_hidden, d_kernel = join_tokens(d_hidden), jnp.sum(d_kernel, (0, 1))
     if not gradients:
         return total, None, None
     d_kernel = hold(hold(d_kernel, None, "act_vocab"), "embed", "vocab")
@@ -130,7 +138,7 @@ def _walk(
 def _walk_blocks(
     hidden: Any, narrow: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
 ) -> tuple[jax.Array, Any, Any]:
-    """`_walk` of the rows of one device; ``narrow`` is the kernel in the dtype of hidden.
+    """`_walk` of the tokens of one device; ``narrow`` is the kernel in the dtype of hidden.
 
     Gradients are made while a block's logits are there: they are never made a second time.
     """
@@ -244,7 +252,8 @@ def chunked_cross_entropy(
         jnp.ones((B, T), jnp.float32) if mask is None else mask.astype(jnp.float32)
     )
     total = jnp.sum(weights)
-    block = max(1, min(T, block_tokens * row_parts(hidden) // max(B, 1)))
+    rows, tokens = token_parts(hidden)
+    block = max(1, min(T // tokens, block_tokens * rows // max(B, 1)))
     return _sum_of_losses(hidden, kernel, labels, weights, float(l2wrap), block) / jnp.where(
         total > 0, total, 1
     )

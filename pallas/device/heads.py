@@ -4,50 +4,112 @@ A program walks the tiles of its share of a row's tokens and of its heads. Chann
 of two.
 """
 
+import dataclasses
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What a launch is compiled for. The launcher makes it; inside a kernel it is one constant.
+
+    Attributes:
+        H: heads.
+        N: channels of a head.
+        BT: tokens of a tile.
+        BH: heads of a tile.
+        BN: channels of a tile, a power of two.
+        stages: depth of the load pipeline.
+        even: whether no element of any tile is missing.
+    """
+
+    H: int
+    N: int
+    BT: int
+    BH: int
+    BN: int
+    stages: int
+    even: bool
+
+
+class Share(NamedTuple):
+    """The part of the work that a program has.
+
+    Attributes:
+        row: of the tokens.
+        place: of its tokens among the row's shares.
+        head: the first of its heads.
+        start: the first of its tokens, in the row.
+        end: the first token after them.
+        T: tokens of a row.
+        span: tokens of a share.
+    """
+
+    row: Any
+    place: Any
+    head: Any
+    start: Any
+    end: Any
+    T: Any
+    span: Any
+
+
 @triton.jit
-def share(T, span, H: tl.constexpr, BH: tl.constexpr):
-    """Row, place among the row's shares of ``span`` tokens, first head, first token and end of this program.
+def share(T, span, tiling: tl.constexpr):
+    """The program's share, of ``span`` tokens of a row.
 
     Programs that follow each other take the heads of the same tokens, which lie side by side in memory.
     """
-    BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    BLOCKS: tl.constexpr = (tiling.H + tiling.BH - 1) // tiling.BH
     program, shares = tl.program_id(0), tl.cdiv(T, span)
     part = program // BLOCKS
     row, place = part // shares, part % shares
-    return row, place, (program % BLOCKS) * BH, place * span, tl.minimum((place + 1) * span, T)
+    head, start, end = (program % BLOCKS) * tiling.BH, place * span, tl.minimum((place + 1) * span, T)
+    return Share(row, place, head, start, end, T, span)
+
+
+class Channels(NamedTuple):
+    """The channels of a program's heads, [1, BH, BN]: their places in a token or vector [H, N], and which of
+    them there are.
+    """
+
+    place: Any
+    there: Any
 
 
 @triton.jit
-def channels(head, H: tl.constexpr, N: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr):
-    """[1, BH, BN]: places of the heads' channels in a token or vector [H, N], and which of them there are."""
-    h, n = head + tl.arange(0, BH)[None, :, None], tl.arange(0, BN)[None, None, :]
-    return h * N + n, (h < H) & (n < N)
+def channels(head, tiling: tl.constexpr):
+    """The channels of the heads from ``head`` on."""
+    h, n = head + tl.arange(0, tiling.BH)[None, :, None], tl.arange(0, tiling.BN)[None, None, :]
+    return Channels(h * tiling.N + n, (h < tiling.H) & (n < tiling.N))
 
 
 @triton.jit
-def vector(ptr, channel, there, EVEN: tl.constexpr):
-    """A vector [H, N] at ``channel``, float32."""
-    if EVEN:
-        return tl.load(ptr + channel).to(tl.float32)
+def vector(ptr, channel, tiling: tl.constexpr):
+    """A vector [H, N] at the program's channels, float32."""
+    if tiling.even:
+        return tl.load(ptr + channel.place).to(tl.float32)
     else:
-        return tl.load(ptr + channel, mask=there, other=0.0).to(tl.float32)
+        return tl.load(ptr + channel.place, mask=channel.there, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def partial_sum(
-    ptr, index: tl.constexpr, count: tl.constexpr, sums, row, place, T, span, channel, there,
-    H: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+def zero_tile(tiling: tl.constexpr):
+    """A tile of zeros, float32."""
+    return tl.full((tiling.BT, tiling.BH, tiling.BN), 0.0, tl.float32)
+
+
+@triton.jit
+def partial_sum(ptr, index: tl.constexpr, count: tl.constexpr, sums, mine, channel, tiling: tl.constexpr):
     """Stores a share's sum over tokens of ``sums`` [tokens, BH, BN], vector ``index`` of ``count``.
 
     ``ptr`` is [B, shares, count, H, N]; a second pass sums the shares in a fixed order.
     """
-    which = ((row * tl.cdiv(T, span) + place) * count + index).to(tl.int64)
-    tl.store(ptr + which * (H * N) + channel, tl.sum(sums, 0, keep_dims=True), mask=there)
+    which = ((mine.row * tl.cdiv(mine.T, mine.span) + mine.place) * count + index).to(tl.int64)
+    at = ptr + which * (tiling.H * tiling.N) + channel.place
+    tl.store(at, tl.sum(sums, 0, keep_dims=True), mask=channel.there)
 
 
 @triton.jit

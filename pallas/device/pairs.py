@@ -1,6 +1,6 @@
-"""The gradients over K of one stretch of 16 tokens, by pairs of tokens, in Pallas: for both ops.
+"""The gradients over K of one window of 16 tokens, by pairs of tokens, in Pallas: for both ops.
 
-Inside a stretch the state is what entered it, S0, and what tokens i wrote, ``x_i z_i^T``, each decayed since;
+Inside a window the state is what entered it, S0, and what tokens i wrote, ``x_i z_i^T``, each decayed since;
 its gradient is the D that leaves and what tokens t read, ``x_t y_t^T``. RWKV-7 writes (k, v) and (b, a^T S)
 and reads (r, do), of the state after the token, and (a, b^T D), of the state before it; RWKV-6 writes (k, v)
 and reads (r, do), of the state before. So every gradient is a sum over pairs with scores ``y_t . z_i`` and
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..run.pallas import interpreting
-from .tiles import STRETCH, Sizes, emptied, fma, positions
+from .tiles import WINDOW, Sizes, emptied, fma, positions
 
 BLOCK = 64  # rows of a state that `contract_state` takes at a time
 WIDTH = 32  # columns
@@ -31,7 +31,7 @@ WIDTH = 32  # columns
 
 def _tile(ref: Any, rows: jax.Array, first: Any, size: int) -> jax.Array:
     """[16, size] in float32: ``ref[rows, first : first + size]``."""
-    columns = first + jax.lax.broadcasted_iota(jnp.int32, (STRETCH, size), 1)
+    columns = first + jax.lax.broadcasted_iota(jnp.int32, (WINDOW, size), 1)
     return ref[jnp.broadcast_to(rows[:, None], columns.shape), columns].astype(jnp.float32)
 
 
@@ -51,31 +51,35 @@ def _product(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...], total: jax.Arra
     ``total`` by an instruction of its own.
     """
     precision = jax.lax.Precision.HIGHEST if interpreting() else jax.lax.DotAlgorithmPreset.TF32_TF32_F32
-    dot = lambda a, b: jax.lax.dot_general(
-        a, b, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+
+    def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+        over_both_seconds = (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(
+            a, b, over_both_seconds, precision=precision, preferred_element_type=jnp.float32
+        )
+
     small = [dot(a, y[0]) for a in x[1:]] + [dot(x[0], b) for b in y[1:]]
     for part in (*small, dot(x[0], y[0])):
         total = fma(part, 1.0, total)
     return total
 
 
-def _stretch(sizes: Sizes) -> tuple[Any, jax.Array, jax.Array]:
-    """The program's stretch; where its 16 tokens are, and on line i the token before token i (itself on line
+def _window(sizes: Sizes) -> tuple[Any, jax.Array, jax.Array]:
+    """The program's window; where its 16 tokens are, and on line i the token before token i (itself on line
     0).
     """
     n = pl.program_id(2)
     row, c = n // sizes.number, n % sizes.number
-    at, t = positions(sizes.tokens), jax.lax.broadcasted_iota(jnp.int32, (STRETCH,), 0)
+    at, t = positions(sizes.tokens), jax.lax.broadcasted_iota(jnp.int32, (WINDOW,), 0)
     return (
         positions(sizes.number)(row, c),
-        at(row, c * STRETCH + t),
-        at(row, c * STRETCH + jnp.maximum(t - 1, 0)),
+        at(row, c * WINDOW + t),
+        at(row, c * WINDOW + jnp.maximum(t - 1, 0)),
     )
 
 
 def contract_state(*refs: Any, sizes: Sizes, values: int, scale: float) -> None:
-    """Grid (blocks of K, heads, B * stretches): a state times values, summed over V.
+    """Grid (blocks of K, heads, B * windows): a state times values, summed over V.
 
     Takes ``values`` arrays [B * T' * H, V], a state [B * number * H, K, V] and perhaps another. Makes the
     state's products with the values [B * T' * H, K], the first times ``scale``, and with the other state by
@@ -83,11 +87,11 @@ def contract_state(*refs: Any, sizes: Sizes, values: int, scale: float) -> None:
     """
     inputs = (len(refs) + 1) // 2
     values_, states_, outs = refs[:values], refs[values:inputs], refs[inputs:]
-    entry, rows, _ = _stretch(sizes)
+    entry, rows, _ = _window(sizes)
     size, width = min(sizes.K, BLOCK), min(sizes.V, WIDTH)
     first = pl.program_id(0) * size
     ks = pl.ds(first, size)
-    sums = [jnp.zeros((STRETCH, size), jnp.float32)] * values
+    sums = [jnp.zeros((WINDOW, size), jnp.float32)] * values
 
     def add(i: Any, carry: Any) -> Any:
         sums, product = carry
@@ -101,7 +105,7 @@ def contract_state(*refs: Any, sizes: Sizes, values: int, scale: float) -> None:
 
     product = [jnp.zeros(size, jnp.float32)] * (len(states_) - 1)
     sums, product = jax.lax.fori_loop(0, sizes.V // width, add, (sums, product))
-    columns = first + jax.lax.broadcasted_iota(jnp.int32, (STRETCH, size), 1)
+    columns = first + jax.lax.broadcasted_iota(jnp.int32, (WINDOW, size), 1)
     for i, x in enumerate(sums):
         outs[i][jnp.broadcast_to(rows[:, None], columns.shape), columns] = (
             x * scale if i == 0 and scale != 1.0 else x
@@ -111,16 +115,16 @@ def contract_state(*refs: Any, sizes: Sizes, values: int, scale: float) -> None:
 
 
 def contract_values(*refs: Any, sizes: Sizes, readers: int, writers: int, scale: float) -> None:
-    """Grid (1, heads, B * stretches): scores of all pairs of tokens of a stretch.
+    """Grid (1, heads, B * windows): scores of all pairs of tokens of a window.
 
     Takes y of each reader (the first, do, times ``scale``) and z of each writer [B * T' * H, V]. Makes
     ``y_t . z_{i-1}`` [B * number * H, readers, writers, 16, 16] (column 0, which stands for the state that
     enters, is of no use) and ``do . z`` of the same token [B * number * H, writers, 16].
     """
     ys_, zs_, (scores_, same_) = refs[:readers], refs[readers : readers + writers], refs[readers + writers :]
-    entry, rows, before = _stretch(sizes)
+    entry, rows, before = _window(sizes)
     width = min(sizes.V, WIDTH)
-    zero, none = jnp.zeros((STRETCH, STRETCH), jnp.float32), jnp.zeros(STRETCH, jnp.float32)
+    zero, none = jnp.zeros((WINDOW, WINDOW), jnp.float32), jnp.zeros(WINDOW, jnp.float32)
 
     def add(n: Any, carry: Any) -> Any:
         scores, same = carry
@@ -145,7 +149,7 @@ def contract_values(*refs: Any, sizes: Sizes, readers: int, writers: int, scale:
 
 
 class Pairs:
-    """The pairs of one stretch, head and block of K: references to arrays, and the loop over tokens t.
+    """The pairs of one window, head and block of K: references to arrays, and the loop over tokens t.
 
     Tiles are [16, rows of K] in registers of one warp; line i belongs to the writer before token i, line 0 to
     S0; lines of later tokens are zero. Tiles are made in the loop and never loaded, so that Triton gives each
@@ -170,10 +174,10 @@ class Pairs:
         n = pl.program_id(2)
         self.row, self.c = n // sizes.number, n % sizes.number
         self.entry, at = positions(sizes.number)(self.row, self.c), positions(sizes.tokens)
-        self.at = lambda t: at(self.row, self.c * STRETCH + t)
+        self.at = lambda t: at(self.row, self.c * WINDOW + t)
         self.first, self.size = pl.program_id(0) * size, size
         self.ks = pl.ds(self.first, size)
-        self.line = jax.lax.broadcasted_iota(jnp.int32, (STRETCH, size), 0)
+        self.line = jax.lax.broadcasted_iota(jnp.int32, (WINDOW, size), 0)
         self.sizes, self.decay_, self.lines_, self.restart_, self.writers = (
             sizes,
             decay_,
@@ -196,7 +200,7 @@ class Pairs:
         return self.token(self.decay_, t), reads, scores, same, [self.lines_[i, t] for i in range(3)], load(t)
 
     def walk(self, load: Any, reads: Any, inclusive: bool, total: Any):
-        """Over tokens t, then over what leaves the stretch. Each token's arrays are loaded while the one
+        """Over tokens t, then over what leaves the window. Each token's arrays are loaded while the one
         before is worked on.
 
         Args:
@@ -211,13 +215,13 @@ class Pairs:
             The gradient tile of each writer (line i: of token i - 1); the last writers' gradients from within
             their token; the gradient tile of w (line j: of token j); ``total``.
         """
-        zero = jnp.zeros((STRETCH, self.size), jnp.float32)
+        zero = jnp.zeros((WINDOW, self.size), jnp.float32)
         readers, writers = range(len(self.reads_)), range(self.writers)
 
         def step(t: Any, carry: Any) -> Any:
             E, written, grads, gw, _, total, (decay, states, scores, same, lines, loaded) = carry
-            following = self._load(load, jnp.minimum(t + 1, STRETCH - 1))
-            E = emptied(E, self.restart_, self.row, self.c * STRETCH + t, self.sizes)
+            following = self._load(load, jnp.minimum(t + 1, WINDOW - 1))
+            E = emptied(E, self.restart_, self.row, self.c * WINDOW + t, self.sizes)
             scores = [[x[:, None] for x in line] for line in scores]
             before, here, following_line = (x[:, None] for x in lines)
             seen = []
@@ -253,8 +257,8 @@ class Pairs:
             total,
             self._load(load, 0),
         )
-        E, written, grads, gw, last, total, _ = jax.lax.fori_loop(0, STRETCH, step, start)
-        t = jax.lax.broadcasted_iota(jnp.int32, (STRETCH,), 0)
+        E, written, grads, gw, last, total, _ = jax.lax.fori_loop(0, WINDOW, step, start)
+        t = jax.lax.broadcasted_iota(jnp.int32, (WINDOW,), 0)
         leaving = [_tile(x_, self.at(jnp.maximum(t - 1, 0)), self.first, self.size) for x_ in self.writes_]
         pairs = sum(x * y for x, y in zip(written, leaving))
         pairs = jnp.where(self.line == 0, self.product_[self.entry, self.ks][None], pairs)
@@ -264,15 +268,15 @@ class Pairs:
         """Stores the gradient of a writer: lines 1 to 15 of ``tile``, and for token 15 ``last`` on top of
         what D gives it.
         """
-        t = jax.lax.broadcasted_iota(jnp.int32, (STRETCH,), 0)
+        t = jax.lax.broadcasted_iota(jnp.int32, (WINDOW,), 0)
         rows = jnp.broadcast_to(self.at(jnp.maximum(t - 1, 0))[:, None], tile.shape)
         columns = self.first + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 1)
         pltriton.store(ref.at[rows, columns], tile.astype(ref.dtype), mask=self.line > 0)
-        end = STRETCH - 1
+        end = WINDOW - 1
         ref[self.at(end), self.ks] = (last + self.token(self.writes_[writer], end)).astype(ref.dtype)
 
     def store(self, ref: Any, tile: jax.Array) -> None:
         """Stores a gradient whose line t is token t."""
-        t = jax.lax.broadcasted_iota(jnp.int32, (STRETCH,), 0)
+        t = jax.lax.broadcasted_iota(jnp.int32, (WINDOW,), 0)
         columns = self.first + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 1)
         ref[jnp.broadcast_to(self.at(t)[:, None], tile.shape), columns] = tile.astype(ref.dtype)

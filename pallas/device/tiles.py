@@ -16,10 +16,10 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..run.pallas import interpreting
 
-STRETCH = 16  # tokens per stretch
+WINDOW = 16  # tokens per window
 
 
-class Tile(NamedTuple):
+class WalkTile(NamedTuple):
     """The part of the state that a walk's program owns: ``own`` columns of it, whose elements lie in memory
     as ``parts`` times ``width``.
     """
@@ -33,17 +33,17 @@ class Sizes(NamedTuple):
     """What kernels know when they are compiled. Token arrays are [B * tokens * H, K] and [..., V]."""
 
     heads: int
-    number: int  # stretches in a row
+    number: int  # windows in a row
     K: int  # padded to powers of two from 16 on, like V
     V: int
-    walk: Tile
+    walk: WalkTile
     segmented: bool
     packed: bool
 
     @property
     def tokens(self) -> int:
         """Tokens in a row, padding included."""
-        return STRETCH * self.number
+        return WINDOW * self.number
 
 
 def fma(x: Any, y: Any, z: Any) -> jax.Array:
@@ -55,8 +55,12 @@ def fma(x: Any, y: Any, z: Any) -> jax.Array:
     shape = jnp.broadcast_shapes(jnp.shape(x), jnp.shape(y), jnp.shape(z))
     args = [jnp.broadcast_to(a, shape) for a in (x, y, z)]
     (out,) = pltriton.elementwise_inline_asm(
-        "fma.rn.f32 $0, $1, $2, $3;", args=args, constraints="=f,f,f,f", pack=1, result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)]
-    )  # fmt: skip
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=args,
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )
     return out
 
 
@@ -81,7 +85,7 @@ def emptied(state: jax.Array, restart_: Any, row: Any, t: Any, sizes: Sizes) -> 
 
 
 def positions(number: int) -> Any:
-    """``at(row, t)``: where token (or stretch) ``t`` of an array row and of the program's head is in arrays
+    """``at(row, t)``: where token (or window) ``t`` of an array row and of the program's head is in arrays
     [B * number * H, ...].
 
     Asks for the program's head at once: Pallas' interpreter knows it only outside loops.
@@ -90,9 +94,17 @@ def positions(number: int) -> Any:
     return lambda row, t: (row * number + t) * H + h
 
 
-def walk_stretches(
-    load: Any, token: Any, start: jax.Array, states_: Any, restart_: Any, bounds_: Any, sizes: Sizes, reverse: bool, keep: bool
-) -> jax.Array:  # fmt: skip
+def walk_windows(
+    load: Any,
+    token: Any,
+    start: jax.Array,
+    states_: Any,
+    restart_: Any,
+    bounds_: Any,
+    sizes: Sizes,
+    reverse: bool,
+    keep: bool,
+) -> jax.Array:
     """Runs ``S = token(S, load(at), at)`` over the program's sequence, axis 2 of the grid, and returns the
     last state.
 
@@ -103,9 +115,9 @@ def walk_stretches(
         load: arrays of the token at a position in [B * T' * H, ...] arrays.
         token: the next state, from a state, a token's arrays and its position.
         start: state [parts, columns of V, width].
-        states_: [B * number * H, K, V], where the state that enters each stretch is stored.
-        restart_: see `Plan`.
-        bounds_: see `Plan`.
+        states_: [B * number * H, K, V], where the state that enters each window is stored.
+        restart_: see `RecurrentPlan`.
+        bounds_: see `RecurrentPlan`.
         sizes: of the call.
         reverse: from the last token to the first.
         keep: whether to store states.
@@ -118,17 +130,17 @@ def walk_stretches(
 
     def one(c: Any, i: Any, carry: Any) -> Any:
         S, loaded = carry
-        t = c * STRETCH + (STRETCH - 1 - i if reverse else i)
+        t = c * WINDOW + (WINDOW - 1 - i if reverse else i)
         following = load(at(row, jnp.maximum(t - 1, 0) if reverse else jnp.minimum(t + 1, sizes.tokens - 1)))
         S = S if reverse else emptied(S, restart_, row, t, sizes)
         S = token(S, loaded, at(row, t))
         return emptied(S, restart_, row, t, sizes) if reverse else S, following
 
-    def stretch(i: Any, carry: Any) -> Any:
+    def window(i: Any, carry: Any) -> Any:
         c = highest - 1 - i if reverse else lowest + i
         if keep:
             states_[entry(row, c), k, v] = carry[0]
-        return jax.lax.fori_loop(0, STRETCH, lambda i, carry: one(c, i, carry), carry)
+        return jax.lax.fori_loop(0, WINDOW, lambda i, carry: one(c, i, carry), carry)
 
-    edge = jnp.clip(highest * STRETCH - 1 if reverse else lowest * STRETCH, 0, sizes.tokens - 1)
-    return jax.lax.fori_loop(0, highest - lowest, stretch, (start, load(at(row, edge))))[0]
+    edge = jnp.clip(highest * WINDOW - 1 if reverse else lowest * WINDOW, 0, sizes.tokens - 1)
+    return jax.lax.fori_loop(0, highest - lowest, window, (start, load(at(row, edge))))[0]

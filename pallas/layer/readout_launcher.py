@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ...core.call import Call
-from ..plan.heads import HeadPlan, Tile, head_plan, partial_sums, sums_by_row
-from ..plan.kept_states import result
+from ..plan.heads import (
+    HeadPlan,
+    Tile,
+    arguments,
+    head_plan,
+    nothing_kept,
+    partial_sums,
+    sums_by_row,
+    token_gradients,
+)
+from ..plan.shapes import like
 from ..run.triton import launch
 from .readout import readout_bwd_kernel, readout_fwd_kernel
 
@@ -28,40 +36,40 @@ LAUNCH: dict[tuple[str, int], Tile] = {
 }
 
 
-def kept_axes(call: Call[Any]) -> dict[str, str]:
-    """The backward computes everything again."""
-    return {}
+kept_axes = nothing_kept
 
 
-def _operands(plan: HeadPlan, settings: Any, x: Any) -> tuple[list[jax.Array], dict[str, Any]]:
-    """The kernels' first arrays, one number in place of each that is not given, and their options."""
-    none = jnp.zeros(1, jnp.int32)
-    options = plan.options | dict(BONUS=x.r is not None, SILU=settings.silu, EPS=settings.eps)
-    return [none if array is None else array for array in x], options
+def _launched(
+    kernel: Any, plan: HeadPlan, call: Call[Any], x: Any, more: dict[str, Any], out: dict[str, Any]
+):
+    """The results of a kernel that takes the op's arrays and ``more``."""
+    return launch(
+        kernel,
+        arguments(x) | more | plan.lengths,
+        out,
+        BONUS=x.r is not None,
+        SILU=call.settings.silu,
+        EPS=call.settings.eps,
+        **plan.options,
+    )
 
 
 def forward(call: Call[Any], x: Any) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
     """y."""
     plan = head_plan(LAUNCH, "forward", x.o)
-    operands, options = _operands(plan, call.settings, x)
-    out = (jax.ShapeDtypeStruct(x.o.shape, x.o.dtype),)
-    return launch(readout_fwd_kernel, *operands, *plan.lengths, out=out, **options), {}
+    made = _launched(readout_fwd_kernel, plan, call, x, {}, dict(y_=like(x.o)))
+    return (made["y_"],), {}
 
 
 def backward(call: Call[Any], x: Any, kept: dict[str, jax.Array], cotangents: Any) -> Any:
     """Gradients of all inputs, of vectors by row."""
-    plan = head_plan(LAUNCH, "backward", x.o)
-    operands, options = _operands(plan, call.settings, x)
-    tokens = x[:5]
-    out = (
-        *(
-            result(array is not None, x.o.shape, x.o.dtype if array is None else array.dtype)
-            for array in tokens
-        ),
-        partial_sums(plan, 2 if x.r is None else 3),
-    )
-    made = launch(readout_bwd_kernel, *operands, *cotangents, *plan.lengths, out=out, **options)
-    do, dgate, dr, dk, dv, partial = made
-    dscale, dbias, *dr_k = sums_by_row(partial)
-    gradients = x._replace(o=do, gate=dgate, scale=dscale, bias=dbias)
-    return gradients if x.r is None else gradients._replace(r=dr, k=dk, v=dv, r_k=dr_k[0])
+    plan, bonus = head_plan(LAUNCH, "backward", x.o), x.r is not None
+    tokens = ("o", "gate", "r", "k", "v")
+    out = token_gradients(x, tokens, tokens if bonus else tokens[:2])
+    out |= dict(sums_=partial_sums(plan, 3 if bonus else 2))
+    made = _launched(readout_bwd_kernel, plan, call, x, dict(dy_=cotangents[0]), out)
+    scale, bias, *r_k = sums_by_row(made["sums_"])
+    gradients = x._replace(o=made["do_"], gate=made["dgate_"], scale=scale, bias=bias)
+    if not bonus:
+        return gradients
+    return gradients._replace(r=made["dr_"], k=made["dk_"], v=made["dv_"], r_k=r_k[0])

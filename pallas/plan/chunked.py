@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import triton.language as tl
 
 from ...core.call import Call, Recurrence
 from ...core.gpu import compute_capability
+from ..device.chunk import C, Mode
+from .shapes import tile
 
-CHUNK = 16
+CHUNK = C.value
 BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may make
 
 # (value block, warps, pipeline stages) by pass and padded K, for 16-bit inputs on GPUs with wgmma; an entry
@@ -28,35 +31,50 @@ LaunchTable = Mapping[tuple[str, int] | tuple[str, int, str], tuple[int, int, in
 FULL, FEW, SHORTEST = 512, {64: 132, 128: 100}, 256
 
 
-class Plan(NamedTuple):
-    """One launch. ``ranges`` are the kernels' arguments seg, cu, chunk0, strong and ``lengths`` T, span;
-    ``options`` go to `launch`; ``parts`` value blocks.
+class ChunkedPlan(NamedTuple):
+    """One launch.
+
+    Attributes:
+        ranges: the kernels' arguments seg_, cu_, chunk0_, any_decay_, T, span, by name.
+        options: what `launch` takes besides arrays: grid, num_warps, num_stages, mode.
+        parts: value blocks.
+        chunks: leading axes of what is kept by chunk: rows, chunks.
     """
 
-    ranges: tuple[jax.Array, ...]
-    lengths: tuple[int, int]
+    ranges: dict[str, jax.Array | int]
     options: dict[str, Any]
     parts: int
-    chunks: tuple[int, int]  # leading axes of what is kept by chunk: rows, chunks
-    store: Any  # dtype of kept states
+    chunks: tuple[int, int]
 
     @property
-    def splits(self) -> int:
-        """Stretches that each row is cut into."""
-        return self.options["SPLITS"]
+    def mode(self) -> Mode:
+        """What the kernel is compiled for."""
+        return self.options["mode"]
+
+    @property
+    def store(self) -> Any:
+        """Dtype of what is kept, of operands."""
+        return store_dtype(self.mode.operand == tl.bfloat16)
 
 
 def stretches_of(call: Call[Recurrence]) -> int:
-    """Into how many stretches to cut each row: 1 where rows and heads alone keep the GPU busy.
+    """Into how many stretches to cut each whole row: 1 where rows and heads alone keep the GPU busy, and as
+    many on each of the devices that share rows.
 
     Packed sequences are not cut: there are usually many.
     """
     B, T, H, K = call.inputs.r.shape
-    programs = max(1, B * H // call.devices)
+    T //= call.shards
+    programs = max(1, B * H * call.shards // call.devices)
     if call.inputs.cu_seqlens is not None or programs > FEW.get(max(64, tile(K)), 0):
-        return 1
+        return call.shards
     wanted = min(-(-FULL // programs), T // SHORTEST)
-    return -(-T // _span(T, max(1, wanted)))
+    return call.shards * -(-T // _span(T, max(1, wanted)))
+
+
+def stretches_here(call: Call[Recurrence]) -> int:
+    """How many of `stretches_of` the tokens are that an implementation sees."""
+    return stretches_of(call) // (1 if call.sequence is None else call.shards)
 
 
 def _span(T: int, splits: int) -> int:
@@ -68,11 +86,6 @@ def restarts(segment_ids: jax.Array) -> jax.Array:
     """[B, T] int32: how many segments of its row began up to and including a token."""
     change = segment_ids[:, 1:] != segment_ids[:, :-1]
     return jnp.cumsum(jnp.pad(change, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
-
-
-def tile(n: int) -> int:
-    """Head size padded to what `tl.dot` takes."""
-    return max(16, 1 << (n - 1).bit_length())
 
 
 def launch_options(table: LaunchTable, which: str, K: int, half: bool) -> tuple[int, int, int]:
@@ -102,7 +115,7 @@ def store_dtype(half: bool) -> Any:
     return jnp.bfloat16 if half else jnp.float32
 
 
-def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, splits: int = 1) -> Plan:
+def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, splits: int = 1) -> ChunkedPlan:
     """Plans the pass ``which`` of a launch table for a recurrence's inputs ``x``, rows cut into ``splits``
     stretches.
     """
@@ -121,17 +134,28 @@ def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, sp
         cu = x.cu_seqlens.astype(jnp.int32)
         chunk0 = jnp.concatenate([none, jnp.cumsum(-(-jnp.diff(cu) // CHUNK))])
     lower_bound = call.settings.lower_bound
-    bounded = lower_bound is not None and lower_bound >= BOUNDED
-    strong = none if bounded else (jnp.min(x.w, (1, 3)) < BOUNDED).astype(jnp.int32)
+    any_decay = lower_bound is None or lower_bound < BOUNDED
+    needs = (jnp.min(x.w, (1, 3)) < BOUNDED).astype(jnp.int32) if any_decay else none
     parts = -(-V // BV)
-    options = dict(
-        grid=(parts, H, rows), num_warps=num_warps, num_stages=num_stages,
-        H=H, K=K, V=V, BK=BK, BV=BV, SCALE=call.settings.scale, HALF=half, PREC="tf32" if half else "tf32x3",
-        ANY=not bounded, SEG=x.segment_ids is not None, VAR=x.cu_seqlens is not None,
-        EVEN=T % CHUNK == 0 and x.cu_seqlens is None and K == BK and V % BV == 0, SPLITS=splits,
-    )  # fmt: skip
+    mode = Mode(
+        H=H,
+        K=K,
+        V=V,
+        BK=BK,
+        BV=BV,
+        splits=splits,
+        scale=call.settings.scale,
+        operand=tl.bfloat16 if half else tl.float32,
+        precision="tf32" if half else "tf32x3",
+        any_decay=any_decay,
+        segments=x.segment_ids is not None,
+        packed=x.cu_seqlens is not None,
+        even=T % CHUNK == 0 and x.cu_seqlens is None and K == BK and V % BV == 0,
+    )
     seg = none if x.segment_ids is None else restarts(x.segment_ids)
-    return Plan((seg, cu, chunk0, strong), (T, _span(T, splits)), options, parts, chunks, store_dtype(half))
+    ranges = dict(seg_=seg, cu_=cu, chunk0_=chunk0, any_decay_=needs, T=T, span=_span(T, splits))
+    options = dict(grid=(parts, H, rows), num_warps=num_warps, num_stages=num_stages, mode=mode)
+    return ChunkedPlan(ranges, options, parts, chunks)
 
 
 def partial_shapes(parts: int, *arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .chunked import tile
+from ...core.call import Call
+from ..device.heads import Tiling
+from .shapes import given, result, tile
 
 
 class Tile(NamedTuple):
@@ -33,9 +35,9 @@ TileTable = Mapping[tuple[str, int], Tile]  # by pass and padded head size
 
 
 class HeadPlan(NamedTuple):
-    """One launch: ``lengths`` are the kernel's arguments T, span; ``options`` go to `launch`."""
+    """One launch: ``lengths`` are the kernel's arguments T and span, ``options`` go to `launch`."""
 
-    lengths: tuple[int, int]
+    lengths: dict[str, int]
     options: dict[str, Any]
     rows: int
     shares: int
@@ -50,21 +52,41 @@ def head_plan(table: TileTable, which: str, x: jax.Array) -> HeadPlan:
     shares = max(1, min(one.programs // (B * blocks), -(-T // one.tokens)))
     span = -(-T // (shares * one.tokens)) * one.tokens
     shares = -(-T // span)
-    options = dict(
-        grid=(B * shares * blocks,), num_warps=one.warps, num_stages=one.stages,
-        H=H, N=N, BT=one.tokens, BH=one.heads, BN=BN, STAGES=one.stages,
-        EVEN=T % one.tokens == 0 and H % one.heads == 0 and N == BN,
-    )  # fmt: skip
-    return HeadPlan((T, span), options, B, shares)
+    even = T % one.tokens == 0 and H % one.heads == 0 and N == BN
+    tiling = Tiling(H=H, N=N, BT=one.tokens, BH=one.heads, BN=BN, stages=one.stages, even=even)
+    options = dict(grid=(B * shares * blocks,), num_warps=one.warps, num_stages=one.stages, tiling=tiling)
+    return HeadPlan(dict(T=T, span=span), options, B, shares)
+
+
+def arguments(x: Any) -> dict[str, jax.Array]:
+    """A named tuple's arrays as the kernels' arguments ``name_``, one number in place of each that is not
+    given.
+    """
+    none = jnp.zeros(1, jnp.int32)
+    return {f"{name}_": given(array, none) for name, array in x._asdict().items()}
+
+
+def token_gradients(x: Any, names: Sequence[str], written: Collection[str]) -> dict[str, Any]:
+    """The kernels' results ``dname_`` for the token arrays ``names`` of a named tuple, the first of which has
+    the shape of all; in full for those that are ``written``.
+    """
+    first = getattr(x, names[0])
+    arrays = {name: given(getattr(x, name), first) for name in names}
+    return {f"d{name}_": result(name in written, first.shape, x.dtype) for name, x in arrays.items()}
 
 
 def partial_sums(plan: HeadPlan, count: int) -> jax.ShapeDtypeStruct:
     """Shape of what the shares add to the gradients of ``count`` vectors."""
-    H, N = plan.options["H"], plan.options["N"]
-    return jax.ShapeDtypeStruct((plan.rows, plan.shares, count, H, N), jnp.float32)
+    tiling = plan.options["tiling"]
+    return jax.ShapeDtypeStruct((plan.rows, plan.shares, count, tiling.H, tiling.N), jnp.float32)
 
 
 def sums_by_row(partial: jax.Array) -> list[jax.Array]:
     """The vectors' gradients by row, [B, H, N] each: the second pass."""
     total = partial[:, 0] if partial.shape[1] == 1 else jnp.sum(partial, 1)
     return [total[:, i] for i in range(total.shape[1])]
+
+
+def nothing_kept(call: Call[Any]) -> dict[str, str]:
+    """The ``kept_axes`` of pieces whose backward computes everything again."""
+    return {}

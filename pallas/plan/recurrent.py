@@ -1,9 +1,9 @@
 """What the launchers of the recurrent Pallas kernels share: tile sizes, padding to whole tiles, tokens in
-whole stretches.
+whole windows.
 
-Tokens are walked in stretches of 16; the state that enters each is kept, and the backward works on one
-stretch at a time. Arrays are padded before a kernel sees them with zeros, which leave the state as it is (log
-decay 0, k = v = a = b = 0); packed sequences are spread so that each starts a stretch. So no kernel needs a
+Tokens are walked in windows of 16; the state that enters each is kept, and the backward works on one
+window at a time. Arrays are padded before a kernel sees them with zeros, which leave the state as it is (log
+decay 0, k = v = a = b = 0); packed sequences are spread so that each starts a window. So no kernel needs a
 mask.
 """
 
@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from ...core import chunks as packing
-from ..device.tiles import STRETCH, Sizes, Tile
+from ..device.tiles import WINDOW, Sizes, WalkTile
 from .chunked import tile
 
 
-class Plan(NamedTuple):
+class RecurrentPlan(NamedTuple):
     """One call: its sizes, and how arrays become padded ones and back."""
 
     sizes: Sizes
@@ -28,12 +28,12 @@ class Plan(NamedTuple):
     array_rows: int  # B
     rows: int  # states: B, or packed sequences
     restart: jax.Array  # [B * T'] int32: the state is emptied before a token; [1] without segments
-    bounds: jax.Array  # [N + 1] int32: first stretch of each packed sequence; [1] without
+    bounds: jax.Array  # [N + 1] int32: first window of each packed sequence; [1] without
     chunks: packing.Chunks
 
     @property
     def entries(self) -> tuple[int]:
-        """(B * number * H,): leading axis of what there is one of for each stretch and head."""
+        """(B * number * H,): leading axis of what there is one of for each window and head."""
         return (self.array_rows * self.sizes.number * self.sizes.heads,)
 
     def by_row(self, x: jax.Array) -> jax.Array:
@@ -77,30 +77,32 @@ def _pad(x: jax.Array, after: tuple[int, ...]) -> jax.Array:
     return jnp.pad(x, [(0, n) for n in after]) if any(after) else x
 
 
-def split(x: jax.Array, tile: Tile) -> jax.Array:
+def split(x: jax.Array, tile: WalkTile) -> jax.Array:
     """[..., K] -> [..., parts, width]."""
     return x.reshape(*x.shape[:-1], tile.parts, tile.width)
 
 
-def walk_tile(K: int, V: int) -> Tile:
+def walk_tile(K: int, V: int) -> WalkTile:
     """For padded K and V: 64 elements of the state per thread of one warp, as measured on an H200."""
-    return Tile(min(V, 32, 2048 // K), K // 16, 16)
+    return WalkTile(min(V, 32, 2048 // K), K // 16, 16)
 
 
-def make_plan(x: Any) -> Plan:
+def make_plan(x: Any) -> RecurrentPlan:
     """Plans a call with a recurrence's inputs ``x``."""
     (B, T, H, K), V, segment_ids, cu_seqlens = x.r.shape, x.v.shape[-1], x.segment_ids, x.cu_seqlens
-    chunks = packing.plan(T, STRETCH, cu_seqlens)
+    chunks = packing.plan(T, WINDOW, cu_seqlens)
     restart = bounds = jnp.zeros(1, jnp.int32)
     if segment_ids is not None:
         change = (segment_ids[:, 1:] != segment_ids[:, :-1]).astype(jnp.int32)
-        restart = jnp.pad(change, ((0, 0), (1, chunks.number * STRETCH - T))).reshape(-1)
+        restart = jnp.pad(change, ((0, 0), (1, chunks.number * WINDOW - T))).reshape(-1)
     if cu_seqlens is not None:
-        bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // STRETCH)), (1, 0)).astype(
+        bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // WINDOW)), (1, 0)).astype(
             jnp.int32
         )
     Kp, Vp = tile(K), tile(V)
     sizes = Sizes(
         H, chunks.number, Kp, Vp, walk_tile(Kp, Vp), segment_ids is not None, cu_seqlens is not None
     )
-    return Plan(sizes, K, V, B, B if cu_seqlens is None else cu_seqlens.shape[0] - 1, restart, bounds, chunks)
+    return RecurrentPlan(
+        sizes, K, V, B, B if cu_seqlens is None else cu_seqlens.shape[0] - 1, restart, bounds, chunks
+    )

@@ -8,7 +8,7 @@ so use float32 inputs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,23 +83,22 @@ class _HostTensor:
 
 def triton_call_interpreted(
     kernel: Any,
-    inputs: tuple[Any, ...],
-    out: Any,
+    inputs: Sequence[Any],
+    out: Sequence[jax.ShapeDtypeStruct],
     grid: tuple[int, ...],
     aliases: Mapping[int, int],
     constexprs: dict[str, Any],
-) -> Any:
-    """`fla_jax.pallas.run.triton.launch` on the host. Outputs start as NaN, so that what a kernel forgets to
-    write shows.
+) -> Sequence[jax.Array]:
+    """A kernel's call on the host, everything by position. Outputs start as NaN, so that what a kernel
+    forgets to write shows.
     """
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in inputs]
 
     def call(*arrays):
         remaining = iter(arrays)
         given = [np.ascontiguousarray(next(remaining)) if flag else x for x, flag in zip(inputs, is_array)]
-        flat, tree = jax.tree.flatten(out)
         results = [
-            np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else 0, s.dtype) for s in flat
+            np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else 0, s.dtype) for s in out
         ]
         for i in aliases:
             given[i] = given[i].copy()  # JAX's own memory
@@ -108,9 +107,9 @@ def triton_call_interpreted(
             kernel[grid](*host, *map(_HostTensor, results), **constexprs)
         for i, output in aliases.items():
             results[output] = given[i]
-        return jax.tree.unflatten(tree, results)
+        return results
 
-    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), out)
+    shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in out]
     return jax.pure_callback(
         call, shapes, *(x for x, flag in zip(inputs, is_array) if flag), vmap_method="sequential"
     )

@@ -5,7 +5,7 @@ Kernels are lowered through Triton (`jax.experimental.pallas.triton`), which tak
 Ampere on and needs nothing but JAX. Pallas' other GPU lowering, Mosaic GPU, takes Hopper and newer only and
 hands a state to a group of four warps, where sums over K cross warps for each token; the walks here keep them
 in one warp. JAX 0.11 calls the Triton lowering deprecated, without a date (a DeprecationWarning when a kernel
-is lowered); JAX 0.12 still has it, and this file and `fma` in pallas/recurrent_tiles.py are all that knows
+is lowered); JAX 0.12 still has it, and this file and `fma` in device/tiles.py are all that knows
 about it.
 """
 

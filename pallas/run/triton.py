@@ -1,9 +1,10 @@
 """The one place that calls Triton kernels: through jax-triton on a GPU, through Triton's interpreter where
 ``TRITON_INTERPRET=1`` is set.
 
-jax-triton 0.3 and 0.4 differ in argument names; kernels stay in what both accept: arrays and Python ints in
-order, outputs after inputs, everything else `tl.constexpr`, no None, no autotuning (its choice changes from
-run to run).
+jax-triton 0.3 and 0.4 differ in argument names, and both bind arrays to a kernel's parameters by position,
+with wrong numbers and no error where the order is another: so `launch` takes names. Kernels stay in what both
+accept: arrays and Python ints in order, outputs after inputs, everything else `tl.constexpr`, no None, no
+autotuning (its choice changes from run to run).
 """
 
 from __future__ import annotations
@@ -69,53 +70,71 @@ def why_not(platform: str) -> str | None:
 
 def launch(
     kernel: Any,
-    *inputs: jax.Array | int,
-    out: Any,
+    inputs: Mapping[str, jax.Array | int],
+    out: Mapping[str, jax.ShapeDtypeStruct],
+    *,
     grid: Sequence[int],
     num_warps: int,
     num_stages: int,
-    aliases: Mapping[int, int] | None = None,
+    aliases: Mapping[str, str] | None = None,
     **constexprs: Any,
-) -> Any:
-    """Calls ``kernel(*inputs, *outputs, **constexprs)`` and returns the outputs, a tree of arrays shaped like
-    ``out`` (`jax.ShapeDtypeStruct`).
+) -> dict[str, jax.Array]:
+    """Calls a kernel with all its parameters by name, and returns its outputs by name.
 
     Args:
-        kernel: a `triton.jit` function.
-        inputs: arrays and Python ints, in the kernel's order.
-        out: tree of output shapes.
+        kernel: a `triton.jit` function, whose parameters are inputs, then outputs, then constants.
+        inputs: arrays and Python ints.
+        out: shapes and dtypes of the outputs.
         grid: number of programs along up to three axes.
         num_warps: warps per program.
         num_stages: depth of the load pipeline.
-        aliases: inputs, by position, whose memory an output (by position) takes over. The kernel writes it
-            through the input's pointer and leaves the output's alone: with jax-triton 0.4 it is none.
+        aliases: inputs whose memory an output takes over. The kernel writes it through the input's pointer
+            and leaves the output's alone: with jax-triton 0.4 it is none.
         constexprs: compile-time arguments.
+
+    Raises:
+        TypeError: the kernel has other parameters than those given.
     """
+    positions = {name: i for i, name in enumerate(kernel.arg_names)}
+    if positions.keys() != {*inputs, *out, *constexprs}:
+        wrong = sorted(positions.keys() ^ {*inputs, *out, *constexprs})
+        raise TypeError(f"{kernel.__name__}: parameters missing, or given without being there: {wrong}")
+    outputs = sorted(out, key=positions.__getitem__)
+    operands = [inputs[name] for name in sorted(inputs, key=positions.__getitem__)]
+    taken = {positions[name]: outputs.index(result) for name, result in (aliases or {}).items()}
+    shapes = [out[name] for name in outputs]
     if INTERPRET:
         from .interpreter import triton_call_interpreted
 
-        return triton_call_interpreted(kernel, inputs, out, tuple(grid), aliases or {}, constexprs)
+        results = triton_call_interpreted(kernel, operands, shapes, tuple(grid), taken, constexprs)
+    else:
+        options = dict(
+            grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, **constexprs
+        )
+        results = _call(kernel, operands, shapes, taken, options)
+    return dict(zip(outputs, results))
+
+
+def _call(
+    kernel: Any,
+    inputs: Sequence[jax.Array | int],
+    out: list[jax.ShapeDtypeStruct],
+    aliases: Mapping[int, int],
+    options: dict[str, Any],
+) -> Sequence[jax.Array]:
+    """The call through either jax-triton, everything by position."""
     jax_triton, old = _jax_triton()
-    aliases, outputs = aliases or {}, jax.tree.leaves(out)
-    options = dict(
-        grid=tuple(grid),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        name=kernel.__name__,
-        compute_capability=lowering_target(),
-        **constexprs,
-    )
+    options |= {"compute_capability": lowering_target()}
     if old:
-        # how it counts inputs
+        # it counts arrays only
         arrays_only = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}
         return jax_triton.triton_call(
             *inputs, kernel=kernel, out_shape=out, input_output_aliases=arrays_only, **options
         )
     # 0.4 binds arrays to parameters in the order operands, results: a result without a parameter must be one
-    # of the last
-    order = sorted(range(len(outputs)), key=lambda o: (o in aliases.values(), o))
-    # a Python 1 is a constant and no parameter
+    # of the last. A Python 1 is a constant and no parameter.
+    order = sorted(range(len(out)), key=lambda o: (o in aliases.values(), o))
     absent = {kernel.arg_names[len(inputs) + o]: 1 for o in aliases.values()}
     options |= absent | {"input_output_aliases": {i: order.index(o) for i, o in aliases.items()}}
-    results = jax_triton.triton_call(*inputs, kernel=kernel, out_type=[outputs[o] for o in order], **options)
-    return jax.tree.unflatten(jax.tree.structure(out), [results[order.index(o)] for o in range(len(outputs))])
+    results = jax_triton.triton_call(*inputs, kernel=kernel, out_type=[out[o] for o in order], **options)
+    return [results[order.index(o)] for o in range(len(out))]

@@ -15,7 +15,14 @@ import optax
 import small_models as small
 from jax.sharding import NamedSharding
 
-from fla_jax.parallel import TrainStep, axis_rules, make_mesh, overlap_options, state_shardings
+from fla_jax.parallel import (
+    TrainStep,
+    axis_rules,
+    make_mesh,
+    over_sequence,
+    overlap_options,
+    state_shardings,
+)
 from fla_jax.training import chunked_cross_entropy, rwkv_optimizer
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -29,11 +36,13 @@ MODES = {
         "data": (dict(data=8), False, "dense"),
         "fsdp": (dict(fsdp=8), False, "dense"),
         "tensor": (dict(data=4, tensor=2), False, "dense"),
+        "sequence": (dict(data=2, sequence=4), False, "dense"),
         "all, explicit": (dict(data=2, fsdp=2, tensor=2), True, True),
     },
     6: {
         "all": (dict(data=2, fsdp=2, tensor=2), False, "dense"),
         "fsdp, explicit": (dict(fsdp=8), True, False),
+        "sequence, explicit": (dict(fsdp=2, sequence=2, tensor=2), True, "dense"),
     },
 }
 
@@ -60,7 +69,9 @@ def mean_loss(model):
 
     def loss(params, batch):
         tokens, mask, ids = batch
-        hidden, _ = model.apply({"params": params}, tokens[:, :-1], None, ids, method="hidden")
+        hidden, _ = model.apply(
+            {"params": params}, over_sequence(tokens[:, :-1]), None, over_sequence(ids), method="hidden"
+        )
         return chunked_cross_entropy(hidden, params["head"]["kernel"], tokens[:, 1:], mask, block_tokens=4)
 
     return loss
@@ -135,17 +146,19 @@ def refusals():
     refused(axis_rules, small.model(7, intermediate_size=33), make_mesh(tensor=2))
     step = TrainStep(small.model(7), optax.sgd(1.0), make_mesh(data=2, fsdp=4))
     refused(step.shard, np.zeros((6, 3), np.int32))
+    step = TrainStep(small.model(7), optax.sgd(1.0), make_mesh(sequence=8))
+    refused(step.lower, step.init(jax.random.key(0)), step.shard(np.zeros((1, 13), np.int32)))
     refused(TrainStep, small.model(7), optax.sgd(1.0), jax.make_mesh((8,), ("x",)))
     return found
 
 
-def report(version):
+def report(version, *wanted):
     params = small.params(model_of(version, False))
-    tokens = np.asarray(small.tokens(8, 7))
-    mask = np.random.default_rng(0).uniform(size=(8, 6)).astype(np.float32)
+    tokens = np.asarray(small.tokens(8, 9, seed=2))
+    mask = np.random.default_rng(0).uniform(size=(8, 8)).astype(np.float32)
     # restarts where no first token of a document makes the group norm blow up float32's rounding (checked in
     # float64)
-    ids = np.repeat(np.int32([[0, 0, 0, 0, 2, 2], [3, 3, 3, 1, 1, 1]]), 4, 0)
+    ids = np.repeat(np.int32([[0, 0, 0, 2, 2, 2, 2, 2], [3, 3, 3, 3, 1, 1, 1, 1]]), 4, 0)
     loss, optimizer = mean_loss(model_of(version, False)), rwkv_optimizer(1e-2)
 
     def one(params, batch):
@@ -155,7 +168,7 @@ def report(version):
 
     batch = tokens, mask, ids
     want = jax.jit(one, compiler_options=FAST)(params, batch)
-    found = {name: train(version, name, params, batch, want) for name in MODES[version]}
+    found = {name: train(version, name, params, batch, want) for name in wanted or MODES[version]}
     found["sizes"] = {
         "layer": sum(x.size for x in jax.tree.leaves(params["blocks"])) // 2,
         "rest": sum(
@@ -173,4 +186,4 @@ def report(version):
 
 
 if __name__ == "__main__":
-    print(json.dumps(report(int(sys.argv[1]))))
+    print(json.dumps(report(int(sys.argv[1]), *sys.argv[2:])))

@@ -1,8 +1,9 @@
-"""Runs one implementation of one op with the tokens of rows on four of eight fake devices and prints, as JSON, the
-collectives of each program and its error against the oracle.
+"""Runs one implementation of one op with the tokens of rows on four of eight fake devices and prints, as
+JSON, the collectives of each program and its error against the oracle.
 
-Started by test_sequences.py in a process of its own. "triton" runs in Triton's interpreter; JAX cannot run host
-callbacks inside automatically partitioned kernels, so there its program is compiled and collectives counted.
+Started by test_sequences.py in a process of its own. "triton" runs in Triton's interpreter; JAX cannot run
+host callbacks inside automatically partitioned kernels, so there its program is compiled and collectives
+counted.
 """
 
 import json
@@ -15,13 +16,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_run import collectives
 
-MODES = ("explicit", "explicit, segments", "auto, segments", "shard_map, segments", "shard_map with its check")
+MODES = {
+    "xla": ("explicit, segments", "auto, segments", "shard_map, segments", "shard_map with its check"),
+    "triton": ("explicit, segments", "auto, segments", "shard_map with its check"),
+}
 TOKENS, STATE = P("data", "sequence"), P("data")
 
 
 def program(op, implementation, mode, specs):
-    """Function and, for shard_map, what a user does there: the final state's cotangent belongs to one device, and
-    gradients of what is the same on several devices are summed (by shard_map itself where it checks).
+    """Function and, for shard_map, what a user does there: the final state's cotangent belongs to one device,
+    and gradients of what is the same on several devices are summed (by shard_map itself where it checks).
     """
     named = {} if mode.startswith("explicit") else {"sequence_axis": "sequence"}
     run = cases.runner(op, implementation, chunk_size=4, **named)
@@ -44,12 +48,44 @@ def program(op, implementation, mode, specs):
     return jax.shard_map(local, in_specs=specs, out_specs=out, check_vma=check)
 
 
+def refusals(op):
+    """Messages of calls that cannot be."""
+    arrays = {
+        n: jnp.asarray(a) for n, a in cases.build(cases.Case(op, B=1, T=64, H=1, K=2, V=2)).arrays.items()
+    }
+    found = []
+
+    def refused(arrays, **options):
+        try:
+            jax.jit(lambda x: cases.call(op, x, **options)).lower(arrays).compile()
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            found.append(str(error))
+
+    refused(arrays, sequence_axis="sequence")
+    mesh = jax.make_mesh((8,), ("sequence",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        refused(arrays, sequence_axis="tokens")
+        short = {n: a[:, :20] if a.ndim == 4 and a.shape[1] == 64 else a for n, a in arrays.items()}
+        refused(short, sequence_axis="sequence")
+        refused(arrays, sequence_axis="sequence", cu_seqlens=jnp.array([0, 64]))
+        refused(arrays, sequence_axis="sequence", implementation="triton")  # 8 tokens a device
+        refused(arrays, sequence_axis="sequence", implementation="pallas")
+        split = NamedSharding(mesh, P(None, "sequence"))
+        put = {n: jax.device_put(a, split) if a.shape[1:2] == (64,) else a for n, a in arrays.items()}
+        refused(put, implementation="triton")  # nobody said so
+    return found
+
+
 def main(op, implementation, *wanted):
-    report = {}
-    for mode in wanted or MODES:
-        extra = dict(layout="segments", lengths=(5, 11, 16, 8, 24)) if "segments" in mode else {}
+    report, T = {}, 64
+    if implementation == "triton":  # two stretches a device, of one chunk each
+        from fla_jax.pallas.plan import chunked
+
+        chunked.SHORTEST, T = 16, 128
+    for mode in wanted or MODES[implementation]:
+        extra = dict(layout="segments", lengths=(5, 11, 16, 8, 24, 64)) if "segments" in mode else {}
         # segments begin inside shards, and at their borders
-        case = cases.Case(op, B=2, T=64, H=2, K=4, V=3, chunk_size=4, **extra)
+        case = cases.Case(op, B=2, T=T, H=2, K=4, V=3, chunk_size=4, **extra)
         x, want = cases.build(case), cases.expected(case)
         kind = AxisType.Explicit if mode.startswith("explicit") else AxisType.Auto
         mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(kind,) * 2)
@@ -73,6 +109,8 @@ def main(op, implementation, *wanted):
                 raise
             found = {"collectives": None, "error": f"{type(e).__name__}: {e}"[:2000]}
         report[mode] = found
+    if implementation == "triton":
+        report["errors"] = refusals(op)
     print("REPORT", json.dumps(report))
 
 

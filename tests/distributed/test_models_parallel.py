@@ -34,7 +34,10 @@ from fla_jax.parallel import (
 from fla_jax.parallel.rules import parameter_shapes
 
 HERE = Path(__file__).parent
-MODES = [(7, "data"), (7, "fsdp"), (7, "tensor"), (7, "all, explicit"), (6, "all"), (6, "fsdp, explicit")]
+MODES = [
+    *((7, mode) for mode in ("data", "fsdp", "tensor", "sequence", "all, explicit")),
+    *((6, mode) for mode in ("all", "fsdp, explicit", "sequence, explicit")),
+]
 
 
 @functools.cache
@@ -114,21 +117,38 @@ def test_tensor_parallel_sums_twice_a_layer():
     """Forward: after output and value projection (and the embedding). Backward: where its inputs branch."""
     assert report(7)["forward"]["error"] < 1e-5
     forward = talk(7, "forward", "all-reduce")("all-reduce")
-    assert sorted(forward) == [("loop", (2, 6, 32))] * 2 + [("once", (2, 6, 32))]
+    assert sorted(forward) == [("loop", (2, 8, 32))] * 2 + [("once", (2, 8, 32))]
     arrays = talk(7, "tensor", "all-reduce", "all-gather")
     assert (
-        arrays("all-reduce").count(("loop", (2, 6, 32))) == 2 + 4
+        arrays("all-reduce").count(("loop", (2, 8, 32))) == 2 + 4
     )  # backward: r, k, v and the feed-forward's key
     assert all(
         shape[-1] == 2 for _, shape in arrays("all-gather")
     )  # greatest logits of two parts of the vocabulary
 
 
+@pytest.mark.parametrize("version, mode, rows", [(7, "sequence", 4), (6, "sequence, explicit", 4)])
+def test_sequences_move_states_and_rows(version, mode, rows):
+    """Of tokens over devices, (M, N) is gathered forward and backward in every layer and one row crosses at
+    each token shift; tokens stay.
+    """
+    arrays = talk(version, mode, "all-gather", "all-reduce", "collective-permute")
+    devices, heads = (4, 2) if version == 7 else (2, 1)
+    gathered = [shape for where, shape in arrays("all-gather") if where == "loop" and len(shape) == 5]
+    maps = [shape for shape in gathered if shape[-1] == 32]
+    assert maps == [(devices, rows, heads, 16, 16 + 16)] * 2
+    shifts = [shape for where, shape in arrays("collective-permute") if where == "loop"]
+    assert {*shifts} == {(rows, 32)} and len(shifts) <= 9
+    assert all(
+        len(shape) == 1 or shape[1] < 4 for _, shape in arrays("collective-permute") if shape not in shifts
+    )
+
+
 @pytest.mark.parametrize("version, mode", [(7, "all, explicit"), (6, "all")])
 def test_all_axes_at_once(version, mode):
     """No activation is gathered and none changes its axes."""
     arrays = talk(version, mode, "all-gather", "all-reduce")
-    assert all(shape[-1] == 2 or shape[:2] != (2, 6) for _, shape in arrays("all-gather"))
+    assert all(shape[-1] == 2 or shape[:2] != (2, 8) for _, shape in arrays("all-gather"))
 
 
 def test_meshes_by_sizes():
@@ -137,7 +157,7 @@ def test_meshes_by_sizes():
 
 def test_what_a_mesh_must_divide():
     """Errors come before anything compiles, with the sizes and the axis by name."""
-    hidden, heads, middle, rows, axes = report(6)["errors"]
+    hidden, heads, middle, rows, length, axes = report(6)["errors"]
     assert hidden == "hidden_size must be a multiple of mesh axis fsdp = 8, got 36"
     assert (
         heads
@@ -147,6 +167,9 @@ def test_what_a_mesh_must_divide():
     assert (
         rows
         == "batch must have a number of rows that is a multiple of mesh axes data * fsdp = 2 * 4 = 8, got 6"
+    )
+    assert length.startswith(
+        "tokens must have a number of tokens T that is a multiple of mesh axis 'sequence' = 8, got T = 12"
     )
     assert axes.startswith("mesh must have the axes data, fsdp, sequence, tensor (see make_mesh), got ('x',)")
 
@@ -165,7 +188,6 @@ def test_what_a_mesh_must_divide():
         ),
         (dict(fsdp=0), "fsdp must be a positive integer, or -1 for all devices that are left, got 0"),
         (dict(tensor=2.0), "tensor must be a positive integer"),
-        (dict(sequence=2), "sequence must be 1, got 2: T cannot be split between devices yet"),
     ],
 )
 def test_sizes_that_make_no_mesh(sizes, message):

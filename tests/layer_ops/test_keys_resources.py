@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed (it exists for Linux only)")
 
 SCRIPT = pathlib.Path(__file__).parent / "compile_heads.py"
-# Registers of a thread and bytes of shared memory of a block, about a tenth above the worst of the GPUs below:
-# what decides how many loads are in flight
+# Registers of a thread and bytes of shared memory of a block, about a tenth above the worst of the GPUs
+# below: what decides how many loads are in flight
 MOST = {
     "keys_fwd_kernel": (144, 28 << 10),
     "keys_bwd_kernel": (224, 64 << 10),

@@ -7,7 +7,10 @@ from typing import Any, TypedDict
 import jax
 import jax.numpy as jnp
 
+from ...core.call import Call
+from ...core.gpu import Mendable
 from ...core.names import FINAL, OUT, STATES
+from ...pallas.run import triton
 from ..op import Op
 from .validate import check
 
@@ -40,6 +43,19 @@ class ChunkOptions(Options, total=False):
 
     chunk_size: int | None
     lower_bound: float | None
+
+
+def triton_supports(call: Call) -> str | None:
+    """None where the chunked Triton kernels can serve ``call``, else the reason."""
+    reason = triton.supports(call)
+    if reason is not None or call.shards == 1:
+        return reason
+    _, T, _, K = call.inputs.r.shape
+    if T % (16 * call.shards):
+        reason = f"of rows that {call.shards} devices share it takes {16 * call.shards} tokens, or any "
+        reason += f"multiple, got T = {T}"
+        return Mendable(reason) if triton.automatic(call) else reason
+    return None if K <= 128 else f"for rows that devices share it takes K up to 128, got {K}"
 
 
 def run(

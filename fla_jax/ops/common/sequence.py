@@ -1,4 +1,6 @@
-"""Recurrences whose rows are split between devices, out of implementations for whole rows: for the plain forms."""
+"""Recurrences whose rows are split between devices, out of implementations for whole rows: for the plain
+forms.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class OverSequence:
         """See `fla_jax.ops.op`."""
         if call.shards == 1:
             return self.module.kept_axes(call)
-        return {"entering": "b s h k v", "M": "b s h k j"}
+        return {"entering": "b stretch h k v", "M": "b stretch h k j"}
 
     def forward(self, call: Call[Recurrence], x: Any) -> tuple[Outputs, Kept]:
         """See `fla_jax.ops.op`."""
@@ -55,7 +57,9 @@ class OverSequence:
         _, states = self.module.forward(call, x)
         if part is None:
             return self.module.backward(call, x, states, cotangents)
-        nothing = vary(jnp.zeros_like(cotangents.final_state), varying_axes(*jax.tree.leaves((x, cotangents))))
+        nothing = vary(
+            jnp.zeros_like(cotangents.final_state), varying_axes(*jax.tree.leaves((x, cotangents)))
+        )
         alone = cotangents._replace(final_state=nothing)
         D = self.module.backward(call, x, states, alone).initial_state
         leaving = part.enter_backward(kept["M"], D[:, None], cotangents.final_state)

@@ -37,7 +37,7 @@ def _reach(x: Scores, seg: Segments | None):
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """See `fla_jax.ops.op`: what the forward keeps, by chunk."""
-    return {"states": "c b h k v", "A": "c b h i j"}
+    return {"states": "chunk b h k v", "A": "chunk b h i j"}
 
 
 def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:

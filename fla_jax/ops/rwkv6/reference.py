@@ -36,7 +36,7 @@ def _step6(u):
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """See `fla_jax.ops.op`: what the forward keeps, by chunk."""
-    return {"states": "c b h k v"}
+    return {"states": "chunk b h k v"}
 
 
 def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:

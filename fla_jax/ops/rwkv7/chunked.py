@@ -54,7 +54,7 @@ def _intra(cfg: Recurrence, mild: bool, r, w, k, a, b, seg: Segments | None) -> 
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """See `fla_jax.ops.op`: what the forward keeps, by chunk."""
-    return {"states": "c b h k v", "U": "c b h i v"}
+    return {"states": "chunk b h k v", "U": "chunk b h i v"}
 
 
 def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:

@@ -41,7 +41,7 @@ def _back7(ds, x):
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """See `fla_jax.ops.op`: what the forward keeps, by chunk."""
-    return {"states": "c b h k v"}
+    return {"states": "chunk b h k v"}
 
 
 def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:

@@ -10,7 +10,7 @@ sums over programs, so that two runs give the same bits.
 import triton
 import triton.language as tl
 
-from .rows import begins, channels, extended, read, stretch, write
+from .rows import begins, channels, extended, read, share, write
 
 
 @triton.jit
@@ -30,16 +30,53 @@ def unit_line(x_, mean_, rstd_, at, C: tl.constexpr, BC: tl.constexpr, NORM: tl.
 
 @triton.jit
 def mix_bwd_kernel(
-    x_, scale_, bias_, last_, seg_, moves_, mean_, rstd_, mu0_, mu1_, mu2_, mu3_, mu4_, mu5_,
-    g0_, g1_, g2_, g3_, g4_, g5_, dend_, dsum_, dnormalised_, B, T, span,
-    dx_, dlast_, dmoves_, parts_, sums_,
-    C: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    HOIST: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr, SEG: tl.constexpr, MOVES: tl.constexpr,
-    SUM: tl.constexpr, H: tl.constexpr,
-):  # fmt: skip
+    x_,
+    scale_,
+    bias_,
+    last_,
+    seg_,
+    moves_,
+    mean_,
+    rstd_,
+    mu0_,
+    mu1_,
+    mu2_,
+    mu3_,
+    mu4_,
+    mu5_,
+    g0_,
+    g1_,
+    g2_,
+    g3_,
+    g4_,
+    g5_,
+    dend_,
+    dsum_,
+    dnormalised_,
+    B,
+    T,
+    span,
+    dx_,
+    dlast_,
+    dmoves_,
+    parts_,
+    sums_,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    M: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+    HOIST: tl.constexpr,
+    NORM: tl.constexpr,
+    LAST: tl.constexpr,
+    SEG: tl.constexpr,
+    MOVES: tl.constexpr,
+    SUM: tl.constexpr,
+    H: tl.constexpr,
+):
     """Writes dx; by tiles of channels dh instead, and for every token and tile the two sums that dx needs."""
     mu_, g_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (g0_, g1_, g2_, g3_, g4_, g5_)
-    row, base, start, end = stretch(T, span)
+    row, base, start, end = share(T, span)
     zero = tl.zeros([BC], tl.float32)
     mus, dmus = (), ()
     for n in tl.static_range(M):
@@ -120,12 +157,25 @@ def mix_bwd_kernel(
 
 @triton.jit
 def norm_bwd_kernel(
-    x_, scale_, mean_, rstd_, dh_, sums_, dsum_, T, span, dx_,
-    C: tl.constexpr, BC: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+    x_,
+    scale_,
+    mean_,
+    rstd_,
+    dh_,
+    sums_,
+    dsum_,
+    T,
+    span,
+    dx_,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    TILES: tl.constexpr,
+    PADDED: tl.constexpr,
+    STAGES: tl.constexpr,
     SUM: tl.constexpr,
-):  # fmt: skip
+):
     """dx from dh and the sums over each of ``TILES`` tiles of channels (``PADDED``: next power of two)."""
-    _, base, start, end = stretch(T, span)
+    _, base, start, end = share(T, span)
     scale, tile = read(scale_, 0, C, BC), tl.arange(0, PADDED)
     for t in tl.range(start, end, num_stages=STAGES):
         at = base + t

@@ -3,14 +3,23 @@
 import triton
 import triton.language as tl
 
-from .rows import begins, extended, read, read_sum, statistics, stretch, write
+from .rows import begins, extended, read, read_sum, share, statistics, write
 
 
 @triton.jit
 def normalised(
-    x, at, mean_, rstd_, scale_, bias_,
-    C: tl.constexpr, BC: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
+    x,
+    at,
+    mean_,
+    rstd_,
+    scale_,
+    bias_,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    WHOLE: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+):
     """x normalised, its mean and one over its standard deviation: computed with ``WHOLE``, else loaded."""
     mean, rstd = 0.0, 1.0
     if NORM:
@@ -24,15 +33,53 @@ def normalised(
 
 @triton.jit
 def mix_fwd_kernel(
-    x_, y_, scale_, bias_, last_, seg_, moves_, mean_, rstd_, mu0_, mu1_, mu2_, mu3_, mu4_, mu5_, B, T, span,
-    o0_, o1_, o2_, o3_, o4_, o5_, end_, sum_, h_, kept_mean_, kept_rstd_,
-    C: tl.constexpr, BC: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    HOIST: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
-    SEG: tl.constexpr, MOVES: tl.constexpr, H: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
+    x_,
+    y_,
+    scale_,
+    bias_,
+    last_,
+    seg_,
+    moves_,
+    mean_,
+    rstd_,
+    mu0_,
+    mu1_,
+    mu2_,
+    mu3_,
+    mu4_,
+    mu5_,
+    B,
+    T,
+    span,
+    o0_,
+    o1_,
+    o2_,
+    o3_,
+    o4_,
+    o5_,
+    end_,
+    sum_,
+    h_,
+    kept_mean_,
+    kept_rstd_,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    M: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+    HOIST: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    ADD: tl.constexpr,
+    LAST: tl.constexpr,
+    SEG: tl.constexpr,
+    MOVES: tl.constexpr,
+    H: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """Outputs ``h_t + (h_{t-1} - h_t) (mu_n + moves_nt)``, h being x (+ y) normalised."""
     mu_, o_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (o0_, o1_, o2_, o3_, o4_, o5_)
-    row, base, start, end = stretch(T, span)
+    row, base, start, end = share(T, span)
     mus = ()
     if HOIST:
         for n in tl.static_range(M):
@@ -69,11 +116,21 @@ def mix_fwd_kernel(
 
 @triton.jit
 def statistics_kernel(
-    x_, y_, T, span, mean_, rstd_, sum_,
-    C: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
+    x_,
+    y_,
+    T,
+    span,
+    mean_,
+    rstd_,
+    sum_,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+    EPS: tl.constexpr,
+    ADD: tl.constexpr,
+):
     """Mean and one over the standard deviation of every token of x (+ y), and the sum itself."""
-    _, base, start, end = stretch(T, span)
+    _, base, start, end = share(T, span)
     for t in tl.range(start, end, num_stages=STAGES):
         x = read_sum(x_, y_, base + t, C, BC, ADD)
         if ADD:

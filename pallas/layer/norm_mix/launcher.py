@@ -7,13 +7,14 @@ statistics, and the backward writes dh, and reads it and x once more, for the no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Mix, Mixed, MixInputs
-from ...plan.kept_states import result
+from ...plan.shapes import given, like, result, tile
 from ...run.triton import launch
 from .backward import mix_bwd_kernel, norm_bwd_kernel
 from .forward import mix_fwd_kernel, statistics_kernel
@@ -63,12 +64,8 @@ TILES: dict[str, Launch] = {
     "norm": Launch(0, 0, 16, 2),
 }
 FEW = 2
-# Warps that keep a GPU busy: with fewer, stretches are halved, down to the shortest that is worth a program.
+# Warps that keep a GPU busy: with fewer, shares are halved, down to the shortest that is worth a program.
 WARPS, SHORTEST = 4096, 8
-
-
-def _padded(C: int) -> int:
-    return max(16, 1 << (C - 1).bit_length())
 
 
 def _whole(kernel: str, x: MixInputs) -> Launch | None:
@@ -77,15 +74,15 @@ def _whole(kernel: str, x: MixInputs) -> Launch | None:
     if x.scale is None or x.moves is not None:
         return None  # no sums over channels, or too many arrays at once
     few = "few" if len(x.mixes) <= FEW else "many"
-    return WHOLE.get((kernel, few, max(128, _padded(C))))
+    return WHOLE.get((kernel, few, max(128, tile(C))))
 
 
 def _tiled(kernel: str, C: int) -> Launch:
     """How a kernel is launched by tiles that waste as few channels as may be."""
     chosen = TILES[kernel]
     if not chosen.channels:
-        return chosen._replace(channels=_padded(C), warps=min(16, max(1, _padded(C) // 128)))
-    size = min(chosen.channels, _padded(C))
+        return chosen._replace(channels=tile(C), warps=min(16, max(1, tile(C) // 128)))
+    size = min(chosen.channels, tile(C))
     while size > 128 and C % size:
         size //= 2
     return chosen._replace(channels=size, warps=max(1, chosen.warps * size // chosen.channels))
@@ -101,8 +98,15 @@ def _grid(chosen: Launch, B: int, T: int, C: int) -> tuple[int, tuple[int, int],
     return span, (B * -(-T // span), tiles), options
 
 
-def _pad(arrays: tuple[jax.Array, ...], unused: jax.Array) -> tuple[jax.Array, ...]:
-    return arrays + (unused,) * (SLOTS - len(arrays))
+def _slots(prefix: str, arrays: Sequence[Any], unused: Any) -> dict[str, Any]:
+    """A kernel's parameters for as many mixes as there may be: ``prefix0_`` to ``prefix5_``."""
+    return {f"{prefix}{n}_": arrays[n] if n < len(arrays) else unused for n in range(SLOTS)}
+
+
+def _shared(x: MixInputs, unused: jax.Array) -> dict[str, jax.Array]:
+    """The parameters of both mixing kernels that are inputs of the op."""
+    arrays = dict(scale_=x.scale, bias_=x.bias, last_=x.last, seg_=x.segment_ids, moves_=x.moves)
+    return {name: given(array, unused) for name, array in arrays.items()} | _slots("mu", x.mixes, unused)
 
 
 def kept_axes(call: Call[Mix]) -> dict[str, str]:
@@ -111,50 +115,40 @@ def kept_axes(call: Call[Mix]) -> dict[str, str]:
     return kept if call.inputs.y is None else kept | {"x": "b t c"}
 
 
-def _like(x: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
-
-
-def _or(x: jax.Array | None, unused: jax.Array) -> jax.Array:
-    return unused if x is None else x
-
-
 def forward(call: Call[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]:
     """Results and what the backward reads."""
     (B, T, C), M, dtype = x.x.shape, len(x.mixes), x.x.dtype
     norm, add, eps = x.scale is not None, x.y is not None, call.settings.eps
-    tokens, per_token, unused = _like(x.x), jax.ShapeDtypeStruct((B, T), jnp.float32), x.x
+    per_token, unused = jax.ShapeDtypeStruct((B, T), jnp.float32), x.x
     whole = _whole("forward", x)
+    before = dict(x_=x.x, y_=given(x.y, unused), mean_=unused, rstd_=unused)
     if norm and whole is None:
-        chosen = _tiled("statistics", C)
-        span, grid, options = _grid(chosen, B, T, C)
-        out = (per_token, per_token, result(add, x.x.shape, dtype))
-        mean, rstd, total = launch(
-            statistics_kernel, x.x, _or(x.y, unused), T, span, out=out, grid=grid, EPS=eps, ADD=add, **options
+        span, grid, options = _grid(_tiled("statistics", C), B, T, C)
+        made = launch(
+            statistics_kernel,
+            dict(x_=x.x, y_=before["y_"], T=T, span=span),
+            dict(mean_=per_token, rstd_=per_token, sum_=result(add, x.x.shape, dtype)),
+            grid=grid,
+            EPS=eps,
+            ADD=add,
+            **options,
         )
-        before, statistics = (total if add else x.x, unused), (mean, rstd)
-    else:
-        before, statistics = (x.x, _or(x.y, unused)), (unused, unused)
+        total = made["sum_"] if add else x.x
+        before = dict(x_=total, y_=unused, mean_=made["mean_"], rstd_=made["rstd_"])
     adds = add and (whole is not None or not norm)
     keep = call.keep and whole is not None
     chosen = whole or _tiled("forward", C)
     span, grid, options = _grid(chosen, B, T, C)
-    *outputs, last, summed, h, kept_mean, kept_rstd = launch(
+    made = launch(
         mix_fwd_kernel,
-        *before,
-        *(_or(array, unused) for array in (x.scale, x.bias, x.last, x.segment_ids, x.moves)),
-        *statistics,
-        *_pad(x.mixes, unused),
-        B,
-        T,
-        span,
-        out=(
-            *(result(n < M, x.x.shape, dtype) for n in range(SLOTS)),
-            jax.ShapeDtypeStruct((B, C), dtype),
-            result(adds, tokens.shape, dtype),
-            result(call.settings.normalised, tokens.shape, dtype),
-            result(keep, per_token.shape, jnp.float32),
-            result(keep, per_token.shape, jnp.float32),
+        before | _shared(x, unused) | dict(B=B, T=T, span=span),
+        _slots("o", [like(x.x)] * M, result(False, (), dtype))
+        | dict(
+            end_=jax.ShapeDtypeStruct((B, C), dtype),
+            sum_=result(adds, x.x.shape, dtype),
+            h_=result(call.settings.normalised, x.x.shape, dtype),
+            kept_mean_=result(keep, per_token.shape, jnp.float32),
+            kept_rstd_=result(keep, per_token.shape, jnp.float32),
         ),
         grid=grid,
         M=M,
@@ -170,50 +164,44 @@ def forward(call: Call[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]
         KEEP=keep,
         **options,
     )
-    if keep:
-        statistics = (kept_mean, kept_rstd)
-    total = summed if adds else before[0]
-    kept = dict(zip(("mean", "rstd"), statistics)) | {"x": total}
+    total = made["sum_"] if adds else before["x_"]
     mixed = Mixed(
-        tuple(outputs[:M]), last, total if add or norm else None, h if call.settings.normalised else None
+        tuple(made[f"o{n}_"] for n in range(M)),
+        made["end_"],
+        total if add or norm else None,
+        made["h_"] if call.settings.normalised else None,
     )
+    kept = {
+        "mean": made["kept_mean_"] if keep else before["mean_"],
+        "rstd": made["kept_rstd_"] if keep else before["rstd_"],
+        "x": total,
+    }
     return mixed, {name: kept[name] for name in kept_axes(call)} if call.keep else {}
 
 
 def backward(call: Call[Mix], x: MixInputs, kept: dict[str, jax.Array], cotangents: Mixed) -> MixInputs:
     """Gradients of all inputs; those of parameters for each row."""
     (B, T, C), M = x.x.shape, len(x.mixes)
-    norm, summed, normalised = (
-        x.scale is not None,
-        cotangents.x is not None,
-        cotangents.normalised is not None,
-    )
+    norm, summed = x.scale is not None, cotangents.x is not None
     total = kept.get("x", x.x)
     unused, whole = total, _whole("backward", x)
-    mean, rstd = (kept["mean"], kept["rstd"]) if norm else (unused, unused)
+    statistics = dict(mean_=kept.get("mean", unused), rstd_=kept.get("rstd", unused))
     chosen = whole or _tiled("backward", C)
     span, grid, options = _grid(chosen, B, T, C)
     split, lines = norm and whole is None, M + 2 * norm
-    dx, dlast, dmoves, parts, sums = launch(
+    dsum = given(cotangents.x, unused)
+    incoming = _slots("g", cotangents.mixed, unused) | dict(
+        dend_=cotangents.last, dsum_=dsum, dnormalised_=given(cotangents.normalised, unused)
+    )
+    made = launch(
         mix_bwd_kernel,
-        total,
-        *(_or(array, unused) for array in (x.scale, x.bias, x.last, x.segment_ids, x.moves)),
-        mean,
-        rstd,
-        *_pad(x.mixes, unused),
-        *_pad(cotangents.mixed, unused),
-        cotangents.last,
-        _or(cotangents.x, unused),
-        _or(cotangents.normalised, unused),
-        B,
-        T,
-        span,
-        out=(
-            _like(total),
-            result(x.last is not None, (B, C), unused.dtype if x.last is None else x.last.dtype),
-            result(x.moves is not None, (M, B, T, C), unused.dtype if x.moves is None else x.moves.dtype),
-            jax.ShapeDtypeStruct((grid[0], lines, C), jnp.float32),
-            result(split, (B, T, grid[1], 2), jnp.float32),
+        dict(x_=total, B=B, T=T, span=span) | _shared(x, unused) | statistics | incoming,
+        dict(
+            dx_=like(total),
+            dlast_=result(x.last is not None, (B, C), given(x.last, unused).dtype),
+            dmoves_=result(x.moves is not None, (M, B, T, C), given(x.moves, unused).dtype),
+            parts_=jax.ShapeDtypeStruct((grid[0], lines, C), jnp.float32),
+            sums_=result(split, (B, T, grid[1], 2), jnp.float32),
         ),
         grid=grid,
         M=M,
@@ -224,37 +212,31 @@ def backward(call: Call[Mix], x: MixInputs, kept: dict[str, jax.Array], cotangen
         SEG=x.segment_ids is not None,
         MOVES=x.moves is not None,
         SUM=summed,
-        H=normalised,
+        H=cotangents.normalised is not None,
         **options,
     )
+    dx = made["dx_"]
     if split:
         tiles = grid[1]
         span, grid, options = _grid(_tiled("norm", C), B, T, C)
+        arrays = dict(x_=total, scale_=x.scale, dh_=dx, sums_=made["sums_"], dsum_=dsum) | statistics
         dx = launch(
             norm_bwd_kernel,
-            total,
-            x.scale,
-            mean,
-            rstd,
-            dx,
-            sums,
-            _or(cotangents.x, unused),
-            T,
-            span,
-            out=_like(total),
+            arrays | dict(T=T, span=span),
+            dict(dx_=like(total)),
             grid=grid,
             TILES=tiles,
             PADDED=1 << (tiles - 1).bit_length(),
             SUM=summed,
             **options,
-        )
-    per_row = jnp.sum(parts.reshape(B, -1, lines, C), 1)
+        )["dx_"]
+    per_row = jnp.sum(made["parts_"].reshape(B, -1, lines, C), 1)
     return MixInputs(
         x=dx,
         mixes=tuple(per_row[:, n] for n in range(M)),
         y=None if x.y is None else dx,
         scale=per_row[:, M] if norm else None,
         bias=per_row[:, M + 1] if norm else None,
-        last=None if x.last is None else dlast,
-        moves=None if x.moves is None else dmoves,
+        last=None if x.last is None else made["dlast_"],
+        moves=None if x.moves is None else made["dmoves_"],
     )

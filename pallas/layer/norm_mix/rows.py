@@ -1,6 +1,6 @@
 """What the kernels of norm, shift and mixes share: a program's tokens, their channels, their statistics.
 
-Rows are cut into stretches of ``span`` tokens. A program walks the tokens of one stretch, with ``BC``
+Rows are cut into shares of ``span`` tokens. A program walks the tokens of one share, with ``BC``
 channels of a token in its registers: all ``C`` of them (``WHOLE``), and then it sums over channels itself, or
 one of several tiles of them (program axis 1), and then another kernel does.
 
@@ -21,7 +21,7 @@ def extended(items, item):
 
 
 @triton.jit
-def stretch(T, span):
+def share(T, span):
     """The program's row, that row's first token in [B * T], its own first token, the one after its last."""
     count = tl.cdiv(T, span)
     row = (tl.program_id(0) // count).to(tl.int64)

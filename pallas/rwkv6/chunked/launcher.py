@@ -8,12 +8,23 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV6Inputs
-from ...plan.chunked import LaunchTable, Plan, make_plan, partial_shapes, stretches_of, total
+from ....core.sequence import part_of
+from ...plan.chunked import (
+    ChunkedPlan,
+    LaunchTable,
+    make_plan,
+    partial_shapes,
+    stretches_here,
+    stretches_of,
+    total,
+)
 from ...plan.kept_states import KeptStates, keep_states
+from ...plan.shapes import like
 from ...plan.stretches import enter, enter_backward
 from ...run.triton import launch
 from .backward import rwkv6_bwd_kernel
-from .forward import rwkv6_fwd_kernel, rwkv6_transfer_kernel
+from .forward import rwkv6_fwd_kernel
+from .transfer import rwkv6_transfer_kernel
 
 # (value block, warps, pipeline stages) by pass and padded K, measured on an H200
 LAUNCH: LaunchTable = {
@@ -47,48 +58,56 @@ def _states(x: RWKV6Inputs) -> KeptStates:
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """What the forward keeps, and its axes."""
     axes = _states(call.inputs).axes
-    return axes | {"M": "b s h k", "reads": "b t h k"} if stretches_of(call) > 1 else axes
+    return axes | {"M": "b stretch h k", "reads": "b t h k"} if stretches_of(call) > 1 else axes
 
 
-def _bonus(x: RWKV6Inputs) -> jax.Array:
-    """u for each row, [B, H, K], as the kernels read it."""
-    return jnp.broadcast_to(x.u, (x.r.shape[0], *x.u.shape))
+def _tokens(x: RWKV6Inputs) -> dict[str, jax.Array]:
+    """The kernels' arguments r_ to u_; u for each row, [B, H, K], as they read it."""
+    u = jnp.broadcast_to(x.u, (x.r.shape[0], *x.u.shape))
+    return dict(r_=x.r, k_=x.k, v_=x.v, w_=x.w, u_=u)
 
 
-def _transfer(plan: Plan, x: RWKV6Inputs):
-    """(M, N, reads) of all stretches: see plan/stretches.py."""
-    (B, _, H, K), V = x.r.shape, x.v.shape[-1]
-    out = (
-        jax.ShapeDtypeStruct(x.r.shape, plan.store),
-        jax.ShapeDtypeStruct((B * plan.splits, H, K), jnp.float32),
-        jax.ShapeDtypeStruct((B * plan.splits, H, K, V), jnp.float32),
+def _transfer(plan: ChunkedPlan, x: RWKV6Inputs) -> dict[str, jax.Array]:
+    """M_, N_ and reads_ of all stretches: see plan/stretches.py."""
+    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], plan.mode.splits
+    ranges = {name: plan.ranges[name] for name in ("seg_", "T", "span")}
+    # exact at any decay, so that there is one form only
+    options = plan.options | dict(mode=plan.mode.replaced(any_decay=True))
+    return launch(
+        rwkv6_transfer_kernel,
+        dict(r_=x.r, k_=x.k, v_=x.v, w_=x.w) | ranges,
+        dict(
+            reads_=like(x.r, plan.store),
+            M_=jax.ShapeDtypeStruct((B * splits, H, K), jnp.float32),
+            N_=jax.ShapeDtypeStruct((B * splits, H, K, V), jnp.float32),
+        ),
+        **options,
     )
-    options = {name: value for name, value in plan.options.items() if name not in ("ANY", "VAR")}
-    operands = (x.r, x.k, x.v, x.w, plan.ranges[0], *plan.lengths)
-    reads, M, N = launch(rwkv6_transfer_kernel, *operands, out=out, **options)
-    return M, N, reads
 
 
 def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """Outputs and what the backward reads."""
-    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_of(call)
+    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call)
+    part, final = part_of(call, x.segment_ids), None
     states, s0 = _states(x), x.initial_state
     plan = make_plan("forward", LAUNCH, call, x, splits)
     kept: dict[str, jax.Array] = {}
-    if splits > 1:
-        M, N, reads = _transfer(make_plan("transfer", LAUNCH, call, x, splits), x)
-        s0 = enter(M, N, s0, splits)
-        kept = {"M": M.reshape(B, splits, H, K), "reads": reads}
-    out = (
-        jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
-        jax.ShapeDtypeStruct(s0.shape, jnp.float32),
-        *states.shapes(x.r, V, plan.chunks, call.keep),
+    if stretches_of(call) > 1:
+        whole = _transfer(make_plan("transfer", LAUNCH, call, x, splits), x)
+        s0, final = enter(whole["M_"], whole["N_"], s0, splits, part)
+        kept = {"M": whole["M_"].reshape(B, splits, H, K), "reads": whole["reads_"]}
+    made = launch(
+        rwkv6_fwd_kernel,
+        _tokens(x) | dict(s0_=s0) | plan.ranges,
+        dict(y_=like(x.v), sT_=like(s0, jnp.float32)) | states.shapes(x.r, V, plan.chunks, call.keep),
+        KEEP=call.keep,
+        ARRAYS=states.arrays,
+        **plan.options,
     )
-    operands = (x.r, x.k, x.v, x.w, _bonus(x), s0, *plan.ranges, *plan.lengths)
-    options = plan.options | dict(KEEP=call.keep, ARRAYS=states.arrays)
-    y, final, *made = launch(rwkv6_fwd_kernel, *operands, out=out, **options)
-    kept |= dict(zip(states.axes, made))
-    return Outputs(y, final.reshape(-1, splits, H, K, V)[:, -1]), kept if call.keep else {}
+    if final is None:
+        final = made["sT_"].reshape(-1, splits, H, K, V)[:, -1]
+    outputs = Outputs(made["y_"], final)
+    return outputs, kept | states.kept(made) if call.keep else {}
 
 
 def backward(
@@ -96,26 +115,33 @@ def backward(
 ) -> RWKV6Inputs:
     """Gradients of all inputs, that of u per row."""
     do, ds = cotangents
-    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_of(call)
+    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call)
     states = _states(x)
     plan = make_plan("backward", LAUNCH, call, x, splits)
-    if splits > 1:
-        ds = enter_backward(plan, kept["M"].reshape(-1, H, K), kept["reads"], do, ds)
+    part = part_of(call, x.segment_ids)
+    if stretches_of(call) > 1:
+        ds = enter_backward(plan, kept["M"].reshape(-1, H, K), kept["reads"], do, ds, part)
     dr, dk, dw = partial_shapes(plan.parts, x.r, x.k, x.w)
     (dv,) = partial_shapes(1, x.v)
     # one for each block of values and stretch: no atomics
-    partial_du = jax.ShapeDtypeStruct((plan.parts, ds.shape[0], H, K), jnp.float32)
-    before = (x.r, x.k, x.v, x.w, _bonus(x), *plan.ranges, do, ds)
-    operands = (*before, *states.operands([kept[name] for name in states.axes]), *plan.lengths)
-    dr, dk, dv, dw, du, ds0 = launch(
+    du = jax.ShapeDtypeStruct((plan.parts, ds.shape[0], H, K), jnp.float32)
+    made = launch(
         rwkv6_bwd_kernel,
-        *operands,
-        out=(dr, dk, dv, dw, partial_du, jax.ShapeDtypeStruct(ds.shape, jnp.float32)),
-        aliases=states.aliases(len(before), (0, 1, 2, 3)),
+        _tokens(x) | dict(dy_=do, dsT_=ds) | states.operands(kept) | plan.ranges,
+        dict(dr_=dr, dk_=dk, dv_=dv, dw_=dw, du_=du, ds0_=like(ds, jnp.float32)),
+        aliases=states.aliases(("dr_", "dk_", "dv_", "dw_")),
         ARRAYS=states.arrays,
         TAKEN=states.taken,
         **plan.options,
     )
-    du = jnp.sum(du.reshape(plan.parts, B, -1, H, K), (0, 2))
-    ds0 = ds0.reshape(-1, splits, H, K, V)[:, 0]
-    return RWKV6Inputs(total(dr, x.r), total(dk, x.k), dv[0], total(dw, x.w), du, ds0)
+    ds0 = made["ds0_"].reshape(-1, splits, H, K, V)[:, 0]
+    if part is not None:
+        ds0 = jnp.where(part.is_first, ds0, 0)
+    return RWKV6Inputs(
+        r=total(made["dr_"], x.r),
+        k=total(made["dk_"], x.k),
+        v=made["dv_"][0],
+        w=total(made["dw_"], x.w),
+        u=jnp.sum(made["du_"].reshape(plan.parts, B, -1, H, K), (0, 2)),
+        initial_state=ds0,
+    )

@@ -14,14 +14,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ...device.pairs import Pairs
-from ...device.tiles import Sizes, across, along, dot, fma, walk_stretches
+from ...device.tiles import Sizes, across, along, dot, fma, walk_windows
 
 
 def rwkv6_walk(
-    read_: Any, write_: Any, decay_: Any, u_: Any, x_: Any, start_: Any, restart_: Any, bounds_: Any,
-    y_: Any, end_: Any, states_: Any,
-    *, sizes: Sizes, reverse: bool, keep: bool, scale: float,
-) -> None:  # fmt: skip
+    read_: Any,
+    write_: Any,
+    decay_: Any,
+    u_: Any,
+    x_: Any,
+    start_: Any,
+    restart_: Any,
+    bounds_: Any,
+    y_: Any,
+    end_: Any,
+    states_: Any,
+    *,
+    sizes: Sizes,
+    reverse: bool,
+    keep: bool,
+    scale: float,
+) -> None:
     """Grid (blocks of V, heads, sequences): ``y = S^T read + (read . u write) x``,
     ``S <- diag(decay) S + write x^T``.
 
@@ -33,7 +46,8 @@ def rwkv6_walk(
     u = along(u_[pl.program_id(1)])
     scales = (1.0, scale) if reverse else (scale, 1.0)
 
-    load = lambda at: (read_[at], write_[at], decay_[at], x_[at, vs])
+    def load(at: Any) -> tuple[jax.Array, ...]:
+        return read_[at], write_[at], decay_[at], x_[at, vs]
 
     def token(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
         read, write, decay, x = loaded
@@ -42,13 +56,13 @@ def rwkv6_walk(
         return fma(S, along(decay), across(x) * write)
 
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
-    end_[state, :, vs] = walk_stretches(
+    end_[state, :, vs] = walk_windows(
         load, token, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep
     )
 
 
 def rwkv6_gradients(decay_: Any, r_: Any, k_: Any, u_: Any, *refs: Any, sizes: Sizes, size: int) -> None:
-    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k and of u by stretch, ``size`` rows of K
+    """Grid (blocks of K, heads, B * windows): gradients of r, w, k and of u by window, ``size`` rows of K
     a program.
 
     The references begin with all sums over V (`sum_over_values`).
@@ -57,7 +71,8 @@ def rwkv6_gradients(decay_: Any, r_: Any, k_: Any, u_: Any, *refs: Any, sizes: S
     pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, lines_, restart_, 1)
     u = u_[pl.program_id(1), pairs.ks].astype(jnp.float32)
 
-    load = lambda t: (pairs.token(r_, t), pairs.token(k_, t))
+    def load(t: Any) -> tuple[jax.Array, jax.Array]:
+        return pairs.token(r_, t), pairs.token(k_, t)
 
     def reads(t: Any, loaded: Any, decay: jax.Array, same: Any, sums: Any, total: jax.Array) -> Any:
         r, k = loaded

@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV6Inputs
-from ...plan.recurrent import Plan, make_plan, split
-from ...plan.value_sums import RATES, sum_over_values
+from ...plan.recurrent import RecurrentPlan, make_plan, split
+from ...plan.value_sums import RATES, float32, sum_over_values
 from ...run.pallas import pallas_call
 from .kernels import rwkv6_gradients, rwkv6_walk
 
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
-    """The states that enter each stretch, padded."""
+    """The states that enter each window, padded."""
     return {"states": "b c h x y"}
 
 
-def _padded(plan: Plan, x: RWKV6Inputs) -> tuple[jax.Array, ...]:
+def _padded(plan: RecurrentPlan, x: RWKV6Inputs) -> tuple[jax.Array, ...]:
     """Arrays as kernels take them; the decay in place of its logarithm."""
     K = plan.sizes.K
     decay = jnp.exp(plan.tokens(x.w, K).astype(jnp.float32))
@@ -30,12 +30,8 @@ def _padded(plan: Plan, x: RWKV6Inputs) -> tuple[jax.Array, ...]:
     return plan.tokens(x.r, K), plan.tokens(x.k, K), plan.tokens(x.v, plan.sizes.V), decay, u
 
 
-def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
 def _walk(
-    plan: Plan,
+    plan: RecurrentPlan,
     rates: Sequence[jax.Array],
     x: jax.Array,
     start: jax.Array,
@@ -49,9 +45,9 @@ def _walk(
     nothing.
     """
     s = plan.sizes
-    states = _float32(*plan.entries, s.K, s.V) if keep else _float32(1, 1, 1)
+    states = float32(*plan.entries, s.K, s.V) if keep else float32(1, 1, 1)
     kernel = functools.partial(rwkv6_walk, sizes=s, reverse=reverse, keep=keep, scale=scale)
-    out = (jax.ShapeDtypeStruct(x.shape, y_dtype), _float32(*start.shape), states)
+    out = (jax.ShapeDtypeStruct(x.shape, y_dtype), float32(*start.shape), states)
     inputs = (*(split(rate, s.walk) for rate in rates), x, start, plan.restart, plan.bounds)
     return pallas_call(kernel, *inputs, out=out, grid=(s.V // s.walk.own, s.heads, plan.rows), num_warps=1)
 
@@ -81,7 +77,7 @@ def backward(
     dv, ds0, dstates = _walk(plan, rates, do, ds, x.v.dtype, reverse=True, keep=True, scale=scale)
     summed = sum_over_values(plan, (do,), (v,), states, dstates, scale)
     out = [jax.ShapeDtypeStruct(r.shape, like.dtype) for like in (x.r, x.w, x.k)]
-    out.append(_float32(*plan.entries, s.K))
+    out.append(float32(*plan.entries, s.K))
     size = min(s.K, RATES)
     kernel = functools.partial(rwkv6_gradients, sizes=s, size=size)
     grid = (s.K // size, s.heads, x.r.shape[0] * s.number)

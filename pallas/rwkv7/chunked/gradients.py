@@ -1,243 +1,317 @@
-"""RWKV-7, chunked backward in Triton: the gradients of r, w, k, a, b of one chunk from the states and their gradients at its ends.
+"""RWKV-7, chunked backward in Triton: the gradients of r, w, k, a, b of one chunk from the states and their
+gradients at its ends.
 
-The gradient of the log decay adds only terms that contain the decay in question: rows through the entering state count for the tokens up to them, columns
-through the leaving state for the tokens after them; pairs inside the chunk as row terms minus column terms from token j on, both from the same rounded
-factors, so that what cancels, cancels to float32 rounding. In the form for any decay the pairs that are not decayed at all (r with its own token, a with the
-one before) are taken apart, and a log decay that was clamped at LOG_MIN gets its true factor back.
+The gradient of the log decay adds only terms that contain the decay in question (docs/maths.md, section 6):
+rows through the entering state count for the tokens up to them, columns through the leaving state for the
+tokens after them; pairs inside the chunk as row terms minus column terms from token j on, both from the same
+rounded factors, so that what cancels, cancels to float32 rounding. In the form for any decay the pairs that
+are not decayed at all (r with its own token, a with the one before) are taken apart, and a log decay that was
+clamped at LOG_MIN gets its true factor back.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from ...device.common import (
-    LOG2E,
-    LOG_MIN,
+from ...device.chunk import (
     C,
-    load_tokens,
-    only,
-    segment_masks,
+    Ranges,
+    bounded,
+    causal,
+    chunk_elements,
+    chunk_offsets,
+    chunk_segments,
+    needs_any_decay,
+    passing,
+    reached,
+    reaching,
     sequence,
-    store_tokens,
-    token_sums_f32,
+    tile_axes,
+    together,
 )
-from ...device.decay import factors
+from ...device.decay import LOG2E, Columns, clamped, factors
+from ...device.products import token_sums_f32
+from ...device.tokens import load_tokens, only, store_tokens
+from .tokens import Tokens, advanced, scaled_tokens
+
+
+class TokenTiles(NamedTuple):
+    """A chunk's tokens as they lie in memory, [16, K]."""
+
+    r: Any
+    k: Any
+    a: Any
+    b: Any
+
+
+class Masks(NamedTuple):
+    """Which tokens of a chunk hand what to whom.
+
+    Attributes:
+        seen: [16, 16] pairs t, i with i <= t that lie in one segment.
+        below: [16, 16] those with i < t.
+        start: [16, 1] tokens that the entering state reaches.
+        end: [16, 1] tokens that reach the leaving state.
+    """
+
+    seen: Any
+    below: Any
+    start: Any
+    end: Any
+
+
+class Values(NamedTuple):
+    """A chunk's value-sided tiles: v and dY [16, V], U and dZ held transposed [V, 16]."""
+
+    v: Any
+    dy: Any
+    U: Any
+    dZ: Any
 
 
 @triton.jit
-def row_gradient(dk, db, k1, b1, k2, b2, acc, PREC: tl.constexpr, ANY: tl.constexpr):
-    """``acc`` + dA times the columns [16, K], each half of the rows with its own columns."""
-    hi = tl.dot(db, b2, tl.dot(dk, k2, acc, input_precision=PREC), input_precision=PREC)
-    if ANY:
-        lo = tl.dot(db, b1, tl.dot(dk, k1, acc, input_precision=PREC), input_precision=PREC)
-        return tl.where(tl.arange(0, 16)[:, None] < 8, lo, hi)
+def row_gradient(dk, db, k, b, acc, mode: tl.constexpr):
+    """``acc`` + gradients of scores times the columns ``k``, ``b``, each half of the rows with its own."""
+    high = tl.dot(
+        db, b.high, tl.dot(dk, k.high, acc, input_precision=mode.precision), input_precision=mode.precision
+    )
+    if mode.any_decay:
+        low = tl.dot(
+            db, b.low, tl.dot(dk, k.low, acc, input_precision=mode.precision), input_precision=mode.precision
+        )
+        return tl.where(tl.arange(0, 16)[:, None] < 8, low, high)
     else:
-        return hi
+        return high
 
 
 @triton.jit
-def col_gradient(dq, da, q, a, first_half: tl.constexpr, PREC: tl.constexpr, ANY: tl.constexpr):
-    """dA^T times the rows [16, K]: of tokens 0..7 or 8..15 with ``ANY``, else of all."""
-    if ANY:
-        lo = tl.arange(0, 16)[:, None] < 8
-        keep = lo if first_half else (tl.arange(0, 16)[:, None] >= 8)
-        dq, da = tl.where(keep, dq, 0.0).to(dq.dtype), tl.where(keep, da, 0.0).to(da.dtype)
-    x = tl.dot(tl.trans(dq), q, input_precision=PREC)
-    return tl.dot(tl.trans(da), a, x, input_precision=PREC)
-
-
-@triton.jit
-def scaled_tokens(r, k, a, b, decays, SCALE: tl.constexpr, DOT: tl.constexpr, ANY: tl.constexpr):
-    """Rows q, a and columns k, b times their decay factors: rows for the state, rows for the scores, columns for rows 0..7, columns for rows 8..15."""
-    rq, ra, c1, c2, eq, ea = decays
-    q1, a1 = (r.to(tl.float32) * SCALE * rq).to(DOT), (a.to(tl.float32) * ra).to(DOT)
-    k2, b2 = (k.to(tl.float32) * c2).to(DOT), (b.to(tl.float32) * c2).to(DOT)
-    if ANY:
-        k1, b1 = (k.to(tl.float32) * c1).to(DOT), (b.to(tl.float32) * c1).to(DOT)
-        q0, a0 = (r.to(tl.float32) * SCALE * eq).to(DOT), (a.to(tl.float32) * ea).to(DOT)
-    else:
-        k1, b1, q0, a0 = k2, b2, q1, a1
-    return q0, a0, q1, a1, k1, b1, k2, b2
+def column_gradient(dr, da, r, a, LOW: tl.constexpr, mode: tl.constexpr):
+    """Gradients of scores, transposed, times the rows ``r``, ``a`` [16, K]: of tokens 0..7 with ``LOW``, else
+    8..15; in the bounded form of all.
+    """
+    if mode.any_decay:
+        low = tl.arange(0, 16)[:, None] < 8
+        keep = low if LOW else (tl.arange(0, 16)[:, None] >= 8)
+        dr, da = only(dr, keep), only(da, keep)
+    x = tl.dot(tl.trans(dr), r, input_precision=mode.precision)
+    return tl.dot(tl.trans(da), a, x, input_precision=mode.precision)
 
 
 @triton.jit
 def token_gradients(
-    tokens, decays, scaled, masks, values, states, passed, clamped, pointers, offk, mtk,
-    SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr, DOT: tl.constexpr, ANY: tl.constexpr, SEG: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    tokens,
+    decays,
+    scaled,
+    read_r,
+    read_a,
+    masks,
+    values,
+    S,
+    dS,
+    passed,
+    clipped,
+    gradients,
+    offsets,
+    there,
+    mode: tl.constexpr,
+):
     """Stores dr, dw, dk, da, db [16, K] of one chunk.
 
-    ``values``: v, dY [16, V], U, dZ [V, 16]; ``states``: S, dS [V, K] of the entering state and of ``S pre + V^T K + U^T B``; ``passed`` [K]: what reaches
-    every decay through the state that passes the chunk; ``clamped``: logs that LOG_MIN cut off.
+    ``read_r`` and ``read_a`` are the rows r and a that reach the entering state ``S`` [V, K]; ``dS`` is the
+    gradient of ``S pre + V^T K + U^T B``. ``passed`` [K] is what reaches every decay through the state that
+    passes the chunk, ``clipped`` [16, K] what LOG_MIN cut off the log decays.
     """
-    r, k, a, b = tokens
-    rq, ra, c1, c2, eq, ea = decays
-    q0, a0, q1, a1, k1, b1, k2, b2 = scaled
-    seen, below, start, end = masks
-    v, dy, U, dZ = values
-    Sd, dSd = states
-    dr_, dw_, dk_, da_, db_ = pointers
-    oc = tl.arange(0, 16)
-    t, j = oc[:, None], oc[None, :]
-    from_here = tl.where(j >= t, 1.0, 0.0)  # token sums over the tokens from t on
+    t, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    from_here = tl.where(j >= t, 1.0, 0.0)  # sums over the tokens from t on
     later = tl.where(j > t, 1.0, 0.0)
     earlier = tl.where(j < t, 1.0, 0.0)
-    vt, Ut, dZt = tl.trans(v), tl.trans(U), tl.trans(dZ)
-    dAqk, dAqb = tl.dot(dy, vt, input_precision=PREC), tl.dot(dy, U, input_precision=PREC)
-    dAak, dAab = tl.dot(dZt, vt, input_precision=PREC), tl.dot(dZt, U, input_precision=PREC)
-    dAqk, dAqb, dAak, dAab = (
-        only(dAqk, seen).to(DOT),
-        only(dAqb, seen).to(DOT),
-        only(dAak, below).to(DOT),
-        only(dAab, below).to(DOT),
-    )
-    if ANY:  # pairs that are not decayed at all apart: their size must not drown the rest of dw
-        nqk, nqb, nak, nab = (
-            only(dAqk, t == j),
-            only(dAqb, t == j),
-            only(dAak, t == j + 1),
-            only(dAab, t == j + 1),
-        )
-        dAqk, dAqb, dAak, dAab = (
-            only(dAqk, t > j),
-            only(dAqb, t > j),
-            only(dAak, t > j + 1),
-            only(dAab, t > j + 1),
-        )
-        kd, bd, rd, ad = k.to(DOT), b.to(DOT), r.to(DOT), a.to(DOT)
+    dy, U = values.dy, values.U
+    vt, Ut, dZt = tl.trans(values.v), tl.trans(U), tl.trans(values.dZ)
+    dAqk = tl.dot(dy, vt, input_precision=mode.precision)
+    dAqb = tl.dot(dy, U, input_precision=mode.precision)
+    dAak = tl.dot(dZt, vt, input_precision=mode.precision)
+    dAab = tl.dot(dZt, U, input_precision=mode.precision)
+    dAqk, dAqb = only(dAqk, masks.seen).to(mode.operand), only(dAqb, masks.seen).to(mode.operand)
+    dAak, dAab = only(dAak, masks.below).to(mode.operand), only(dAab, masks.below).to(mode.operand)
+    if mode.any_decay:
+        # pairs that are not decayed at all come apart: their size must not drown the rest of dw
+        near_qk, near_qb = only(dAqk, t == j), only(dAqb, t == j)
+        near_ak, near_ab = only(dAak, t == j + 1), only(dAab, t == j + 1)
+        dAqk, dAqb = only(dAqk, t > j), only(dAqb, t > j)
+        dAak, dAab = only(dAak, t > j + 1), only(dAab, t > j + 1)
+        plain_k, plain_b = tokens.k.to(mode.operand), tokens.b.to(mode.operand)
+        plain_r, plain_a = tokens.r.to(mode.operand), tokens.a.to(mode.operand)
 
-    # rows: through the state (xs, ys), then with the pairs of the chunk
-    xs, ys = tl.dot(dy, Sd, input_precision=PREC), tl.dot(dZt, Sd, input_precision=PREC)
-    if SEG:
-        xs, ys = tl.where(start, xs, 0.0), tl.where(start, ys, 0.0)
-    if ANY:
-        zero = tl.zeros(k.shape, tl.float32)
-        xi = row_gradient(dAqk, dAqb, k1, b1, k2, b2, zero, PREC, ANY)
-        yi = row_gradient(dAak, dAab, k1, b1, k2, b2, zero, PREC, ANY)
-        acc = q0.to(tl.float32) * xs + q1.to(tl.float32) * xi
-        y = a0.to(tl.float32) * ys + a1.to(tl.float32) * yi
-        dr = eq * xs + rq * xi + row_gradient(nqk, nqb, kd, bd, kd, bd, zero, PREC, False)
-        da = ea * ys + ra * yi + row_gradient(nak, nab, kd, bd, kd, bd, zero, PREC, False)
+    # rows: through the state, then with the pairs of the chunk
+    state_r, state_a = (
+        tl.dot(dy, S, input_precision=mode.precision),
+        tl.dot(dZt, S, input_precision=mode.precision),
+    )
+    if mode.segments:
+        state_r, state_a = tl.where(masks.start, state_r, 0.0), tl.where(masks.start, state_a, 0.0)
+    if mode.any_decay:
+        zero = tl.zeros(tokens.k.shape, tl.float32)
+        pairs_r = row_gradient(dAqk, dAqb, scaled.k, scaled.b, zero, mode)
+        pairs_a = row_gradient(dAak, dAab, scaled.k, scaled.b, zero, mode)
+        terms = read_r.to(tl.float32) * state_r + scaled.r.score.to(tl.float32) * pairs_r
+        terms_a = read_a.to(tl.float32) * state_a + scaled.a.score.to(tl.float32) * pairs_a
+        k, b = Columns(plain_k, plain_k), Columns(plain_b, plain_b)
+        dr = decays.state_incl * state_r + decays.score_incl * pairs_r
+        dr += row_gradient(near_qk, near_qb, k, b, zero, bounded(mode))
+        da = decays.state_excl * state_a + decays.score_excl * pairs_a
+        da += row_gradient(near_ak, near_ab, k, b, zero, bounded(mode))
     else:
-        xi = row_gradient(dAqk, dAqb, k1, b1, k2, b2, xs, PREC, ANY)
-        yi = row_gradient(dAak, dAab, k1, b1, k2, b2, ys, PREC, ANY)
-        acc, y = q1.to(tl.float32) * xi, a1.to(tl.float32) * yi
-        dr, da = rq * xi, ra * yi
-    store_tokens(dr_, offk, dr * SCALE, mtk, EVEN)
-    store_tokens(da_, offk, da, mtk, EVEN)
-    if not ANY:
-        acc += y
+        pairs_r = row_gradient(dAqk, dAqb, scaled.k, scaled.b, state_r, mode)
+        pairs_a = row_gradient(dAak, dAab, scaled.k, scaled.b, state_a, mode)
+        terms, terms_a = scaled.r.score.to(tl.float32) * pairs_r, scaled.a.score.to(tl.float32) * pairs_a
+        dr, da = decays.score_incl * pairs_r, decays.score_excl * pairs_a
+    store_tokens(gradients.r_, offsets, dr * mode.scale, there, mode.even)
+    store_tokens(gradients.a_, offsets, da, there, mode.even)
+    if not mode.any_decay:
+        terms += terms_a
 
     # columns: pairs of the chunk, then through the state
-    zk, zb = tl.dot(v, dSd, input_precision=PREC), tl.dot(Ut, dSd, input_precision=PREC)
-    if SEG:
-        zk, zb = tl.where(end, zk, 0.0), tl.where(end, zb, 0.0)
-    through = k2.to(tl.float32) * zk + b2.to(tl.float32) * zb
-    xi = col_gradient(dAqk, dAak, q1, a1, False, PREC, ANY)
-    acc -= k2.to(tl.float32) * xi
-    dk = c2 * (xi + zk)
-    xi = col_gradient(dAqb, dAab, q1, a1, False, PREC, ANY)
-    acc -= b2.to(tl.float32) * xi
-    db = c2 * (xi + zb)
-    if ANY:
-        xi = col_gradient(dAqk, dAak, q1, a1, True, PREC, ANY)
-        acc -= k1.to(tl.float32) * xi
-        dk += c1 * xi
-        xi = col_gradient(dAqb, dAab, q1, a1, True, PREC, ANY)
-        acc -= b1.to(tl.float32) * xi
-        db += c1 * xi
-        dk += tl.dot(tl.trans(nqk), rd, input_precision=PREC) * SCALE + tl.dot(
-            tl.trans(nak), ad, input_precision=PREC
-        )
-        db += tl.dot(tl.trans(nqb), rd, input_precision=PREC) * SCALE + tl.dot(
-            tl.trans(nab), ad, input_precision=PREC
-        )
-    store_tokens(dk_, offk, dk, mtk, EVEN)
-    store_tokens(db_, offk, db, mtk, EVEN)
+    state_k = tl.dot(values.v, dS, input_precision=mode.precision)
+    state_b = tl.dot(Ut, dS, input_precision=mode.precision)
+    if mode.segments:
+        state_k, state_b = tl.where(masks.end, state_k, 0.0), tl.where(masks.end, state_b, 0.0)
+    through = scaled.k.high.to(tl.float32) * state_k + scaled.b.high.to(tl.float32) * state_b
+    pairs_k = column_gradient(dAqk, dAak, scaled.r.score, scaled.a.score, LOW=False, mode=mode)
+    terms -= scaled.k.high.to(tl.float32) * pairs_k
+    dk = decays.high * (pairs_k + state_k)
+    pairs_b = column_gradient(dAqb, dAab, scaled.r.score, scaled.a.score, LOW=False, mode=mode)
+    terms -= scaled.b.high.to(tl.float32) * pairs_b
+    db = decays.high * (pairs_b + state_b)
+    if mode.any_decay:
+        pairs_k = column_gradient(dAqk, dAak, scaled.r.score, scaled.a.score, LOW=True, mode=mode)
+        terms -= scaled.k.low.to(tl.float32) * pairs_k
+        dk += decays.low * pairs_k
+        pairs_b = column_gradient(dAqb, dAab, scaled.r.score, scaled.a.score, LOW=True, mode=mode)
+        terms -= scaled.b.low.to(tl.float32) * pairs_b
+        db += decays.low * pairs_b
+        dk += undecayed(near_qk, near_ak, plain_r, plain_a, mode)
+        db += undecayed(near_qb, near_ab, plain_r, plain_a, mode)
+    store_tokens(gradients.k_, offsets, dk, there, mode.even)
+    store_tokens(gradients.b_, offsets, db, there, mode.even)
 
-    dg = passed[None, :] + tl.zeros(k.shape, tl.float32)
-    if ANY:
-        dg = token_sums_f32(later, y, dg, HALF, PREC)
+    dg = passed[None, :] + tl.zeros(tokens.k.shape, tl.float32)
+    if mode.any_decay:
+        dg = token_sums_f32(later, terms_a, dg, mode)
     else:
-        dg -= y
-    dg = token_sums_f32(from_here, acc, dg, HALF, PREC)
-    dg = token_sums_f32(earlier, through, dg, HALF, PREC)
-    if ANY:
-        dg *= tl.exp2(clamped * LOG2E)
-    store_tokens(dw_, offk, dg, mtk, EVEN)
+        dg -= terms_a
+    dg = token_sums_f32(from_here, terms, dg, mode)
+    dg = token_sums_f32(earlier, through, dg, mode)
+    if mode.any_decay:
+        dg *= tl.exp2(clipped * LOG2E)
+    store_tokens(gradients.w_, offsets, dg, there, mode.even)
+
+
+@triton.jit
+def undecayed(near_r, near_a, r, a, mode: tl.constexpr):
+    """What a column gets from the rows that it is not decayed for."""
+    by_r = tl.dot(tl.trans(near_r), r, input_precision=mode.precision) * mode.scale
+    return by_r + tl.dot(tl.trans(near_a), a, input_precision=mode.precision)
 
 
 @triton.jit
 def chunk_gradients(
-    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, u_, dz_, states_, dstates_, T, span,
-    dr_, dw_, dk_, da_, db_,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
-    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """One chunk and block of keys; BK is the block's size here."""
-    DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
+    tokens, ranges, dy_, u_, dz_, states_, dstates_, gradients, mode: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """One chunk and block of keys; ``mode.BK`` is the block's size here."""
     n, h = tl.program_id(0) // BLOCKS, tl.program_id(1)
-    _, base, first, length, chunk0 = sequence(cu_, chunk0_, T, span, SPLITS, VAR)
-    left = length - n * C
+    here = sequence(ranges, mode)
+    left = here.length - n * C
     if left > 0:
-        oc, ok, ov = tl.arange(0, 16), (tl.program_id(0) % BLOCKS) * BK + tl.arange(0, BK), tl.arange(0, BV)
-        mk, mv, m = ok < K, ov < V, oc < left
-        mtk, mtv = m[:, None] & mk[None, :], m[:, None] & mv[None, :]
-        offk, offv = oc[:, None] * (H * K) + ok[None, :], oc[:, None] * (H * V) + ov[None, :]
-        pk, pv = ((first + n * C) * H + h) * K, ((first + n * C) * H + h) * V
-        chunk = (chunk0 + n) * H + h
-        w = load_tokens(w_ + pk, offk, mtk, EVEN)
-        r = load_tokens(r_ + pk, offk, mtk, EVEN)
-        k = load_tokens(k_ + pk, offk, mtk, EVEN)
-        a = load_tokens(a_ + pk, offk, mtk, EVEN)
-        b = load_tokens(b_ + pk, offk, mtk, EVEN)
-        v = load_tokens(v_ + pv, offv, mtv, EVEN).to(DOT)
-        dy = load_tokens(dy_ + pv, offv, mtv, EVEN).to(DOT)
-        U = tl.trans(load_tokens(u_ + pv, offv, mtv, EVEN).to(DOT))
-        dZ = tl.trans(load_tokens(dz_ + pv, offv, mtv, EVEN).to(DOT))
-        at = chunk * (K * V) + ov[:, None] * K + ok[None, :]
-        Sd = tl.load(states_ + at, mask=mv[:, None] & mk[None, :], other=0.0)
-        dS = tl.load(dstates_ + at, mask=mv[:, None] & mk[None, :], other=0.0)
-        wc = tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype) if ANY else w
-        decays, pre, _post = factors(wc, ANY, PREC)  # dstates have the latter in them
-        q0, a0, q1, a1, k1, b1, k2, b2 = scaled_tokens(r, k, a, b, decays, SCALE, DOT, ANY)
-        seen, below = oc[:, None] >= oc[None, :], oc[:, None] > oc[None, :]
-        start, end = m[:, None], m[:, None]
-        passed = tl.sum(Sd.to(tl.float32) * dS.to(tl.float32), 0)
-        if ANY:
-            passed *= pre
-        if SEG:
-            ids, before, last = segment_masks(seg_, base, first + n * C, left)
-            one = ids[:, None] == ids[None, :]
+        axes = tile_axes(tl.program_id(0) % BLOCKS, 0, mode)
+        there = chunk_elements(left, axes)
+        offsets = chunk_offsets(axes, mode)
+        pk = ((here.first + n * C) * mode.H + h) * mode.K
+        pv = ((here.first + n * C) * mode.H + h) * mode.V
+        chunk = (here.chunk0 + n) * mode.H + h
+        w = load_tokens(tokens.w_ + pk, offsets.key, there.key, mode.even)
+        r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even)
+        k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even)
+        a = load_tokens(tokens.a_ + pk, offsets.key, there.key, mode.even)
+        b = load_tokens(tokens.b_ + pk, offsets.key, there.key, mode.even)
+        v = load_tokens(tokens.v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
+        dy = load_tokens(dy_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
+        U = tl.trans(load_tokens(u_ + pv, offsets.value, there.value, mode.even).to(mode.operand))
+        dZ = tl.trans(load_tokens(dz_ + pv, offsets.value, there.value, mode.even).to(mode.operand))
+        at = chunk * (mode.K * mode.V) + axes.value[:, None] * mode.K + axes.key[None, :]
+        there_state = axes.has_value[:, None] & axes.has_key[None, :]
+        S = tl.load(states_ + at, mask=there_state, other=0.0)
+        dS = tl.load(dstates_ + at, mask=there_state, other=0.0)
+        counted = clamped(w, mode)
+        decays = factors(counted, mode)  # dstates have the decay after the writes in them
+        scaled = scaled_tokens(r.to(tl.float32) * mode.scale, k, a, b, decays, mode)
+        seen, below = causal(axes)
+        start, end = there.token[:, None], there.token[:, None]
+        read_r, read_a = scaled.r.state, scaled.a.state
+        passed = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+        if mode.any_decay:
+            passed *= decays.pre
+        if mode.segments:
+            segments = chunk_segments(ranges.seg_, here, n, left)
+            one = together(segments)
             seen, below = seen & one, below & one
-            start, end = (ids == before)[:, None], (ids == last)[:, None]
-            q0, a0 = only(q0, start), only(a0, start)
-            passed = tl.where(before == last, passed, 0.0)
+            start, end = reached(segments), reaching(segments)
+            read_r, read_a = only(read_r, start), only(read_a, start)
+            passed = tl.where(passing(segments), passed, 0.0)
         token_gradients(
-            (r, k, a, b), decays, (q0, a0, q1, a1, k1, b1, k2, b2), (seen, below, start, end), (v, dy, U, dZ), (Sd.to(DOT), dS.to(DOT)), passed,
-            w.to(tl.float32) - wc.to(tl.float32), (dr_ + pk, dw_ + pk, dk_ + pk, da_ + pk, db_ + pk), offk, mtk,
-            SCALE, HALF, PREC, DOT, ANY, SEG, EVEN,
-        )  # fmt: skip
+            TokenTiles(r, k, a, b),
+            decays,
+            scaled,
+            read_r,
+            read_a,
+            Masks(seen, below, start, end),
+            Values(v, dy, U, dZ),
+            S.to(mode.operand),
+            dS.to(mode.operand),
+            passed=passed,
+            clipped=w.to(tl.float32) - counted.to(tl.float32),
+            gradients=advanced(gradients, pk),
+            offsets=offsets.key,
+            there=there.key,
+            mode=mode,
+        )
 
 
 @triton.jit
 def rwkv7_gradients_kernel(
-    r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, strong_, dy_, u_, dz_, states_, dstates_, T, span,
-    dr_, dw_, dk_, da_, db_,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr, PREC: tl.constexpr,
-    ANY: tl.constexpr, SEG: tl.constexpr, VAR: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Grid (chunks times blocks of keys, heads, stretches), for large heads: after the carry kernel has stored dZ and the gradients of the states."""
-    if (
-        tl.load(strong_ + (0 if VAR else tl.program_id(2) // SPLITS) * H + tl.program_id(1)) != 0
-        if ANY
-        else False
-    ):
-        chunk_gradients(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, u_, dz_, states_, dstates_, T, span, dr_, dw_, dk_, da_, db_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, ANY, SEG, VAR, EVEN, SPLITS, BLOCKS,
-        )  # fmt: skip
+    r_,
+    w_,
+    k_,
+    v_,
+    a_,
+    b_,
+    seg_,
+    cu_,
+    chunk0_,
+    any_decay_,
+    dy_,
+    u_,
+    dz_,
+    states_,
+    dstates_,
+    T,
+    span,
+    dr_,
+    dw_,
+    dk_,
+    da_,
+    db_,
+    mode: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Grid (chunks times ``BLOCKS`` of keys, heads, stretches or packed sequences), for large heads: after
+    the carry kernel has stored dZ and the gradients of the states.
+    """
+    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
+    out = Tokens(dr_, dw_, dk_, dy_, da_, db_)  # dv is there already
+    if needs_any_decay(any_decay_, mode):
+        chunk_gradients(tokens, ranges, dy_, u_, dz_, states_, dstates_, out, mode=mode, BLOCKS=BLOCKS)
     else:
         chunk_gradients(
-            r_, w_, k_, v_, a_, b_, seg_, cu_, chunk0_, dy_, u_, dz_, states_, dstates_, T, span, dr_, dw_, dk_, da_, db_,
-            H, K, V, BK, BV, SCALE, HALF, PREC, False, SEG, VAR, EVEN, SPLITS, BLOCKS,
-        )  # fmt: skip
+            tokens, ranges, dy_, u_, dz_, states_, dstates_, out, mode=bounded(mode), BLOCKS=BLOCKS
+        )

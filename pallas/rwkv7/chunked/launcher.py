@@ -4,29 +4,31 @@ Triton kernels.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV7Inputs
+from ....core.sequence import part_of
 from ...plan.chunked import (
     CHUNK,
+    ChunkedPlan,
     LaunchTable,
-    Plan,
+    has_half,
     launch_options,
     make_plan,
     partial_shapes,
+    stretches_here,
     stretches_of,
-    tile,
     total,
 )
-from ...plan.kept_states import KeptStates, keep_states, result
+from ...plan.kept_states import KeptStates, keep_states
+from ...plan.shapes import like, result, tile
 from ...plan.stretches import enter, enter_backward
 from ...run.triton import launch
 from .backward import rwkv7_bwd_kernel, rwkv7_carry_kernel
-from .forward import rwkv7_fwd_kernel, rwkv7_transfer_kernel
+from .forward import rwkv7_fwd_kernel
 from .gradients import rwkv7_gradients_kernel
+from .transfer import rwkv7_transfer_kernel
 
 # (value block, warps, pipeline stages) by pass and padded K, measured on an H200
 LAUNCH: LaunchTable = {
@@ -73,88 +75,135 @@ def _states(x: RWKV7Inputs) -> KeptStates:
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """What the forward keeps, and its axes."""
-    axes = _states(call.inputs).axes | {"inverses": "b c h x y"}  # (I - A_ab)^-1
+    axes = _states(call.inputs).axes | {"inverses": "b chunk h x y"}  # (I - A_ab)^-1
     if _two_kernels(call.inputs):
         axes["U"] = "b t h v"
     if stretches_of(call) > 1:
-        axes |= {"M": "b s h k j", "reads": "b t h k"}
+        axes |= {"M": "b stretch h k j", "reads": "b t h k"}
     return axes
 
 
-def _like(x: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
+def _tokens(x: RWKV7Inputs) -> dict[str, jax.Array]:
+    """The kernels' arguments r_ to b_."""
+    return dict(r_=x.r, w_=x.w, k_=x.k, v_=x.v, a_=x.a, b_=x.b)
 
 
-def _tokens(x: RWKV7Inputs) -> tuple[jax.Array, ...]:
-    return x.r, x.w, x.k, x.v, x.a, x.b
-
-
-def _transfer(plan: Plan, x: RWKV7Inputs):
-    """(M, N, reads) of all stretches: see plan/stretches.py."""
-    (B, _, H, K), V, BV = x.r.shape, x.v.shape[-1], plan.options["BV"]
-    out = (
-        _like(x.r, plan.store),
-        jax.ShapeDtypeStruct((B * plan.splits, H, K, K), jnp.float32),
-        jax.ShapeDtypeStruct((B * plan.splits, H, K, V), jnp.float32),
-    )
+def _transfer(plan: ChunkedPlan, x: RWKV7Inputs) -> dict[str, jax.Array]:
+    """M_, N_ and reads_ of all stretches: see plan/stretches.py."""
+    (B, _, H, K), V = x.r.shape, x.v.shape[-1]
+    splits, BV = plan.mode.splits, plan.mode.BV
     options = plan.options | dict(
-        grid=(plan.parts + -(-K // BV), H, B * plan.splits),
-        EVEN=plan.options["EVEN"] and K % BV == 0,
-        PARTS=plan.parts,
+        grid=(plan.parts + -(-K // BV), H, B * splits),
+        mode=plan.mode.replaced(even=plan.mode.even and K % BV == 0),
     )
-    reads, M, N = launch(rwkv7_transfer_kernel, *_tokens(x), *plan.ranges, *plan.lengths, out=out, **options)
-    return M, N, reads
+    return launch(
+        rwkv7_transfer_kernel,
+        _tokens(x) | plan.ranges,
+        dict(
+            reads_=like(x.r, plan.store),
+            M_=jax.ShapeDtypeStruct((B * splits, H, K, K), jnp.float32),
+            N_=jax.ShapeDtypeStruct((B * splits, H, K, V), jnp.float32),
+        ),
+        PARTS=plan.parts,
+        **options,
+    )
 
 
 def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """Outputs and what the backward reads."""
-    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_of(call)
+    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call)
+    part, final = part_of(call, x.segment_ids), None
     states, keep_u, s0 = _states(x), call.keep and _two_kernels(x), x.initial_state
     plan = make_plan("forward", LAUNCH, call, x, splits)
     kept: dict[str, jax.Array] = {}
-    if splits > 1:
-        M, N, reads = _transfer(make_plan("transfer", LAUNCH, call, x, splits), x)
-        s0 = enter(M, N, s0, splits)
-        kept = {"M": M.reshape(B, splits, H, K, K), "reads": reads}
-    inverses = result(call.keep, (*plan.chunks, H, CHUNK, CHUNK), plan.store)
-    out = (
-        _like(x.v),
-        _like(s0),
-        *states.shapes(x.r, V, plan.chunks, call.keep),
-        inverses,
-        result(keep_u, x.v.shape, plan.store),
+    if stretches_of(call) > 1:
+        whole = _transfer(make_plan("transfer", LAUNCH, call, x, splits), x)
+        s0, final = enter(whole["M_"], whole["N_"], s0, splits, part)
+        kept = {"M": whole["M_"].reshape(B, splits, H, K, K), "reads": whole["reads_"]}
+    out = dict(
+        y_=like(x.v),
+        sT_=like(s0),
+        **states.shapes(x.r, V, plan.chunks, call.keep),
+        inv_=result(call.keep, (*plan.chunks, H, CHUNK, CHUNK), plan.store),
+        u_=result(keep_u, x.v.shape, plan.store),
     )
-    options = plan.options | dict(KEEP=call.keep, ARRAYS=states.arrays, KEEP_U=keep_u)
-    y, final, *made, inverses, u = launch(
-        rwkv7_fwd_kernel, *_tokens(x), s0, *plan.ranges, *plan.lengths, out=out, **options
+    made = launch(
+        rwkv7_fwd_kernel,
+        _tokens(x) | dict(s0_=s0) | plan.ranges,
+        out,
+        KEEP=call.keep,
+        ARRAYS=states.arrays,
+        KEEP_U=keep_u,
+        **plan.options,
     )
-    kept |= dict(zip(states.axes, made)) | {"inverses": inverses, "U": u}
-    return Outputs(y, final.reshape(-1, splits, H, K, V)[:, -1]), kept if call.keep else {}
+    if final is None:
+        final = made["sT_"].reshape(-1, splits, H, K, V)[:, -1]
+    outputs = Outputs(made["y_"], final)
+    kept |= states.kept(made) | {"inverses": made["inv_"], "U": made["u_"]}
+    return outputs, kept if call.keep else {}
+
+
+def _backward_by_one(
+    plan: ChunkedPlan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
+) -> RWKV7Inputs:
+    """All gradients in one kernel."""
+    states = _states(x)
+    dr, dw, dk, da, db = partial_shapes(plan.parts, x.r, x.w, x.k, x.a, x.b)
+    made = launch(
+        rwkv7_bwd_kernel,
+        _tokens(x) | dict(dy_=do, dsT_=ds, inv_=kept["inverses"]) | states.operands(kept) | plan.ranges,
+        dict(dr_=dr, dw_=dw, dk_=dk, dv_=like(x.v), da_=da, db_=db, ds0_=like(ds)),
+        aliases=states.aliases(("dr_", "dk_", "da_", "db_")),
+        ARRAYS=states.arrays,
+        TAKEN=states.taken,
+        **plan.options,
+    )
+    return RWKV7Inputs(
+        r=total(made["dr_"], x.r),
+        w=total(made["dw_"], x.w),
+        k=total(made["dk_"], x.k),
+        v=made["dv_"],
+        a=total(made["da_"], x.a),
+        b=total(made["db_"], x.b),
+        initial_state=made["ds0_"],
+    )
 
 
 def _backward_by_two(
-    plan: Plan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
+    plan: ChunkedPlan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
 ) -> RWKV7Inputs:
     """The carry kernel, then the gradients kernel, for large heads."""
     K, V, states = x.r.shape[-1], x.v.shape[-1], kept["states"]
-    made = (_like(x.v), _like(ds), _like(states), _like(x.v, plan.store))
-    before = (*_tokens(x), *plan.ranges, do, ds, kept["inverses"])
-    dv, ds0, dstates, dz = launch(rwkv7_carry_kernel, *before, *plan.lengths, out=made, **plan.options)
-    BK, num_warps, num_stages = launch_options(LAUNCH, "gradients", K, plan.options["HALF"])
-    blocks, number = -(-K // BK), -(-plan.lengths[1] // CHUNK)
-    options = plan.options | dict(
+    carried = launch(
+        rwkv7_carry_kernel,
+        _tokens(x) | dict(dy_=do, dsT_=ds, inv_=kept["inverses"]) | plan.ranges,
+        dict(dv_=like(x.v), ds0_=like(ds), dstates_=like(states), dz_=like(x.v, plan.store)),
+        **plan.options,
+    )
+    BK, num_warps, num_stages = launch_options(LAUNCH, "gradients", K, has_half(x))
+    blocks, number = -(-K // BK), -(-plan.ranges["span"] // CHUNK)
+    even = plan.mode.even and tile(V) == V
+    made = launch(
+        rwkv7_gradients_kernel,
+        _tokens(x)
+        | dict(dy_=do, u_=kept["U"], dz_=carried["dz_"], states_=states, dstates_=carried["dstates_"])
+        | plan.ranges,
+        dict(dr_=like(x.r), dw_=like(x.w), dk_=like(x.k), da_=like(x.a), db_=like(x.b)),
         grid=(number * blocks, *plan.options["grid"][1:]),
         num_warps=num_warps,
         num_stages=num_stages,
-        BK=BK,
-        BV=tile(V),
+        mode=plan.mode.replaced(BK=BK, BV=tile(V), even=even),
         BLOCKS=blocks,
-        EVEN=plan.options["EVEN"] and tile(V) == V,
     )
-    operands = (*_tokens(x), *plan.ranges, do, kept["U"], dz, states, dstates, *plan.lengths)
-    out = tuple(map(_like, (x.r, x.w, x.k, x.a, x.b)))
-    dr, dw, dk, da, db = launch(rwkv7_gradients_kernel, *operands, out=out, **options)
-    return RWKV7Inputs(dr, dw, dk, dv, da, db, ds0)
+    return RWKV7Inputs(
+        r=made["dr_"],
+        w=made["dw_"],
+        k=made["dk_"],
+        v=carried["dv_"],
+        a=made["da_"],
+        b=made["db_"],
+        initial_state=carried["ds0_"],
+    )
 
 
 def backward(
@@ -162,28 +211,14 @@ def backward(
 ) -> RWKV7Inputs:
     """Gradients of all inputs."""
     do, ds = cotangents
-    (H, K), V, splits = x.r.shape[2:], x.v.shape[-1], stretches_of(call)
+    (H, K), V, splits = x.r.shape[2:], x.v.shape[-1], stretches_here(call)
     two = _two_kernels(x)
     plan = make_plan("carry" if two else "backward", LAUNCH, call, x, splits)
-    if splits > 1:
-        ds = enter_backward(plan, kept["M"].reshape(-1, H, K, K), kept["reads"], do, ds)
-    if two:
-        gradients = _backward_by_two(plan, x, kept, do, ds)
-    else:
-        states = _states(x)
-        dr, dw, dk, da, db = partial_shapes(plan.parts, x.r, x.w, x.k, x.a, x.b)
-        before = (*_tokens(x), *plan.ranges, do, ds)
-        operands = (*before, *states.operands([kept[name] for name in states.axes]), kept["inverses"])
-        options = plan.options | dict(ARRAYS=states.arrays, TAKEN=states.taken)
-        dr, dw, dk, dv, da, db, ds0 = launch(
-            rwkv7_bwd_kernel,
-            *operands,
-            *plan.lengths,
-            out=(dr, dw, dk, _like(x.v), da, db, _like(ds)),
-            aliases=states.aliases(len(before), (0, 2, 4, 5)),
-            **options,
-        )
-        parts = (total(dr, x.r), total(dw, x.w), total(dk, x.k), dv, total(da, x.a), total(db, x.b))
-        gradients = RWKV7Inputs(*parts, ds0)
+    part = part_of(call, x.segment_ids)
+    if stretches_of(call) > 1:
+        ds = enter_backward(plan, kept["M"].reshape(-1, H, K, K), kept["reads"], do, ds, part)
+    gradients = (_backward_by_two if two else _backward_by_one)(plan, x, kept, do, ds)
     first = gradients.initial_state.reshape(-1, splits, H, K, V)[:, 0]
+    if part is not None:
+        first = jnp.where(part.is_first, first, 0)
     return gradients._replace(initial_state=first)

@@ -15,14 +15,29 @@ import jax
 from jax.experimental import pallas as pl
 
 from ...device.pairs import Pairs
-from ...device.tiles import Sizes, across, along, dot, fma, walk_stretches
+from ...device.tiles import Sizes, across, along, dot, fma, walk_windows
 
 
 def rwkv7_walk(
-    first_: Any, second_: Any, decay_: Any, write_: Any, read_: Any, x_: Any, start_: Any, restart_: Any, bounds_: Any,
-    y_: Any, inner_: Any, end_: Any, states_: Any,
-    *, sizes: Sizes, reverse: bool, keep: bool, scales: tuple[float, float],
-) -> None:  # fmt: skip
+    first_: Any,
+    second_: Any,
+    decay_: Any,
+    write_: Any,
+    read_: Any,
+    x_: Any,
+    start_: Any,
+    restart_: Any,
+    bounds_: Any,
+    y_: Any,
+    inner_: Any,
+    end_: Any,
+    states_: Any,
+    *,
+    sizes: Sizes,
+    reverse: bool,
+    keep: bool,
+    scales: tuple[float, float],
+) -> None:
     """Grid (blocks of V, heads, sequences).
 
     Exchange: ``inner = S^T first``, ``S <- diag(decay) S + second inner^T``. Token: ``S <- S + write x^T``,
@@ -32,7 +47,8 @@ def rwkv7_walk(
     """
     vs = pl.ds(pl.program_id(0) * sizes.walk.own, sizes.walk.own)
 
-    load = lambda at: (first_[at], second_[at], decay_[at], write_[at], read_[at], x_[at, vs])
+    def load(at: Any) -> tuple[jax.Array, ...]:
+        return first_[at], second_[at], decay_[at], write_[at], read_[at], x_[at, vs]
 
     def exchange(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
         first, second, decay = map(along, loaded[:3])
@@ -48,23 +64,27 @@ def rwkv7_walk(
         return S
 
     first, second = (token, exchange) if reverse else (exchange, token)
-    both = lambda S, loaded, at: second(first(S, loaded, at), loaded, at)
+
+    def both(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
+        return second(first(S, loaded, at), loaded, at)
+
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
-    end_[state, :, vs] = walk_stretches(
+    end_[state, :, vs] = walk_windows(
         load, both, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep
     )
 
 
 def rwkv7_gradients(
     decay_: Any, r_: Any, a_: Any, k_: Any, b_: Any, *refs: Any, sizes: Sizes, size: int
-) -> None:  # fmt: skip
-    """Grid (blocks of K, heads, B * stretches): gradients of r, w, k, a, b from all sums over V
+) -> None:
+    """Grid (blocks of K, heads, B * windows): gradients of r, w, k, a, b from all sums over V
     (`sum_over_values`); ``size`` rows of K a program.
     """
     *sums_, product_, scores_, same_, lines_, restart_, gr_, gw_, gk_, ga_, gb_ = refs
     pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, lines_, restart_, 2)
 
-    load = lambda t: [pairs.token(x_, t) for x_ in (r_, a_, k_, b_)]
+    def load(t: Any) -> list[jax.Array]:
+        return [pairs.token(x_, t) for x_ in (r_, a_, k_, b_)]
 
     def reads(t: Any, loaded: Any, decay: jax.Array, same: Any, sums: Any, total: Any) -> Any:
         r, a, k, b = loaded

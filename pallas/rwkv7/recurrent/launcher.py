@@ -11,30 +11,26 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV7Inputs
-from ...plan.recurrent import Plan, make_plan, split
-from ...plan.value_sums import RATES, sum_over_values
+from ...plan.recurrent import RecurrentPlan, make_plan, split
+from ...plan.value_sums import RATES, float32, sum_over_values
 from ...run.pallas import pallas_call
 from .kernels import rwkv7_gradients, rwkv7_walk
 from .step import step, takes
 
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
-    """The states that enter each stretch and a^T S of each token, padded."""
+    """The states that enter each window and a^T S of each token, padded."""
     return {"states": "b c h x y", "inner": "b s h y"}
 
 
-def _padded(plan: Plan, x: RWKV7Inputs) -> tuple[jax.Array, ...]:
+def _padded(plan: RecurrentPlan, x: RWKV7Inputs) -> tuple[jax.Array, ...]:
     """Token arrays as kernels take them; the decay in place of its logarithm."""
     r, w, k, a, b = (plan.tokens(array, plan.sizes.K) for array in (x.r, x.w, x.k, x.a, x.b))
     return r, jnp.exp(w.astype(jnp.float32)), k, plan.tokens(x.v, plan.sizes.V), a, b
 
 
-def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
 def _walk(
-    plan: Plan,
+    plan: RecurrentPlan,
     rates: Sequence[jax.Array],
     x: jax.Array,
     start: jax.Array,
@@ -49,11 +45,11 @@ def _walk(
     Without ``keep``, inner and states hold nothing.
     """
     s = plan.sizes
-    inner, states = _float32(1, 1), _float32(1, 1, 1)
+    inner, states = float32(1, 1), float32(1, 1, 1)
     if keep:
-        inner, states = _float32(*x.shape), _float32(*plan.entries, s.K, s.V)
+        inner, states = float32(*x.shape), float32(*plan.entries, s.K, s.V)
     kernel = functools.partial(rwkv7_walk, sizes=s, reverse=reverse, keep=keep, scales=scales)
-    out = (jax.ShapeDtypeStruct(x.shape, y_dtype), inner, _float32(*start.shape), states)
+    out = (jax.ShapeDtypeStruct(x.shape, y_dtype), inner, float32(*start.shape), states)
     inputs = (*(split(rate, s.walk) for rate in rates), x, start, plan.restart, plan.bounds)
     return pallas_call(kernel, *inputs, out=out, grid=(s.V // s.walk.own, s.heads, plan.rows), num_warps=1)
 

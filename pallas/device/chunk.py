@@ -1,0 +1,278 @@
+"""What a program of the chunked Triton kernels knows of its work: how it was compiled, which tokens are its
+own, where a chunk's tiles and its head's state lie, and which pairs of a chunk's tokens see each other.
+
+Both ops open a chunk with these. Names that end in ``_`` are pointers.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+C = tl.constexpr(16)  # tokens of a chunk, in all kernels and launchers
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """What a launch is compiled for. The launcher makes it; inside a kernel it is one constant.
+
+    Attributes:
+        H: heads.
+        K: keys of a head.
+        V: values of a head.
+        BK: keys that a program holds, a power of two.
+        BV: values that a program holds, a power of two.
+        splits: stretches that each row is cut into; 1 where sequences are packed.
+        scale: factor of r.
+        operand: dtype of the large products' operands, bfloat16 for inputs of 16 bits, else float32.
+        precision: what `tl.dot` makes of float32 operands.
+        any_decay: whether rows and heads may need the form for any decay; False in the bounded form.
+        segments: whether rows have segments, before which the state restarts.
+        packed: whether sequences are packed into one row.
+        even: whether no element of any tile is missing.
+    """
+
+    H: int
+    K: int
+    V: int
+    BK: int
+    BV: int
+    splits: int
+    scale: float
+    operand: Any
+    precision: str
+    any_decay: bool
+    segments: bool
+    packed: bool
+    even: bool
+
+    def replaced(self, **changes: Any) -> "Mode":
+        """The same with other values."""
+        return dataclasses.replace(self, **changes)
+
+
+@triton.constexpr_function
+def bounded(mode):
+    """The mode of a program whose decays are bounded."""
+    return mode.replaced(any_decay=False)
+
+
+@triton.constexpr_function
+def square(mode):
+    """The mode of a walk with a matrix [K, K] in place of the state."""
+    return mode.replaced(V=mode.K)
+
+
+@triton.jit
+def needs_any_decay(any_decay_, mode: tl.constexpr):
+    """The choice of body: whether the program's row and head [B, H] need the form for any decay.
+
+    Where the mode rules that form out it is a constant, and only one body is compiled.
+    """
+    if mode.any_decay:
+        row = 0 if mode.packed else tl.program_id(2) // mode.splits
+        return tl.load(any_decay_ + row * mode.H + tl.program_id(1)) != 0
+    else:
+        return False
+
+
+class Ranges(NamedTuple):
+    """The kernels' arguments that say where tokens are.
+
+    Attributes:
+        seg_: [B, T] how often the state has restarted up to a token; unused without segments.
+        cu_: [N + 1] first token of each packed sequence; unused without.
+        chunk0_: [N] first chunk of each packed sequence; unused without.
+        T: tokens of a row.
+        span: tokens of a stretch.
+    """
+
+    seg_: Any
+    cu_: Any
+    chunk0_: Any
+    T: Any
+    span: Any
+
+
+class Sequence(NamedTuple):
+    """What a program walks: its row, the row's first token, its own first token, its number of tokens, and
+    its first chunk among all chunks.
+    """
+
+    row: Any
+    base: Any
+    first: Any
+    length: Any
+    chunk0: Any
+
+
+@triton.jit
+def sequence(ranges, mode: tl.constexpr):
+    """The program's sequence: program axis 2 counts packed sequences, else the stretches of all rows."""
+    p = tl.program_id(2)
+    if mode.packed:
+        first = tl.load(ranges.cu_ + p)
+        return Sequence(
+            0,
+            first.to(tl.int64),
+            first.to(tl.int64),
+            tl.load(ranges.cu_ + p + 1) - first,
+            tl.load(ranges.chunk0_ + p).to(tl.int64),
+        )
+    else:
+        row, start = p // mode.splits, (p % mode.splits) * ranges.span
+        base = row.to(tl.int64) * ranges.T
+        return Sequence(
+            row,
+            base,
+            base + start,
+            tl.minimum(ranges.span, ranges.T - start),
+            row.to(tl.int64) * tl.cdiv(ranges.T, C) + start // C,
+        )
+
+
+class Axes(NamedTuple):
+    """The axes of a program's tiles: a chunk's tokens [16], keys [BK], values [BV], and which of the keys and
+    values there are.
+    """
+
+    token: Any
+    key: Any
+    value: Any
+    has_key: Any
+    has_value: Any
+
+
+@triton.jit
+def tile_axes(block_k, block_v, mode: tl.constexpr):
+    """The axes of the block of keys ``block_k`` and of values ``block_v``."""
+    token = tl.arange(0, C)
+    key, value = block_k * mode.BK + tl.arange(0, mode.BK), block_v * mode.BV + tl.arange(0, mode.BV)
+    return Axes(token, key, value, key < mode.K, value < mode.V)
+
+
+class Offsets(NamedTuple):
+    """Where a chunk's tiles lie from its first token on: keys [16, BK], values [16, BV], values held
+    transposed [BV, 16].
+    """
+
+    key: Any
+    value: Any
+    turned: Any
+
+
+@triton.jit
+def chunk_offsets(axes, mode: tl.constexpr):
+    """The same for all chunks."""
+    key = axes.token[:, None] * (mode.H * mode.K) + axes.key[None, :]
+    value = axes.token[:, None] * (mode.H * mode.V) + axes.value[None, :]
+    return Offsets(key, value, axes.token[None, :] * (mode.H * mode.V) + axes.value[:, None])
+
+
+class There(NamedTuple):
+    """Which elements of a chunk's tiles there are: tokens [16], keys [16, BK], values [16, BV]."""
+
+    token: Any
+    key: Any
+    value: Any
+
+
+@triton.jit
+def chunk_elements(left, axes):
+    """Of the chunk before whose first token ``left`` tokens remain."""
+    m = axes.token < left
+    return There(m, m[:, None] & axes.has_key[None, :], m[:, None] & axes.has_value[None, :])
+
+
+@triton.jit
+def turned(there, axes):
+    """Which elements of a tile of values held transposed there are, [BV, 16]."""
+    return there.token[None, :] & axes.has_value[:, None]
+
+
+@triton.jit
+def causal(axes):
+    """Pairs t, i of a chunk's tokens with i <= t, and with i < t: [16, 16]."""
+    t, i = axes.token[:, None], axes.token[None, :]
+    return t >= i, t > i
+
+
+class Segments(NamedTuple):
+    """How often the state has restarted: up to each token of a chunk [16], to the token before the chunk, to
+    the chunk's last token.
+    """
+
+    ids: Any
+    before: Any
+    last: Any
+
+
+@triton.jit
+def chunk_segments(seg_, here, n, left):
+    """Of the sequence's chunk ``n``, before whose first token ``left`` tokens remain."""
+    o = tl.arange(0, C)
+    start = here.first + n * C
+    ids = tl.load(seg_ + start + tl.minimum(o, left - 1))
+    before = tl.load(seg_ + tl.maximum(start - 1, here.base))
+    last = tl.load(seg_ + start + tl.minimum(left, C) - 1)
+    return Segments(ids, before, last)
+
+
+@triton.jit
+def together(segments):
+    """Pairs of tokens in one segment, [16, 16]."""
+    return segments.ids[:, None] == segments.ids[None, :]
+
+
+@triton.jit
+def reached(segments):
+    """Tokens that the entering state reaches, [16, 1]."""
+    return (segments.ids == segments.before)[:, None]
+
+
+@triton.jit
+def reaching(segments):
+    """Tokens that reach the leaving state, [16, 1]."""
+    return (segments.ids == segments.last)[:, None]
+
+
+@triton.jit
+def passing(segments):
+    """Whether the entering state reaches the leaving one."""
+    return segments.before == segments.last
+
+
+class StateTile(NamedTuple):
+    """Where the program's part of a state lies in an array [.., K, V], held transposed [BV, BK], and which of
+    its elements there are.
+    """
+
+    offsets: Any
+    there: Any
+
+
+@triton.jit
+def state_tile(axes, mode: tl.constexpr):
+    """The same for all states."""
+    offsets = axes.key[None, :] * mode.V + axes.value[:, None]
+    return StateTile(offsets, axes.has_key[None, :] & axes.has_value[:, None])
+
+
+@triton.jit
+def load_state(ptr, head, tile, mode: tl.constexpr):
+    """The program's part of state ``head``, float32."""
+    return tl.load(ptr + head * (mode.K * mode.V) + tile.offsets, mask=tile.there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_state(ptr, head, S, tile, mode: tl.constexpr):
+    """Stores what `load_state` would load."""
+    tl.store(ptr + head * (mode.K * mode.V) + tile.offsets, S, mask=tile.there)
+
+
+@triton.jit
+def partial_sums(block, T, mode: tl.constexpr):
+    """Where the sums of value block ``block`` begin in an array [blocks, B, T, H, K]."""
+    before = block.to(tl.int64) * (1 if mode.packed else tl.num_programs(2) // mode.splits)
+    return before * T * (mode.H * mode.K)

@@ -1,0 +1,63 @@
+"""The kernels between the stretches of rows, for both ops: see plan/stretches.py, which launches them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def combine_kernel(
+    M_,
+    N_,
+    edge_,
+    states_,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """Grid (value blocks, heads, rows): the state at the near edge of every stretch, from ``edge_``
+    [B, H, K, V] on; from the end with ``BACKWARD``.
+    """
+    block, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    key, value = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    has_key, has_value = key < K, value < V
+    offsets, mask = key[:, None] * V + value[None, :], has_key[:, None] & has_value[None, :]
+    S = tl.load(edge_ + (row * H + h).to(tl.int64) * (K * V) + offsets, mask=mask, other=0.0)
+    for i in range(0, SPLITS):
+        stretch = SPLITS - 1 - i if BACKWARD else i
+        head = ((row * SPLITS + stretch) * H + h).to(tl.int64)
+        tl.store(states_ + head * (K * V) + offsets, S, mask=mask)
+        N = tl.load(N_ + head * (K * V) + offsets, mask=mask, other=0.0)
+        if DIAGONAL:
+            S = S * tl.load(M_ + head * K + key, mask=has_key, other=0.0)[:, None] + N
+        else:
+            there = has_key[:, None] & has_key[None, :]
+            M = tl.load(M_ + head * (K * K) + key[:, None] * K + key[None, :], mask=there, other=0.0)
+            S = tl.dot(tl.trans(M) if BACKWARD else M, S, N, input_precision="tf32x3")
+
+
+@triton.jit
+def gather_kernel(reads_, do_, T, span, D_, mode: tl.constexpr):
+    """Grid (value blocks, heads, stretches): ``sum_t reads_t do_t^T`` [K, V] of each stretch."""
+    block, h, p = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token, key, value = tl.arange(0, 32), tl.arange(0, mode.BK), block * mode.BV + tl.arange(0, mode.BV)
+    start = (p % mode.splits) * span
+    left = tl.minimum(span, T - start)
+    first = ((p // mode.splits).to(tl.int64) * T + start) * mode.H + h
+    acc = tl.full([mode.BK, mode.BV], 0.0, tl.float32)
+    for n in range(0, tl.cdiv(left, 32)):
+        t = n * 32 + token
+        there = (t < left)[None, :] & (key < mode.K)[:, None]
+        at = reads_ + (first + t[None, :] * mode.H) * mode.K + key[:, None]
+        reads = tl.load(at, mask=there, other=0.0).to(mode.operand)
+        there = (t < left)[:, None] & (value < mode.V)[None, :]
+        at = do_ + (first + t[:, None] * mode.H) * mode.V + value[None, :]
+        do = tl.load(at, mask=there, other=0.0).to(mode.operand)
+        acc = tl.dot(reads, do, acc, input_precision=mode.precision)
+    head = (p * mode.H + h).to(tl.int64)
+    there = (key < mode.K)[:, None] & (value < mode.V)[None, :]
+    tl.store(D_ + head * (mode.K * mode.V) + key[:, None] * mode.V + value[None, :], acc, mask=there)

@@ -1,0 +1,27 @@
+"""Sizes and shapes that launchers of all rooms share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def tile(n: int) -> int:
+    """``n`` padded to what `tl.dot` takes: a power of two from 16 on."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def like(x: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """The shape of ``x``, and its dtype unless another is given."""
+    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
+
+
+def result(wanted: bool, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Shape of a kernel's result: one element where it will hold nothing."""
+    return jax.ShapeDtypeStruct(shape if wanted else (1,), dtype)
+
+
+def given(x: jax.Array | None, unused: jax.Array) -> jax.Array:
+    """What a kernel gets for an array that may be missing: kernels take no None."""
+    return unused if x is None else x

@@ -1,0 +1,65 @@
+"""RWKV-7, what a stretch of chunks makes of the state that enters it, before the forward walks all stretches
+at once: ``S_out = M S_in + N``, and what each token reads of S_in (plan/stretches.py).
+
+The forward's walk without v, from the identity matrix, gives M and, as its outputs, what each token reads;
+with v, from zero, it gives N.
+"""
+
+import triton
+import triton.language as tl
+
+from ...device.chunk import Ranges, bounded, needs_any_decay, square
+from .forward import Results, walk_forward
+from .tokens import Tokens
+
+
+@triton.jit
+def walk_values(tokens, ranges, reads_, N_, block, mode: tl.constexpr):
+    """N of a stretch: what it makes of v, from a state of zero."""
+    out = Results(reads_, N_, (N_,), N_, N_)  # nothing is kept
+    walk_forward(tokens, N_, ranges, out, block, mode=mode, READ=False)
+
+
+@triton.jit
+def walk_keys(tokens, ranges, reads_, M_, block, mode: tl.constexpr):
+    """M of a stretch: what it makes of the state, from the identity."""
+    out = Results(reads_, M_, (M_,), M_, M_)
+    walk_forward(tokens, M_, ranges, out, block, mode=square(mode), WRITE=False)
+
+
+@triton.jit
+def rwkv7_transfer_kernel(
+    r_,
+    w_,
+    k_,
+    v_,
+    a_,
+    b_,
+    seg_,
+    cu_,
+    chunk0_,
+    any_decay_,
+    T,
+    span,
+    reads_,
+    M_,
+    N_,
+    mode: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Grid (``PARTS`` blocks of values for N, then blocks of keys for M; heads; stretches): ``M_``
+    [B * splits, H, K, K], ``N_`` [.., K, V], ``reads_`` like r.
+    """
+    block = tl.program_id(0)
+    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
+    any_decay = needs_any_decay(any_decay_, mode)
+    if block < PARTS:
+        if any_decay:
+            walk_values(tokens, ranges, reads_, N_, block, mode=mode)
+        else:
+            walk_values(tokens, ranges, reads_, N_, block, mode=bounded(mode))
+    else:
+        if any_decay:
+            walk_keys(tokens, ranges, reads_, M_, block - PARTS, mode=mode)
+        else:
+            walk_keys(tokens, ranges, reads_, M_, block - PARTS, mode=bounded(mode))
