@@ -1,10 +1,10 @@
 """Kernel that chooses the next token under top-p and top-k without sorting the vocabulary.
 
 The token with the best score is looked up first, and then whether it may come: whether those that are more
-probable have less than top-p together and are fewer than top-k, which is a sum over the vocabulary. If not, all
-that are as probable or less cannot come either, and the best of the others is next. That is the token which
-sorting gives, since scores (logits over the temperature, plus random numbers) of tokens that cannot come would
-have been left out; most rows need one round, and every other round leaves few tokens.
+probable have less than top-p together and are fewer than top-k, which is a sum over the vocabulary. If not,
+all that are as probable or less cannot come either, and the best of the others is next. That is the token
+which sorting gives, since scores (logits over the temperature, plus random numbers) of tokens that cannot
+come would have been left out; most rows need one round, and every other round leaves few tokens.
 """
 
 import triton

@@ -106,9 +106,19 @@ def project(
 
 
 def _few(
-    matrix: Any, x: Any, norm: Any, mixes: Any, last: Any, layer: int, alive: Any,
-    *, add: Any, gate: Any, gate_at: int, dtype: Any,
-) -> tuple[jax.Array, Any]:  # fmt: skip
+    matrix: Any,
+    x: Any,
+    norm: Any,
+    mixes: Any,
+    last: Any,
+    layer: int,
+    alive: Any,
+    *,
+    add: Any,
+    gate: Any,
+    gate_at: int,
+    dtype: Any,
+) -> tuple[jax.Array, Any]:
     """One kernel for all of it."""
     (N, K), B = matrix.weight.shape, x.shape[-2]
     BK, BN, warps = _pieces(K, N, norm is not None)
@@ -118,30 +128,65 @@ def _few(
     shift = jax.ShapeDtypeStruct(
         (1,) if mixes is None else (B, K), jnp.int32 if mixes is None else last.dtype
     )
-    operands = (x, last, scale, bias, mixes, alive, matrix.weight, matrix.scale, _codes(matrix), add, gate)
-    y, shift = launch(
+    inputs = dict(
+        x_=x,
+        last_=last,
+        scale_=scale,
+        bias_=bias,
+        mixes_=mixes,
+        alive_=alive,
+        w_=matrix.weight,
+        w_scale_=matrix.scale,
+        codes_=_codes(matrix),
+        add_=add,
+        gate_=gate,
+    )
+    made = launch(
         rows_kernel,
-        *(none if operand is None else operand for operand in operands),
-        _code(layer),
-        out=(jax.ShapeDtypeStruct((B, N), dtype), shift),
-        grid=(-(-N // BN),), num_warps=warps, num_stages=1,
-        B=B, K=K, N=N, BK=BK, BN=BN, XS=x.shape[-1], GS=1 if gate is None else gate.shape[-1],
-        G=K // matrix.scale.shape[1] if scaled else BK, SCALED=scaled, NORM=norm is not None,
-        MIX=mixes is not None, PLANES=x.ndim == 3, ADD=add is not None, GATE=gate is not None,
-        GATE_AT=gate_at, EPS=_NORM_EPS,
-    )  # fmt: skip
-    return y, None if mixes is None else shift
+        {name: none if x is None else x for name, x in inputs.items()} | {"layer": _code(layer)},
+        dict(y_=jax.ShapeDtypeStruct((B, N), dtype), shift_=shift),
+        grid=(-(-N // BN),),
+        num_warps=warps,
+        num_stages=1,
+        B=B,
+        K=K,
+        N=N,
+        BK=BK,
+        BN=BN,
+        XS=x.shape[-1],
+        GS=1 if gate is None else gate.shape[-1],
+        G=K // matrix.scale.shape[1] if scaled else BK,
+        SCALED=scaled,
+        NORM=norm is not None,
+        MIX=mixes is not None,
+        PLANES=x.ndim == 3,
+        ADD=add is not None,
+        GATE=gate is not None,
+        GATE_AT=gate_at,
+        EPS=_NORM_EPS,
+    )
+    return made["y_"], None if mixes is None else made["shift_"]
 
 
 def _mixed(x: Any, norm: Any, mixes: Any, last: Any, layer: int, alive: Any, dtype: Any) -> Any:
     """Planes [M, B, K] and shift [B, K]."""
     (B, K), M = x.shape, mixes.shape[0]
     BK = 1 << (K - 1).bit_length()
-    out = (jax.ShapeDtypeStruct((M, B, K), x.dtype), jax.ShapeDtypeStruct((B, K), last.dtype))
-    return launch(
-        mix_kernel, x, last, *norm, mixes, alive, _code(layer), out=out, grid=(B, M),
-        num_warps=4 if BK <= 2048 else 8, num_stages=1, B=B, K=K, BK=BK, EPS=_NORM_EPS,
-    )  # fmt: skip
+    made = launch(
+        mix_kernel,
+        dict(x_=x, last_=last, scale_=norm[0], bias_=norm[1], mixes_=mixes, alive_=alive, layer=_code(layer)),
+        dict(
+            planes_=jax.ShapeDtypeStruct((M, B, K), x.dtype), shift_=jax.ShapeDtypeStruct((B, K), last.dtype)
+        ),
+        grid=(B, M),
+        num_warps=4 if BK <= 2048 else 8,
+        num_stages=1,
+        B=B,
+        K=K,
+        BK=BK,
+        EPS=_NORM_EPS,
+    )
+    return made["planes_"], made["shift_"]
 
 
 def _layer_norm(x: jax.Array, norm: Any) -> jax.Array:
@@ -167,14 +212,29 @@ def _many(matrix: Any, x: jax.Array, *, add: Any, gate: Any, gate_at: int, dtype
     many, few = next(tiles for rows, tiles in TILES.items() if rows >= B)
     one = few if N // many.results < _PROGRAMS // 2 else many
     none = jnp.zeros(1, jnp.int32)
-    operands = (x, weight, _codes(matrix), none if add is None else add, none if gate is None else gate)
-    return launch(
-        products_kernel, *operands, out=jax.ShapeDtypeStruct((B, N), dtype),
-        grid=(-(-N // one.results), -(-B // one.rows)), num_warps=one.warps, num_stages=one.stages,
-        B=B, K=K, N=N, BB=one.rows, BN=one.results, BK=math.gcd(K, one.terms),
-        XS=K, GS=1 if gate is None else gate.shape[-1], STAGES=one.stages, ADD=add is not None,
-        GATE=gate is not None, GATE_AT=gate_at, PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
-    )  # fmt: skip
+    inputs = dict(x_=x, w_=weight, codes_=_codes(matrix), add_=add, gate_=gate)
+    made = launch(
+        products_kernel,
+        {name: none if x is None else x for name, x in inputs.items()},
+        dict(y_=jax.ShapeDtypeStruct((B, N), dtype)),
+        grid=(-(-N // one.results), -(-B // one.rows)),
+        num_warps=one.warps,
+        num_stages=one.stages,
+        B=B,
+        K=K,
+        N=N,
+        BB=one.rows,
+        BN=one.results,
+        BK=math.gcd(K, one.terms),
+        XS=K,
+        GS=1 if gate is None else gate.shape[-1],
+        STAGES=one.stages,
+        ADD=add is not None,
+        GATE=gate is not None,
+        GATE_AT=gate_at,
+        PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
+    )
+    return made["y_"]
 
 
 def advance7(
@@ -186,15 +246,52 @@ def advance7(
     if not few:
         low = made[:, 3 * C :].reshape(B, 4, R).astype(p.second.dtype)
         second = jnp.einsum("bpr,pcr->pbc", low, p.second, preferred_element_type=jnp.float32)
-    out = (jax.ShapeDtypeStruct((B, C), dtype), jax.ShapeDtypeStruct(state.shape, state.dtype))
-    vectors = (p.w0, p.a0, p.v0, p.k_k, p.k_a, p.r_k, *p.group_norm)
-    return launch(
-        rwkv7_kernel, state, made, first, second, p.second, *vectors, alive, _code(layer), out=out,
-        aliases={0: 1}, grid=(H, B), num_warps=8 if few else 4, num_stages=1,
-        B=B, H=H, N=N, R=R, BR=_terms(p.second, N), WIDTH=made.shape[1], FIRST=first.shape[1],
-        LOW_RANK=few, RESIDUAL=layer > 0, DECAY_SCALE=_DECAY_SCALE, RATE_SCALE=float(rate_scale),
-        EPS=_KEY_EPS, NORM_EPS=_GROUP_EPS,
-    )  # fmt: skip
+    results = launch(
+        rwkv7_kernel,
+        dict(
+            state_=state,
+            made_=made,
+            first_=first,
+            second_=second,
+            w2_=p.second,
+            w0_=p.w0,
+            a0_=p.a0,
+            v0_=p.v0,
+            k_k_=p.k_k,
+            k_a_=p.k_a,
+            r_k_=p.r_k,
+            scale_=p.group_norm[0],
+            bias_=p.group_norm[1],
+            alive_=alive,
+            layer=_code(layer),
+        ),
+        _step_results(state, dtype),
+        aliases={"state_": "new_"},
+        grid=(H, B),
+        num_warps=8 if few else 4,
+        num_stages=1,
+        B=B,
+        H=H,
+        N=N,
+        R=R,
+        BR=_terms(p.second, N),
+        WIDTH=made.shape[1],
+        FIRST=first.shape[1],
+        LOW_RANK=few,
+        RESIDUAL=layer > 0,
+        DECAY_SCALE=_DECAY_SCALE,
+        RATE_SCALE=float(rate_scale),
+        EPS=_KEY_EPS,
+        NORM_EPS=_GROUP_EPS,
+    )
+    return results["y_"], results["new_"]
+
+
+def _step_results(state: jax.Array, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of a head's step: outputs [B, C], and the stacked state [L, B, H, N, N], written in place."""
+    _, B, H, N, _ = state.shape
+    y = jax.ShapeDtypeStruct((B, H * N), dtype)
+    return dict(y_=y, new_=jax.ShapeDtypeStruct(state.shape, state.dtype))
 
 
 def moves6(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.Array:
@@ -206,11 +303,21 @@ def moves6(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.Arr
         x, before = x.astype(jnp.float32), last[layer].astype(jnp.float32)
         return (x + (before - x) * (p.mixes.astype(jnp.float32)[:, None] + by)).astype(dtype)
     BC = 128
-    return launch(
-        moves_kernel, x, last, z, p.moves, p.mixes, _code(layer), out=jax.ShapeDtypeStruct((5, B, C), dtype),
-        grid=(-(-C // BC), 5, B), num_warps=4, num_stages=1,
-        B=B, C=C, R=R, WIDTH=z.shape[1], BC=BC, BR=1 << (R - 1).bit_length(),
-    )  # fmt: skip
+    made = launch(
+        moves_kernel,
+        dict(x_=x, last_=last, z_=z, w_=p.moves, mixes_=p.mixes, layer=_code(layer)),
+        dict(planes_=jax.ShapeDtypeStruct((5, B, C), dtype)),
+        grid=(-(-C // BC), 5, B),
+        num_warps=4,
+        num_stages=1,
+        B=B,
+        C=C,
+        R=R,
+        WIDTH=z.shape[1],
+        BC=BC,
+        BR=1 << (R - 1).bit_length(),
+    )
+    return made["planes_"]
 
 
 def advance6(
@@ -222,13 +329,35 @@ def advance6(
     if not few:
         low = made[:, 4 * C :].astype(p.second.dtype)
         second = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32)
-    out = (jax.ShapeDtypeStruct((B, C), dtype), jax.ShapeDtypeStruct(state.shape, state.dtype))
-    return launch(
-        rwkv6_kernel, state, made, second, p.second, p.base, p.bonus, *p.group_norm, alive, _code(layer),
-        out=out, aliases={0: 1}, grid=(H, B), num_warps=4, num_stages=1,
-        B=B, H=H, N=N, R=R, BR=_terms(p.second, N), WIDTH=made.shape[1], LOW_RANK=few,
+    results = launch(
+        rwkv6_kernel,
+        dict(
+            state_=state,
+            made_=made,
+            second_=second,
+            w2_=p.second,
+            base_=p.base,
+            bonus_=p.bonus,
+            scale_=p.group_norm[0],
+            bias_=p.group_norm[1],
+            alive_=alive,
+            layer=_code(layer),
+        ),
+        _step_results(state, dtype),
+        aliases={"state_": "new_"},
+        grid=(H, B),
+        num_warps=4,
+        num_stages=1,
+        B=B,
+        H=H,
+        N=N,
+        R=R,
+        BR=_terms(p.second, N),
+        WIDTH=made.shape[1],
+        LOW_RANK=few,
         NORM_EPS=_GROUP_EPS,
-    )  # fmt: skip
+    )
+    return results["y_"], results["new_"]
 
 
 def choose(
@@ -246,8 +375,22 @@ def choose(
     """
     (B, V), one = logits.shape, lambda x, dtype: jnp.asarray(x, dtype).reshape(1)
     BV = min(8192, 1 << (V - 1).bit_length())
-    settings = one(top_p, jnp.float32), one(top_k, jnp.int32), one(temperature, jnp.float32)
-    return launch(
-        choose_kernel, logits, scores, *settings, out=jax.ShapeDtypeStruct((B,), jnp.int32), grid=(B,),
-        num_warps=16, num_stages=2, V=V, BV=BV, STAGES=2, UNDEFINED=undefined,
-    )  # fmt: skip
+    made = launch(
+        choose_kernel,
+        dict(
+            x_=logits,
+            score_=scores,
+            top_p_=one(top_p, jnp.float32),
+            top_k_=one(top_k, jnp.int32),
+            temperature_=one(temperature, jnp.float32),
+        ),
+        dict(token_=jax.ShapeDtypeStruct((B,), jnp.int32)),
+        grid=(B,),
+        num_warps=16,
+        num_stages=2,
+        V=V,
+        BV=BV,
+        STAGES=2,
+        UNDEFINED=undefined,
+    )
+    return made["token_"]

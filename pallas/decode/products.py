@@ -66,9 +66,9 @@ def rows_kernel(
     ``x_`` is [B, K], or [planes, B, K] with PLANES. NORM normalises it; MIX then moves it towards ``last_``
     [layers, B, K] by ``mixes_`` [mixes, K], and the first program writes ``shift_`` [B, K], the normalised
     tokens (``last_`` itself for rows that are not alive). SCALED: weights of a row have a common factor in
-    each G of them, ``w_scale_`` [N, K / G]. GATE multiplies by N channels of ``gate_`` [B, GS] from GATE_AT on,
-    ADD then adds ``add_`` [B, N]. Rows of ``x_`` are XS apart and may have more than K channels. ``layer`` comes
-    as 2 layer + 3: an odd number, of which the compiler makes no special case.
+    each G of them, ``w_scale_`` [N, K / G]. GATE multiplies by N channels of ``gate_`` [B, GS] from GATE_AT
+    on, ADD then adds ``add_`` [B, N]. Rows of ``x_`` are XS apart and may have more than K channels.
+    ``layer`` comes as 2 layer + 3: an odd number, of which the compiler makes no special case.
     """
     ROWS: tl.constexpr = N % BN != 0
     EVEN: tl.constexpr = K == BK
