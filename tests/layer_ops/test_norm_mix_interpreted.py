@@ -53,7 +53,6 @@ def by_tiles(monkeypatch):
 
 def fresh() -> None:
     jax.clear_caches()
-    cases.run.cache_clear()
 
 
 @pytest.mark.parametrize(

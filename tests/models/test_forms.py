@@ -51,7 +51,7 @@ def test_no_state_is_zeros(setup):
     tokens = small.tokens(2, 4)
     assert jax.tree.structure(model.init_state(2)) == jax.tree.structure(apply({"params": params}, tokens)[1])
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6),  # two programs
+        functools.partial(np.testing.assert_allclose, rtol=TOLERANCE, atol=TOLERANCE),  # two programs
         apply({"params": params}, tokens),
         apply({"params": params}, tokens, model.init_state(2)),
     )
