@@ -21,8 +21,8 @@ from .prompts import beside, check_params, check_prompts, reading, take_rows
 from .sampling import UNDEFINED, Sampling
 
 # Steps of a call while prompts wait: a slot whose row ends inside a call stays empty for the rest of it, and
-# one whose row has chosen a stop token for one call more. With eight a row of 500 tokens wastes 2 %.
-_STEPS_WHILE_WAITING = 8
+# one whose row has chosen a stop token for one call more. With four a row of 500 tokens wastes 1 %.
+_STEPS_WHILE_WAITING = 4
 # How many prompts are read at a time, filled up: each number makes programs to compile. A free slot waits
 # until there are a few to be filled together, a thirty-second of all.
 _TOGETHER = (1, 2, 8, 64)
