@@ -18,6 +18,8 @@ from .prepared import prepare
 from .prompts import check_params
 from .steps import FastStep, ModelStep
 
+# Whether kernels are taken unasked (in an interpreter never). Not before they have been measured on a GPU.
+_AUTOMATIC = False
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -26,8 +28,9 @@ class Decoder:
 
     A call of the model with one token is the definition. On an NVIDIA GPU a fast path computes the same, to
     rounding, in five kernels a layer (RWKV-6: seven) from weights that are laid out anew here, once, as
-    `fla_jax.generation.prepared` says: they take as much memory as the parameters in the compute dtype. It is
-    chosen where it can run: parameters on one device, no mesh in context, float32, bfloat16 or float16.
+    `fla_jax.generation.prepared` says: they take as much memory as the parameters in the compute dtype. It
+    can run with parameters on one device, no mesh in context, float32, bfloat16 or float16. It has not been
+    measured on a GPU yet, and is therefore taken where it is asked for by name alone.
 
     States of 16 bits halve what a large batch reads and writes, weights of 8 bits what a small one reads.
     What they cost (``benchmarks/decode_precision.py``: RWKV-7, 3 x 128, trained on the reference that Python
@@ -83,7 +86,7 @@ class Decoder:
             model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
             params: its parameters.
             implementation: ``"triton"`` (NVIDIA GPUs), ``"plain"`` (the same in plain JAX), ``"model"``; None
-                for the best that can run.
+                for "model", and with ``int8_group`` for "plain".
             state_dtype: float32, bfloat16 or float16; None for the model's own, at least float32. Arithmetic
                 is float32 in any case: states are rounded when they are written, once a token.
             int8_group: weights in int8 with a factor for so many of them along a row, a power of two such as
@@ -100,8 +103,7 @@ class Decoder:
                 f"implementation must be 'triton', 'plain', 'model' or None, got {shown(implementation)}"
             )
         if implementation is None:
-            # an interpreter is for tests
-            fast = unsupported("triton", model, params) is None and not triton.INTERPRET
+            fast = _AUTOMATIC and unsupported("triton", model, params) is None and not triton.INTERPRET
             implementation = "triton" if fast else "model" if int8_group is None else "plain"
         reason = None if implementation == "model" else unsupported(implementation, model, params)
         if reason is not None:

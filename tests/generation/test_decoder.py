@@ -70,7 +70,7 @@ def test_greedy_tokens_are_the_models(version):
 )
 def test_kernels(version, rows, monkeypatch):
     """Greedy tokens through Triton's interpreter; one row ends early. Few rows, and more."""
-    launcher = pytest.importorskip("fla_jax.pallas.decode.launcher")
+    launcher = pytest.importorskip("fla_jax.pallas.decode.products_launcher")
     if not launcher.launch.__globals__["INTERPRET"]:
         pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
     monkeypatch.setattr(launcher, "_PROGRAMS", 8)  # fewer and larger programs: the interpreter is slow
@@ -160,11 +160,9 @@ def test_weights_of_8_bits(group):
 
 @SLOW
 def test_the_kernel_of_8_bits(monkeypatch):
-    launcher = pytest.importorskip("fla_jax.pallas.decode.launcher")
-    interpreter = pytest.importorskip("fla_jax.pallas.run.interpreter")
+    launcher = pytest.importorskip("fla_jax.pallas.decode.products_launcher")
     if not launcher.launch.__globals__["INTERPRET"]:
         pytest.skip("Triton's interpreter is off")
-    monkeypatch.setitem(interpreter._TRITON_NAMES, np.dtype(np.int8), "i8")
     monkeypatch.setattr(launcher, "_PROGRAMS", 8)
     model, params = setup(7)
     tokens, state = jnp.array([3, 5]), small.random_state(model, 2)

@@ -44,8 +44,7 @@ def test_logits_and_states(version, rows, exact):
     tokens, alive = jnp.arange(rows) * 7, jnp.arange(rows) != 1
     start = small.random_state(model, rows, 1)
     copy = lambda: jax.tree.map(jnp.copy, start)
-    fast = Decoder(model, params)
-    assert fast.implementation == "triton"
+    fast = Decoder(model, params, implementation="triton")
     want, want_state = Decoder(model, params, implementation="model")(tokens, copy(), alive)
     got, state = fast(tokens, copy(), alive)
     assert small.error(got[alive], want[alive]) < 1e-5
@@ -63,9 +62,10 @@ def test_greedy_tokens_are_the_models(version, exact):
     want = generate(
         model, params, prompts, 512, GREEDY, decoder=Decoder(model, params, implementation="model")
     )
-    got = generate(model, params, prompts, 512, GREEDY)
+    fast = Decoder(model, params, implementation="triton")
+    got = generate(model, params, prompts, 512, GREEDY, decoder=fast)
     np.testing.assert_array_equal(np.stack(want.tokens), np.stack(got.tokens))
-    slots = generate(model, params, prompts, 512, GREEDY, slots=1)
+    slots = generate(model, params, prompts, 512, GREEDY, slots=1, decoder=fast)
     np.testing.assert_array_equal(np.stack(want.tokens), np.stack(slots.tokens))
 
 
