@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rows = [row for path in sorted(options.results.glob("*.history.jsonl")) for row in read(path)]
     if options.only_ours:
-        rows = [row for row in rows if row.get("library", "fla_jax") == "fla_jax"]
+        rows = [row for row in rows if row.get("library", row.get("implementation")) == "fla_jax"]
     if options.command is None:
         print(overview(rows))
         return 0

@@ -38,6 +38,8 @@ class Docstrings(griffe.Extension):
             return
         text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
         text = re.sub(r"::\n\n", ":\n\n", text)
+        # the first words of what is returned, in the place of a type
+        text = re.sub(r"^((?:Returns|Yields):\n +)``([^`]+)``:", r"\1\2:", text, flags=re.MULTILINE)
 
         def link(match: re.Match[str]) -> str:
             target = self.public.get(match[1])

@@ -109,13 +109,29 @@ def training(rows: Rows) -> str:
     lines = []
     for r in rows:
         if r.get("op") == "train_step" and "ms" in r:
-            who = {"fla_jax": "fla_jax", "fla": "FLA"}.get(r["implementation"], r["implementation"])
+            who = {"fla": "FLA"}.get(r["implementation"], r["implementation"])
+            size = r["shape"] if isinstance(r.get("shape"), dict) else {}
+            model = ", ".join([r["model"], *(f"{name} {value}" for name, value in size.items())])
             everything = r.get("remat") in (None, False, "none")
             kept = "nothing rematerialised" if everything else f"remat={r['remat']!r}"
-            speed, memory = f"{r['tokens_per_s']:.0f}", number(r["peak_gb"])
+            speed, memory = number(r.get("tokens_per_s"), 6), number(r.get("peak_gb"))
             compiled = number(r.get("first_step_s"))
-            lines.append((who, r["model"], kept, number(r["ms"]), speed, memory, compiled, r["commit"]))
+            lines.append((who, model, kept, number(r["ms"]), speed, memory, compiled, r["commit"]))
     head = ("library", "model", "settings", "ms", "tokens/s", "GB", "first step, s", "commit")
+    return table(head, lines) if lines else "None in this file."
+
+
+def pieces(rows: Rows) -> str:
+    """The fused pieces of the layers."""
+    lines = []
+    for r in rows:
+        if r.get("op") not in OPS and r.get("gbs") and "ms" in r:
+            ratio = r.get("ratio")
+            said = "" if ratio is None else f"**{ratio:.2f}, slower**" if ratio > 1 else f"{ratio:.2f}"
+            size, copy = " ".join(map(str, r["shape"])), f"{r['of_copy']:.2f}"
+            lines.append((f"`{r['op']}`", r["form"], size, r["pass"], r["implementation"]))
+            lines[-1] += (number(r["ms"]), copy, said)
+    head = ("op", "piece", "B T C", "pass", "implementation", "ms", "of a copy's rate", "ratio")
     return table(head, lines) if lines else "None in this file."
 
 
@@ -154,6 +170,7 @@ TABLES = {
     "losses": lambda: by_device(losses),
     "recurrences": lambda: by_device(recurrences),
     "peers": lambda: by_device(peers),
+    "pieces": lambda: by_device(pieces),
     "training": lambda: by_device(training),
     "history": over_time,
 }

@@ -1,4 +1,4 @@
-"""The README's Python runs as it is written, its links lead somewhere, and its numbers are those of records."""
+"""The README's Python runs as it is written, its links lead somewhere, its numbers are those of records."""
 
 from __future__ import annotations
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-
-@pytest.fixture(scope="module")
-def history():
-    sys.path.insert(0, str(BENCHMARKS))
-    import history
-
-    yield history
-    sys.path.remove(str(BENCHMARKS))
+@pytest.fixture
+def history(module):
+    return module("history")
 
 
 def record(ms, commit="aaaaaaa", run="2026-01-01T00:00:00+00:00", **other):

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import doctest
 
-import jax
 import public
 import pytest
 
 DOCUMENTED = public.documented()
 FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compile time is most of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

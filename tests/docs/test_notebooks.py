@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jax
 import matplotlib
 import numpy as np
 import pytest
@@ -13,14 +12,6 @@ import pytest
 pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
 matplotlib.use("Agg")
-
-
-@pytest.fixture(autouse=True)
-def fast_compile():
-    """Compile time is most of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def code(name):

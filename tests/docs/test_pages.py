@@ -19,11 +19,8 @@ CHECKED_BELOW = ("docs/generation.md", "docs/tuning.md", "docs/long_contexts.md"
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """Pages write files; compile time is most of the time."""
+    """Pages write files."""
     monkeypatch.chdir(tmp_path)
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in CHECKED_BELOW])

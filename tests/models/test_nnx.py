@@ -14,14 +14,6 @@ from fla_jax.training import cross_entropy, rwkv_optimizer
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def fast_compile():
-    """Compile time is all of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def loss_of(model, tokens, state):
     """What is differentiated, of anything that is called like a model; also the logits and the state."""
     logits, state = model(tokens[:, :-1], state)
