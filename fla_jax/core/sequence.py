@@ -131,5 +131,7 @@ def _walk(
     def step(S: jax.Array, one: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _apply(one[..., :own], S) + one[..., own:], S
 
-    end, entering = jax.lax.scan(step, vary(start, varying_axes(maps, start)), maps, reverse=reverse)
+    start = vary(start, varying_axes(maps, start))
+    # a loop costs more than a step
+    end, entering = jax.lax.scan(step, start, maps, reverse=reverse, unroll=8)
     return jax.lax.dynamic_index_in_dim(entering, jax.lax.axis_index(axis), keepdims=False), end
