@@ -24,3 +24,4 @@ def test_uses(version):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 5 and max(found.values()) < 1e-5, found
+    assert found["in shard_map, float64"] < 1e-11
