@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.arguments import check_integer, check_model, shown
+from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
+from ..models.config import check_model
 from .decoder import Decoder, check_decoder
 from .engine import Engine
 from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.arguments import check_model, shown
+from ..core.arguments import shown
 from ..layers.state import RWKVState, check_state
+from ..models.config import check_model
 from .steps import of_rows
 
 # What a piece costs besides its tokens, as a number of tokens of all rows. Launching the kernels of a layer

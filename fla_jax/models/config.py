@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from ..core.arguments import shown
 from ..layers import fields
 
 _RUN = ("num_layers", "dtype", "param_dtype", "logical_axes", "hidden_size")
@@ -131,3 +132,9 @@ class RWKV7Config(RWKVConfig):
     def attention(self) -> dict[str, Any]:
         """Fields of the attention layers."""
         return {**super().attention, "rate_scale": self.rate_scale}
+
+
+def check_model(model: Any) -> None:
+    """Raises a TypeError unless ``model`` is one of the language models, or has what is used of them."""
+    if not hasattr(model, "config") or not hasattr(model, "init_state"):
+        raise TypeError(f"model must be an RWKV6ForCausalLM or RWKV7ForCausalLM, got {shown(model)}")

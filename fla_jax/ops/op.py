@@ -25,33 +25,21 @@ gradient of an array without rows (RWKV-6's u) may come per row, with one more a
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from ..core.call import Call, abstract
 from ..core.checked import is_checked
 from ..core.gpu import Mendable, platform_of
-from ..core.names import name_arrays
-from ..core.sharding import (
-    ROWS,
-    TOKENS,
-    devices_in_mesh,
-    is_explicit,
-    is_manual,
-    mesh_axes,
-    reduce_like,
-    sharded,
-)
+from ..core.sharding import ROWS, TOKENS, devices_in_mesh, is_explicit, is_manual, mesh_axes
+from .rule import run
 
 Inputs = TypeVar("Inputs", bound=tuple)
 Outputs = TypeVar("Outputs", bound=tuple)
-Arrays = dict[str, jax.Array]
 
 
 def always(call: Call) -> str | None:
@@ -166,7 +154,7 @@ class Op(Generic[Inputs, Outputs]):
             # an explicit axis of one device splits nothing, and stays in the types all the same
             sequence=sequence_axis if shards > 1 or is_explicit() else None,
         )
-        outputs = _run(self, self.choose(call, implementation), call, x)
+        outputs = run(self, self.choose(call, implementation), call, x)
         if self.check is not None and is_checked():
             self.check(call, x, outputs)
         return outputs
@@ -272,10 +260,8 @@ class Op(Generic[Inputs, Outputs]):
                 if mesh_axes(entry) and axis not in self.shardable:
                     raise ValueError(
                         f"{self.name}: axis {axis.upper()} of {name} [{', '.join(axes.upper().split())}] "
-                        "must be whole on "
-                        "every device, got it sharded over mesh axis "
-                        f"{' and '.join(map(repr, mesh_axes(entry)))}; "
-                        "jax.sharding.reshard gathers it"
+                        "must be whole on every device, got it sharded over mesh axis "
+                        f"{' and '.join(map(repr, mesh_axes(entry)))}; jax.sharding.reshard gathers it"
                     )
 
     def _refuse_forward_mode(self, arrays: list[jax.Array]) -> None:
@@ -301,123 +287,3 @@ def _reason(implementation: Implementation, call: Call) -> str | None:
     if call.shards > 1 and not implementation.sequences:
         return f"it takes whole rows, and T is split over mesh axis {call.sequence!r}"
     return implementation.supports(call)
-
-
-def _by_device(implementation: Implementation, module: Any, call: Call) -> bool:
-    """Whether an implementation is called on each device's own part of the arrays."""
-    return implementation.opaque or ((is_explicit() or call.shards > 1) and hasattr(module, "kept_axes"))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _forward(op: Op, implementation: Implementation, call: Call, x: Any) -> tuple[Any, Arrays]:
-    """Outputs, and what the implementation keeps; jitted, so that calls outside jit find what the first
-    compiled.
-    """
-    module = implementation.load()
-    if not _by_device(implementation, module, call):
-        return module.forward(call, x)
-    kept_axes = module.kept_axes(call) if call.keep else {}
-    arrays, tree = jax.tree.flatten(x)
-    results, outputs_tree = jax.tree.flatten(op.axes_of_results(call))
-
-    def on(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        outputs, kept = module.forward(call, jax.tree.unflatten(tree, arrays))
-        return (*jax.tree.leaves(outputs), *(kept[name] for name in kept_axes))
-
-    left, right = [axes for _, axes in op.given(x)], [*results, *kept_axes.values()]
-    made = _over_devices(op, call, on, left, right)(*arrays)
-    outputs = jax.tree.unflatten(outputs_tree, made[: len(results)])
-    return outputs, dict(zip(kept_axes, made[len(results) :]))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _backward(
-    op: Op, implementation: Implementation, call: Call, x: Any, kept: Arrays, cotangents: Any
-) -> Any:
-    """Gradients like ``x``, None for integers; those of arrays without rows may have a leading axis of
-    rows, and where devices share tokens those of arrays without tokens one of devices before that.
-    """
-    module = implementation.load()
-    if not _by_device(implementation, module, call):
-        return module.backward(call, x, kept, cotangents)
-    inputs, results = [axes for _, axes in op.given(x)], jax.tree.leaves(op.axes_of_results(call))
-    kept_axes = module.kept_axes(call)
-    floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in jax.tree.leaves(x)]
-    arrays, tree = jax.tree.flatten((x, cotangents, tuple(kept[name] for name in kept_axes)))
-
-    def on(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        x, cotangents, kept = jax.tree.unflatten(tree, arrays)
-        gradients = jax.tree.leaves(module.backward(call, x, dict(zip(kept_axes, kept)), cotangents))
-        rows = next(
-            a.shape[axes.split().index(ROWS)] for a, axes in zip(arrays, left) if ROWS in axes.split()
-        )
-        return tuple(_with_axes(call, g, axes.split(), rows) for g, axes in zip(gradients, right))
-
-    left = [*inputs, *results, *kept_axes.values()]
-    summed = [_summed_axes(call, axes.split()) for axes in inputs]
-    right = [axes for axes, is_floating in zip(summed, floating) if is_floating]
-    if call.sequence is not None and is_manual():
-        # inside jax.shard_map every device has a cotangent of its own for what is the same on all
-        arrays = [
-            x if TOKENS in axes.split() or i not in range(len(inputs), len(inputs) + len(results))
-            else jax.lax.psum(x, call.sequence) for i, (x, axes) in enumerate(zip(arrays, left))
-        ]  # fmt: skip
-    made = _over_devices(op, call, on, left, right)(*arrays)
-    remaining = iter(made)
-    return jax.tree.unflatten(jax.tree.structure(x), [next(remaining) if f else None for f in floating])
-
-
-def _over_devices(op: Op, call: Call, on: Callable[..., Any], left: list[str], right: list[str]) -> Any:
-    """``on(call, *arrays)`` on every device's own part of the arrays."""
-    whole = functools.partial(on, dataclasses.replace(call, sequence=None))
-    name = op.name if any(one.sequences for one in op.implementations) else ""
-    return sharded(functools.partial(on, call), left, right, op.shardable, call.sequence, whole, name)
-
-
-def _summed_axes(call: Call, axes: list[str]) -> str:
-    """The axes of a gradient, with those in front that the op sums over."""
-    rows = [] if ROWS in axes or "n" in axes else [ROWS]
-    return " ".join([*(["device"] if call.shards > 1 and TOKENS not in axes else []), *rows, *axes])
-
-
-def _with_axes(call: Call, gradient: jax.Array, axes: list[str], rows: int) -> jax.Array:
-    """A gradient with the axes that `_summed_axes` names."""
-    split = call.shards > 1 and axes[0] == "device"
-    if gradient.ndim < len(axes) - split:  # one for all rows here: the first row's
-        gradient = jnp.pad(gradient[None], ((0, rows - 1), *((0, 0),) * gradient.ndim))
-    if split and call.sequence is None:  # made from whole rows: the first device's is all of it
-        return jnp.pad(gradient[None], ((0, call.shards - 1), *((0, 0),) * gradient.ndim))
-    return gradient[None] if split else gradient
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(op: Op, implementation: Implementation, call: Call, x: Any) -> Any:
-    return _forward(op, implementation, dataclasses.replace(call, keep=False), x)[0]
-
-
-def _run_fwd(op: Op, implementation: Implementation, call: Call, x: Any) -> tuple[Any, Any]:
-    outputs, kept = _forward(op, implementation, call, x)
-    # named inside the rule, so that a policy can keep them: see core/names.py
-    names = op.output_names or (None,) * len(outputs)
-    outputs = op.outputs(*(name_arrays(y, name) for y, name in zip(outputs, names)))
-    return outputs, (x, name_arrays(kept, op.kept_name))
-
-
-def _run_bwd(
-    op: Op, implementation: Implementation, call: Call, residuals: Any, cotangents: Any
-) -> tuple[Any]:
-    x, kept = residuals
-    gradients = _backward(op, implementation, call, x, kept, cotangents)
-
-    def like(primal: jax.Array, gradient: jax.Array | None) -> jax.Array | None:
-        if gradient is None:
-            return None
-        if gradient.ndim > primal.ndim:  # one per row, or for each of the devices that share rows
-            more = tuple(range(gradient.ndim - primal.ndim))
-            gradient = jnp.sum(gradient, more).astype(primal.dtype)
-        return reduce_like(gradient, primal)
-
-    return (jax.tree.map(like, x, gradients),)
-
-
-_run.defvjp(_run_fwd, _run_bwd)

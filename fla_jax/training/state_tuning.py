@@ -18,8 +18,9 @@ import numpy as np
 import optax
 
 from ..checkpoints import read_pth, write_pth
-from ..core.arguments import check_integer, check_model, check_number, shown
+from ..core.arguments import check_integer, check_number, shown
 from ..layers.state import RWKVState
+from ..models.config import check_model
 from .losses import chunked_cross_entropy
 from .recipe import rwkv_optimizer, rwkv_schedule
 
