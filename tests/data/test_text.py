@@ -7,7 +7,7 @@ import pytest
 from fla_jax.data import text
 from fla_jax.data.text import tokenize
 
-TEXTS = ["Hello, world.\n", "Grüße\r\nan alle — 你好!", "line\n" * 40, "a\rb"]
+TEXTS = ["Hello, world.\n", "Grüße\r\nvon hier — 你好!", "line\n" * 40, "a\rb"]
 
 
 def wanted(texts):
