@@ -37,6 +37,18 @@ class Finished(NamedTuple):
         number: what `Engine.put` returned for it.
         tokens: its new tokens, int32, without prompt and stop token.
         state: after them, for one row ([L, 1, ...]); None unless the engine keeps states.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import Engine
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> engine = Engine(model, params, slots=1, states=True)
+        >>> number = engine.put([1, 2, 3], max_tokens=4)
+        >>> (finished,) = engine.results()
+        >>> finished.number == number, finished.tokens.shape, finished.state.wkv.shape
+        (True, (4,), (2, 1, 4, 16, 16))
     """
 
     number: int

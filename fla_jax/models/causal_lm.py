@@ -1,4 +1,4 @@
-"""Blocks and language models; the two versions differ in their layers only."""
+"""Language models; the two versions differ in their blocks only."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from ..core.names import remat_policy
 from ..core.sharding import entries, is_explicit, mesh_axes, place
-from ..layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward, RWKVState
+from ..layers import RWKVState
 from ..layers.base import LAYER_NORM_EPS, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
-from ..layers.norm import Affine, Norm, NormParameters
+from ..layers.norm import Norm
 from ..layers.placement import beyond, check_sequence, hold, is_placed, keep_all_but_gathered, product
 from ..layers.state import check_state, zero_state
+from .blocks import Carry, RWKV6Block, RWKV7Block, residual
 from .config import RWKV6Config, RWKV7Config, RWKVConfig
-
-Carry = tuple[jax.Array, jax.Array | None]
 
 
 def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
@@ -35,17 +34,6 @@ def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
     )
 
 
-def _norm(config: RWKVConfig, name: str, x: jax.Array) -> Affine:
-    """Scale and bias of a norm that the layer behind it computes."""
-    boxed = functools.partial(with_axes, axes=(None,), logical_axes=config.logical_axes)
-    ones, zeros = boxed(nn.initializers.ones), boxed(nn.initializers.zeros)
-    return NormParameters(config.hidden_size, config.param_dtype, ones, zeros, name=name)(x)
-
-
-def _residual(x: jax.Array) -> jax.Array:
-    return hold(x, "batch", "length", "act_embed")
-
-
 class _Embed(nn.Embed):
     """`flax.linen.Embed`, which on a mesh with explicit axes reads the rows of each device's own tokens."""
 
@@ -54,110 +42,11 @@ class _Embed(nn.Embed):
         if not is_explicit():
             table = self.embedding if self.dtype is None else self.embedding.astype(self.dtype)
             table = hold(hold(table, "vocab", "embed"), "act_vocab", None)
-            return _residual(jnp.take(table, tokens, axis=0))
+            return residual(jnp.take(table, tokens, axis=0))
         table = self.embedding.astype(self.dtype)
         rows = entries(tokens)
         channels = beyond(entries(table)[1], [axis for entry in rows for axis in mesh_axes(entry)])
         return place(table, None, channels).at[tokens].get(out_sharding=P(*rows, channels))
-
-
-class RWKV6Block(nn.Module):
-    """One layer of RWKV-6: ``x + att(ln1(x))``, then ``x + ffn(ln2(x))``.
-
-    Attributes:
-        config: of the model.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.models import RWKV6Block, RWKV6Config, RWKV6ForCausalLM
-        >>> config = RWKV6Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16)
-        >>> state = jax.tree.map(lambda x: x[0], RWKV6ForCausalLM(config).init_state(1))
-        >>> carry = jnp.ones((1, 8, 64)), None
-        >>> block = RWKV6Block(config)
-        >>> (x, _), state = block.apply(block.init(jax.random.key(0), carry, state), carry, state)
-        >>> x.shape
-        (1, 8, 64)
-    """
-
-    config: RWKV6Config
-
-    @nn.compact
-    def __call__(
-        self,
-        carry: Carry,
-        state: RWKVState,
-        layer_index: Any = 0,
-        segment_ids: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-    ) -> tuple[Carry, RWKVState]:
-        """Runs the layer.
-
-        Args:
-            carry: ``(x, None)``, x [B, T, C].
-            state: of this layer.
-            layer_index: position in the network, an int or a traced integer.
-            segment_ids: [B, T] integers or None.
-            lengths: [B] integers or None.
-
-        Returns:
-            ``(carry, state)``.
-        """
-        config, (x, v_first) = self.config, carry
-        att = RWKV6Attention(**config.attention, layer_index=layer_index, name="att")
-        y, state = att(x, state, segment_ids, lengths, _norm(config, "ln1", x))
-        ffn = RWKV6FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
-        x, shift = ffn(x, state.ffn_shift, segment_ids, lengths, _norm(config, "ln2", x), _residual(y))
-        return (_residual(x), v_first), state.replace(ffn_shift=shift)
-
-
-class RWKV7Block(nn.Module):
-    """One layer of RWKV-7: ``x + att(ln1(x))``, then ``x + ffn(ln2(x))``.
-
-    Attributes:
-        config: of the model.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.models import RWKV7Block, RWKV7Config, RWKV7ForCausalLM
-        >>> config = RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16)
-        >>> state = jax.tree.map(lambda x: x[0], RWKV7ForCausalLM(config).init_state(1))
-        >>> carry = jnp.ones((1, 8, 64)), None
-        >>> block = RWKV7Block(config)
-        >>> (x, v_first), state = block.apply(block.init(jax.random.key(0), carry, state), carry, state)
-        >>> x.shape, v_first.shape
-        ((1, 8, 64), (1, 8, 64))
-    """
-
-    config: RWKV7Config
-
-    @nn.compact
-    def __call__(
-        self,
-        carry: Carry,
-        state: RWKVState,
-        layer_index: Any = 0,
-        segment_ids: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-    ) -> tuple[Carry, RWKVState]:
-        """Runs the layer.
-
-        Args:
-            carry: ``(x, v_first)``, both [B, T, C]; v_first comes from layer 0, which ignores the one it
-                gets.
-            state: of this layer.
-            layer_index: position in the network, an int or a traced integer.
-            segment_ids: [B, T] integers or None.
-            lengths: [B] integers or None.
-
-        Returns:
-            ``(carry, state)``.
-        """
-        config, (x, v_first) = self.config, carry
-        att = RWKV7Attention(**config.attention, layer_index=layer_index, name="att")
-        y, state, v_first = att(x, state, v_first, segment_ids, lengths, _norm(config, "ln1", x))
-        ffn = RWKV7FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
-        x, shift = ffn(x, state.ffn_shift, segment_ids, lengths, _norm(config, "ln2", x), _residual(y))
-        return (_residual(x), v_first), state.replace(ffn_shift=shift)
 
 
 class RWKVForCausalLM(nn.Module):

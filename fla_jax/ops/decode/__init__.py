@@ -10,7 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...pallas.run import triton
-from .arrays import Layer6, Layer7, Matrix, quantised
+from .arrays import Layer6 as Layer6
+from .arrays import Layer7 as Layer7
+from .arrays import Matrix as Matrix
+from .arrays import quantised as quantised
 
 IMPLEMENTATIONS = ("triton", "plain")
 
@@ -40,6 +43,3 @@ def supports(
     if head_dim not in (16, 32, 64, 128):
         return f"it takes heads of 16, 32, 64 or 128 channels, got {head_dim}"
     return None
-
-
-__all__ = ["IMPLEMENTATIONS", "Layer6", "Layer7", "Matrix", "pieces", "quantised", "supports"]
