@@ -2,6 +2,7 @@
 in those they start, once.
 """
 
+import signal
 import sys
 from pathlib import Path
 
@@ -26,3 +27,12 @@ def compilation_cache(tmp_path_factory):
         yield
         for name, before in settings.items():
             jax.config.update(name, before)
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers():
+    """Programs that run in this process set their own."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)

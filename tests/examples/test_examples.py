@@ -57,14 +57,6 @@ def train_lm():
     return load("train_lm")
 
 
-@pytest.fixture(autouse=True)
-def keep_signal_handlers():
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("texts") / "text.txt"

@@ -55,14 +55,6 @@ def fast_compile():
         jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.fixture(autouse=True)
-def keep_signal_handlers():
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Documents of counting bytes, of many lengths."""

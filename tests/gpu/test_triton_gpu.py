@@ -50,10 +50,6 @@ def judge(case: Case, got: Outputs, want: Outputs, looser: float = 1.0) -> None:
 HEADS = [("bfloat16", 64), ("float16", 32), ("float32", 16)]  # small ones compile faster
 
 
-SIZES = [(16, 16), (40, 40), (128, 128), (256, 256), (32, 72), (72, 32)]
-
-
-# RWKV-7's large heads have kernels of their own
 @pytest.mark.parametrize("dtype, D", [HEADS[0], HEADS[2]])
 @pytest.mark.parametrize("options", [dict(decay="weak"), dict(decay="none", lower_bound=-0.61)])
 def test_nearly_parallel_keys_with_gate_one(options, dtype, D):

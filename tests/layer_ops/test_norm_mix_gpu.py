@@ -15,19 +15,6 @@ if jax.default_backend() != "gpu":
 if run.INTERPRET:
     pytest.skip("TRITON_INTERPRET is set: the kernels would run in the interpreter", allow_module_level=True)
 
-# Whole tokens and tiles of channels, forward and backward; channels no power of two or multiple of 16.
-SHAPES = [
-    (2, 70, 256, 2),
-    (2, 150, 768, 6),
-    (1, 70, 1024, 6),
-    (1, 40, 2048, 6),
-    (1, 40, 2560, 6),
-    (1, 20, 8192, 6),
-    (2, 33, 100, 1),
-    (3, 1, 77, 2),
-]
-TOLERANCES = {"float32": 1e-6, "bfloat16": 2.5e-3, "float16": 3.2e-4}  # a little more than one rounding
-
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_as_good_as_plain_jax(dtype):

@@ -20,27 +20,15 @@ if not run.INTERPRET:
 from fla_jax.pallas.layer.norm_mix import launcher
 
 SPAN = 4  # tokens of a stretch
-# cases that differ in what the kernels are compiled for
-WHOLE = (
-    "rwkv7 attention",
-    "rwkv6 feed-forward",
-    "rwkv6 attention, one",
-    "rwkv6 attention, five",
-    "no state",
-    "no sum",
-    "everything",
-    "segments",
-    "one token",
-)
 
 
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch):
     """Rows of eleven tokens are cut into three stretches; traces made otherwise are not used again."""
     monkeypatch.setattr(launcher, "SHORTEST", SPAN)
-    fresh()
+    jax.clear_caches()
     yield
-    fresh()
+    jax.clear_caches()
 
 
 @pytest.fixture
@@ -49,10 +37,6 @@ def by_tiles(monkeypatch):
     monkeypatch.setattr(launcher, "WHOLE", {})
     small = {name: one._replace(channels=min(one.channels, 128)) for name, one in launcher.TILES.items()}
     monkeypatch.setattr(launcher, "TILES", small)
-
-
-def fresh() -> None:
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,6 @@ each_op = pytest.mark.parametrize("op", OPS)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 bounded = lambda n: hypothesis.settings(max_examples=n, deadline=None, derandomize=True, database=None)
 
-SEGMENTS = {
-    "few": (10, 17, 16, 9),
-    "single tokens": (1,) * 52,
-    "one": (52,),
-    "short and long": (1, 30, 1, 1, 16, 3),
-}
-PACKED = {  # seven sequences each, so that one compilation serves them; and a single one
-    "several": (16, 1, 14, 3, 2, 1, 3),
-    "empty ones": (0, 5, 0, 0, 17, 18, 0),
-    "single tokens": (1, 1, 1, 34, 1, 1, 1),
-    "one": (40,),
-}
-
 
 @each_op
 def test_recurrent_form_takes_the_layouts(op):
