@@ -95,8 +95,9 @@ def decode(
 
     def one(_: Any, loop: Any) -> Any:
         i, carry, out = loop
-        keys = jax.vmap(jax.random.fold_in)(carry.keys, carry.step)
-        tokens = jnp.where(carry.done, 0, sample(rules, carry.logits, carry.occurrences, keys, step.sampling))
+        tokens = jnp.where(
+            carry.done, 0, sample(rules, carry.logits, carry.occurrences, keys[i], step.sampling)
+        )
         over = carry.done | rules.stop[tokens] | jnp.any(tokens == UNDEFINED)
         logits, state = step(weights, tokens, carry.state, ~over)
         new = carry.step + 1
@@ -109,6 +110,9 @@ def decode(
         )
         return i + 1, carry, out.at[i].set(jnp.where(over & (tokens != UNDEFINED), -1, tokens))
 
+    # all at once: for one token these are many kernels that do next to nothing
+    steps = carry.step + jnp.arange(STEPS_PER_CALL, dtype=jnp.int32)[:, None]
+    keys = jax.vmap(jax.vmap(jax.random.fold_in), (None, 0))(carry.keys, steps)
     out = jnp.full((STEPS_PER_CALL, carry.done.shape[0]), -1, jnp.int32)
     _, carry, out = jax.lax.while_loop(more, some, (jnp.int32(0), carry, out))
     return carry, out

@@ -4,9 +4,9 @@ What differs from the model's parameters, for hidden size C:
 
 * Matrices are [out, in] in the compute dtype, so that the weights of a result lie side by side; those that
   read the same token are one matrix. RWKV-7's receptance, key, value and four first low-rank stages are one
-  of 3 C + 4 R rows, its four second stages one [4, C, R]; R is the largest rank, filled up with zeros to a
-  multiple of 64. RWKV-6's receptance, key, value, gate and decay likewise, and so the key and receptance of
-  its feed-forward.
+  of 3 C rows and the four ranks, each filled up with zeros to a multiple of 64; its four second stages are
+  one [4, C, R], R the largest of these. RWKV-6's receptance, key, value, gate and decay likewise, and so the
+  key and receptance of its feed-forward.
 * The norm behind the embedding is applied to the whole table.
 * Vectors stay as they are, in the parameters' dtype; layers are not stacked.
 * In int8 (``group``) all these matrices have a float16 factor for every ``group`` weights of a row; the
@@ -122,9 +122,9 @@ def _layer7(block: Any, matrix: Any, dtype: Any) -> Layer7:
         }
         att = {**att, **nothing}
     kinds = {"w": (1, TANH), "a": (4, NONE), "v": (3, NONE), "g": (5, SIGMOID)}
-    rank = max(att[f"{name}1"].shape[1] for name in kinds)
-    first = [(_filled(att[f"{name}1"], CODE_ROWS, least=rank), *kind) for name, kind in kinds.items()]
-    second = [_filled(att[f"{name}2"].astype(dtype).T, CODE_ROWS, least=rank) for name in kinds]
+    first = [(_filled(att[f"{name}1"], CODE_ROWS), *kind) for name, kind in kinds.items()]
+    ranks = tuple(kernel.shape[1] for kernel, _, _ in first)
+    second = [_filled(att[f"{name}2"].astype(dtype).T, CODE_ROWS, least=max(ranks)) for name in kinds]
     planes = {"receptance": 0, "key": 2, "value": 3}
     into = [(att[name]["kernel"], plane, NONE) for name, plane in planes.items()]
     return Layer7(
@@ -140,6 +140,7 @@ def _layer7(block: Any, matrix: Any, dtype: Any) -> Layer7:
         ffn_mixes=ffn["x_k"][None],
         key=matrix((ffn["key"]["kernel"], 0, SQUARE)),
         value=matrix((ffn["value"]["kernel"], 0, NONE)),
+        ranks=ranks,
     )
 
 

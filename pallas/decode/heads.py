@@ -13,18 +13,25 @@ from .products import load, sigmoid
 
 
 @triton.jit
-def second_stage(w_, channel, r, R: tl.constexpr, EVEN: tl.constexpr):
-    """Weights [channels, r] of a second low-rank stage, as they are stored."""
-    if EVEN:
-        return tl.load(w_ + channel[:, None] * R + r[None, :])
-    else:
-        return tl.load(w_ + channel[:, None] * R + r[None, :], mask=(r < R)[None, :], other=0.0)
+def second_stage(w_, h_, channel, R: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr):
+    """Weights of a second low-rank stage, as they are stored, and what they are multiplied with: tuples of
+    [channels, BR] and [BR]. ``w_`` is [channels, R] with RANK of R used, ``h_`` [RANK]; BR divides RANK.
+    """
+    ws, hs = (), ()
+    for at in tl.static_range(0, RANK, BR):
+        r = at + tl.arange(0, BR)
+        ws = ws + (tl.load(w_ + channel[:, None] * R + r[None, :]),)
+        hs = hs + (tl.load(h_ + r).to(tl.float32),)
+    return ws, hs
 
 
 @triton.jit
-def times(w, h):
-    """Sums over r of w [channels, r] h [r]."""
-    return tl.sum(w.to(tl.float32) * h[None, :], 1)
+def times(ws, hs):
+    """What `second_stage` loaded, multiplied and summed up over the ranks: [channels]."""
+    total = tl.sum(ws[0].to(tl.float32) * hs[0][None, :], 1)
+    for i in tl.static_range(1, len(ws)):
+        total += tl.sum(ws[i].to(tl.float32) * hs[i][None, :], 1)
+    return total
 
 
 @triton.jit
@@ -45,14 +52,16 @@ def vector(ptr, channel):
 def rwkv7_kernel(
     state_, made_, first_, second_, w2_, w0_, a0_, v0_, k_k_, k_a_, r_k_, scale_, bias_, alive_, layer,
     y_, new_,
-    B: tl.constexpr, H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    B: tl.constexpr, H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, R_DECAY: tl.constexpr,
+    R_RATE: tl.constexpr, R_MIX: tl.constexpr, R_GATE: tl.constexpr, BR: tl.constexpr,
     WIDTH: tl.constexpr, FIRST: tl.constexpr, LOW_RANK: tl.constexpr, RESIDUAL: tl.constexpr,
     DECAY_SCALE: tl.constexpr, RATE_SCALE: tl.constexpr, EPS: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, B).
 
-    ``made_`` [B, WIDTH] float32: r, k, v (C = H N each), then four times R for decay, rate, value and gate;
-    with LOW_RANK ``w2_`` [4, C, R] makes numbers of those, else they are there, ``second_`` [4, B, C].
+    ``made_`` [B, WIDTH] float32: r, k, v (C = H N each), then the ranks of decay, rate, value and gate,
+    multiples of BR; with LOW_RANK ``w2_`` [4, C, R] makes numbers of those, else they are there, ``second_``
+    [4, B, C].
     ``first_`` [B, FIRST] is layer 0's ``made_``. ``y_`` [B, C]; ``new_`` is ``state_``, see `launch`.
     """
     C: tl.constexpr = H * N
@@ -67,24 +76,17 @@ def rwkv7_kernel(
     state = tl.load(state_ + place + tile).to(tl.float32)
     made_ += b * WIDTH
     if LOW_RANK:
-        EVEN: tl.constexpr = R % BR == 0
-        decay, rate = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
-        gate, mix = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
-        for at in tl.static_range(0, R, BR):
-            i = at + tl.arange(0, BR)
-            h_ = made_ + 3 * C
-            w_decay = second_stage(w2_, channel, i, R, EVEN)
-            w_rate = second_stage(w2_ + C * R, channel, i, R, EVEN)
-            w_gate = second_stage(w2_ + 3 * C * R, channel, i, R, EVEN)
-            if RESIDUAL:
-                w_mix = second_stage(w2_ + 2 * C * R, channel, i, R, EVEN)
-            h_decay, h_rate = load(h_, i, i < R, EVEN), load(h_ + R, i, i < R, EVEN)
-            h_mix, h_gate = load(h_ + 2 * R, i, i < R, EVEN), load(h_ + 3 * R, i, i < R, EVEN)
-            decay += times(w_decay, h_decay)
-            rate += times(w_rate, h_rate)
-            gate += times(w_gate, h_gate)
-            if RESIDUAL:
-                mix += times(w_mix, h_mix)
+        w_, h_ = w2_ + head * (N * R), made_ + 3 * C
+        c = tl.arange(0, N)
+        decay_w, decay_h = second_stage(w_, h_, c, R, R_DECAY, BR)
+        rate_w, rate_h = second_stage(w_ + C * R, h_ + R_DECAY, c, R, R_RATE, BR)
+        h_ += R_DECAY + R_RATE
+        if RESIDUAL:
+            mix_w, mix_h = second_stage(w_ + 2 * C * R, h_, c, R, R_MIX, BR)
+        gate_w, gate_h = second_stage(w_ + 3 * C * R, h_ + R_MIX, c, R, R_GATE, BR)
+        decay, rate, gate = times(decay_w, decay_h), times(rate_w, rate_h), times(gate_w, gate_h)
+        if RESIDUAL:
+            mix = times(mix_w, mix_h)
     else:
         decay, rate = vector(second_ + b * C, channel), vector(second_ + (B + b) * C, channel)
         gate = vector(second_ + (3 * B + b) * C, channel)
@@ -127,12 +129,8 @@ def rwkv6_kernel(
     state = tl.load(state_ + place + tile).to(tl.float32)
     made_ += b * WIDTH
     if LOW_RANK:
-        EVEN: tl.constexpr = R % BR == 0
-        decay = tl.zeros((N,), tl.float32)
-        for at in tl.static_range(0, R, BR):
-            i = at + tl.arange(0, BR)
-            w = second_stage(w2_, channel, i, R, EVEN)
-            decay += times(w, load(made_ + 4 * C, i, i < R, EVEN))
+        ws, hs = second_stage(w2_ + head * (N * R), made_ + 4 * C, tl.arange(0, N), R, R, BR)
+        decay = times(ws, hs)
     else:
         decay = vector(second_ + b * C, channel)
     r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)

@@ -13,31 +13,20 @@ import jax.numpy as jnp
 from ..run.triton import launch
 from .choose import choose_kernel
 from .heads import moves_kernel, rwkv6_kernel, rwkv7_kernel
-from .products_launcher import FEW, layer_code, project
+from .products_launcher import CODE_ROWS, FEW, layer_code, project
 
 __all__ = ["advance6", "advance7", "choose", "moves6", "project"]
 _GROUP_EPS, _KEY_EPS, _DECAY_SCALE = 64e-5, 1e-12, -math.exp(-0.5)
-
-
-def _terms(second: Any, N: int) -> int:
-    """Terms of the second low-rank stages, for the N channels of a head, that a program has under way.
-
-    A program of 256 threads has registers for four times 32 KB of them and little else; where that is not all
-    of them, what it has under way while it sums up is as much again.
-    """
-    R, most = second.shape[-1], 32768 // (N * second.dtype.itemsize)
-    return min(most if most >= R else most // 2, 1 << (R - 1).bit_length())
 
 
 def advance7(
     p: Any, made: Any, first: Any, state: Any, layer: int, alive: Any, rate_scale: float, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     """See `fla_jax.ops.decode.plain.advance7`; the state is written in place."""
-    (_, C, R), (B, H, N) = p.second.shape, state.shape[1:4]
+    R, (B, H, N) = p.second.shape[2], state.shape[1:4]
     few, second = B <= FEW, jnp.zeros(1, jnp.int32)
     if not few:
-        low = made[:, 3 * C :].reshape(B, 4, R).astype(p.second.dtype)
-        second = jnp.einsum("bpr,pcr->pbc", low, p.second, preferred_element_type=jnp.float32)
+        second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
     results = launch(
         rwkv7_kernel,
         dict(
@@ -60,13 +49,17 @@ def advance7(
         _step_results(state, dtype),
         aliases={"state_": "new_"},
         grid=(H, B),
-        num_warps=8 if few else 4,
+        num_warps=16 if few else 4,
         num_stages=1,
         B=B,
         H=H,
         N=N,
         R=R,
-        BR=_terms(p.second, N),
+        R_DECAY=p.ranks[0],
+        R_RATE=p.ranks[1],
+        R_MIX=p.ranks[2],
+        R_GATE=p.ranks[3],
+        BR=CODE_ROWS,
         WIDTH=made.shape[1],
         FIRST=first.shape[1],
         LOW_RANK=few,
@@ -144,7 +137,7 @@ def advance6(
         H=H,
         N=N,
         R=R,
-        BR=_terms(p.second, N),
+        BR=CODE_ROWS,
         WIDTH=made.shape[1],
         LOW_RANK=few,
         NORM_EPS=_GROUP_EPS,

@@ -88,6 +88,22 @@ def test_kernels(version, rows, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 5e-6), got.state, want.state)
 
 
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_products_of_the_library(version, monkeypatch):
+    """What is done with the sums of products that are not the kernels' own: one token of five rows."""
+    launcher = pytest.importorskip("fla_jax.pallas.decode.products_launcher")
+    if not launcher.launch.__globals__["INTERPRET"]:
+        pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
+    monkeypatch.setattr(launcher, "TILED", launcher.FEW)
+    model, params = setup(version)
+    tokens, start = jnp.arange(5), small.random_state(model, 5, 1)
+    copy = lambda: jax.tree.map(jnp.copy, start)
+    want, want_state = Decoder(model, params, implementation="model")(tokens, copy())
+    got, state = Decoder(model, params, implementation="triton")(tokens, copy())
+    assert small.error(got, want) < 5e-6
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 5e-6), state, want_state)
+
+
 def is_matrix(x):
     return isinstance(x, Matrix)
 

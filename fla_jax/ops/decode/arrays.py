@@ -53,9 +53,10 @@ class Layer7(struct.PyTreeNode):
     Attributes:
         norm, ffn_norm, group_norm: scale and bias.
         mixes: [6, C], of r, w, k, v, a, g.
-        into: what reads the mixed token: C rows each of r, k, v and R each of the first low-rank stages of
-            decay, rate, value and gate; R is the largest of their ranks, filled up to a multiple of 64.
-        second: [4, C, R], the second stages.
+        ranks: of decay, rate, value and gate, filled up to multiples of 64.
+        into: what reads the mixed token: C rows each of r, k, v and as many as their ranks of the first
+            low-rank stages of decay, rate, value and gate.
+        second: [4, C, R], the second stages; R is the largest rank, the others are filled up with zeros.
         output: [C, C].
         ffn_mixes: [1, C].
         key: [I, C].
@@ -78,6 +79,16 @@ class Layer7(struct.PyTreeNode):
     ffn_mixes: jax.Array
     key: Matrix
     value: Matrix
+    ranks: tuple[int, int, int, int] = struct.field(pytree_node=False)
+
+    def low(self, made: jax.Array) -> jax.Array:
+        """What `into` gave the second stages: [B, 4, R] in their dtype, zeros behind each rank."""
+        C, R = self.second.shape[1:]
+        at, parts = 3 * C, []
+        for rank in self.ranks:
+            parts.append(jnp.pad(made[:, at : at + rank].astype(self.second.dtype), ((0, 0), (0, R - rank))))
+            at += rank
+        return jnp.stack(parts, 1)
 
 
 class Layer6(struct.PyTreeNode):

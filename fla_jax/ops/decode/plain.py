@@ -129,7 +129,7 @@ def advance7(
 
     Args:
         p: the layer.
-        made: [B, 3 C + 4 R] float32, what ``p.into`` gave.
+        made: [B, 3 C and the ranks] float32, what ``p.into`` gave.
         first: the same of layer 0.
         state: [L, B, H, N, N], of all layers, in any floating-point dtype.
         layer: which of them.
@@ -140,11 +140,11 @@ def advance7(
     Returns:
         ``(y [B, C], state)``: y is what the output projection reads.
     """
-    (C, R), (H, N), B = p.second.shape[1:], state.shape[2:4], made.shape[0]
+    C, (H, N) = p.second.shape[1], state.shape[2:4]
     heads = lambda x: x.reshape(-1, H, N)
     r, k, v = (made[:, i * C : (i + 1) * C] for i in range(3))
-    low = made[:, 3 * C :].reshape(B, 4, R).astype(p.second.dtype)
-    decay, rate, share, gate = jnp.einsum("bpr,pcr->pbc", low, p.second, preferred_element_type=jnp.float32)
+    second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
+    decay, rate, share, gate = second
     decay = jnp.exp(DECAY_SCALE * jax.nn.sigmoid(_wide(p.w0) + decay))
     rate = jax.nn.sigmoid(_wide(p.a0) + rate)
     if layer:
