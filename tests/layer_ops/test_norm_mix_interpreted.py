@@ -53,6 +53,23 @@ def test_tiles_of_channels(case, by_tiles):
     cases.check(case, "triton")
 
 
+@pytest.mark.parametrize("tokens", [2, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=8),
+        Case(T=12, M=2, lengths=(3, 1, 9)),
+        Case(T=8, C=300, M=1, y=False, normalised=True),
+    ],
+)
+def test_tokens_together(case, tokens, monkeypatch):
+    """Rows of several shares, each of several groups of tokens."""
+    monkeypatch.setattr(
+        launcher, "WHOLE", {key: one._replace(tokens=tokens) for key, one in launcher.WHOLE.items()}
+    )
+    cases.check(case, "triton")
+
+
 def test_without_a_gradient_no_statistics_are_kept():
     case = Case(M=1, y=False)
     arrays, _ = cases.build(case)

@@ -10,13 +10,7 @@ sums over programs, so that two runs give the same bits.
 import triton
 import triton.language as tl
 
-from .rows import begins, channels, extended, read, share, write
-
-
-@triton.jit
-def add_both(a0, a1, b0, b1):
-    """Two sums at once: half the barriers of two."""
-    return a0 + b0, a1 + b1
+from .rows import begins, channels, extended, read, share, sums, write
 
 
 @triton.jit
@@ -73,6 +67,7 @@ def mix_bwd_kernel(
     MOVES: tl.constexpr,
     SUM: tl.constexpr,
     H: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     """Writes dx; by tiles of channels dh instead, and for every token and tile the two sums that dx needs."""
     mu_, g_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (g0_, g1_, g2_, g3_, g4_, g5_)
@@ -94,57 +89,72 @@ def mix_bwd_kernel(
     else:
         after = read(dend_, row, C, BC)
     unit = unit_line(x_, mean_, rstd_, base + end - 1, C, BC, NORM)
-    for i in tl.range(0, end - start, num_stages=STAGES):
-        t = end - 1 - i
-        at = base + t
+    for i in tl.range(0, (end - start) // TOKENS, num_stages=STAGES):
+        newest = end - 1 - i * TOKENS
         # loads first: the sums over channels below are barriers that no load is moved across
-        unit_before = unit_line(x_, mean_, rstd_, base + tl.maximum(t - 1, 0), C, BC, NORM)
-        gs = ()
-        for n in tl.static_range(M):
-            gs = extended(gs, read(g_[n], at, C, BC))
-        dsum = zero
-        if SUM and (WHOLE or not NORM):
-            dsum = read(dsum_, at, C, BC)
-        total, q = after, zero
-        if H:
-            total += read(dnormalised_, at, C, BC)
-        new = begins(seg_, base, t, SEG)
-        before, h = unit_before, unit
+        units, gs, dsums, dhs, terms = (unit,), (), (), (), ()
+        for u in tl.static_range(TOKENS):
+            t = newest - u
+            at = base + t
+            units = extended(units, unit_line(x_, mean_, rstd_, base + tl.maximum(t - 1, 0), C, BC, NORM))
+            for n in tl.static_range(M):
+                gs = extended(gs, read(g_[n], at, C, BC))
+            dsum = zero
+            if SUM and (WHOLE or not NORM):
+                dsum = read(dsum_, at, C, BC)
+            dsums = extended(dsums, dsum)
+        scale, bias = zero, zero
         if NORM:
-            rstd = tl.load(rstd_ + at)
             scale, bias = read(scale_, 0, C, BC), read(bias_, 0, C, BC)
-            before, h = unit_before * scale + bias, unit * scale + bias
-        before = tl.where(new | (t == 0), 0.0, before)
-        if LAST:
-            inside = channels(BC) < tl.where(t == 0, C, 0)
-            before += tl.load(last_ + (row * C + channels(BC)), mask=inside, other=0.0).to(tl.float32)
-        difference = before - h
-        grown = ()
-        for n in tl.static_range(M):
-            mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
-            dw = gs[n] * difference
-            if MOVES:
-                mu = mu + read(moves_, (n * B + row) * T + t, C, BC)
-                write(dmoves_, (n * B + row) * T + t, dw, C, BC)
-            total += gs[n]
-            q += gs[n] * mu
-            grown = extended(grown, dmus[n] + dw)
-        dmus = grown
-        dh = total - q
+        for u in tl.static_range(TOKENS):
+            t = newest - u
+            at = base + t
+            total, q = after, zero
+            if H:
+                total += read(dnormalised_, at, C, BC)
+            new = begins(seg_, base, t, SEG)
+            before, h = units[u + 1], units[u]
+            if NORM:
+                before, h = before * scale + bias, h * scale + bias
+            before = tl.where(new | (t == 0), 0.0, before)
+            if LAST:
+                inside = channels(BC) < tl.where(t == 0, C, 0)
+                before += tl.load(last_ + (row * C + channels(BC)), mask=inside, other=0.0).to(tl.float32)
+            difference = before - h
+            grown = ()
+            for n in tl.static_range(M):
+                mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
+                dw = gs[u * M + n] * difference
+                if MOVES:
+                    mu = mu + read(moves_, (n * B + row) * T + t, C, BC)
+                    write(dmoves_, (n * B + row) * T + t, dw, C, BC)
+                total += gs[u * M + n]
+                q += gs[u * M + n] * mu
+                grown = extended(grown, dmus[n] + dw)
+            dmus = grown
+            dh = total - q
+            if NORM:
+                dscale += dh * units[u]
+                dbias += dh
+                d = dh * scale
+                terms = extended(extended(terms, d), d * units[u])
+                dh = d if WHOLE else dh
+            dhs = extended(dhs, dh)
+            after = tl.where(new, 0.0, q)
         if NORM:
-            dscale += dh * unit
-            dbias += dh
-            d = dh * scale
-            s0, s1 = tl.reduce((d, d * unit), 0, add_both)
-            if WHOLE:
-                dh = (d - s0 / C - unit * (s1 / C)) * rstd
-            else:
-                sums = sums_ + (at * tl.num_programs(1) + tl.program_id(1)) * 2
-                tl.store(sums, s0 / C)
-                tl.store(sums + 1, s1 / C)
-        write(dx_, at, dh + dsum, C, BC)
-        after = tl.where(new, 0.0, q)
-        unit = unit_before
+            found = sums(terms)
+        for u in tl.static_range(TOKENS):
+            at, dx = base + newest - u, dhs[u]
+            if NORM:
+                if WHOLE:
+                    rstd = tl.load(rstd_ + at)
+                    dx = (dx - found[2 * u] / C - units[u] * (found[2 * u + 1] / C)) * rstd
+                else:
+                    place = sums_ + (at * tl.num_programs(1) + tl.program_id(1)) * 2
+                    tl.store(place, found[2 * u] / C)
+                    tl.store(place + 1, found[2 * u + 1] / C)
+            write(dx_, at, dx + dsums[u], C, BC)
+        unit = units[TOKENS]
     if LAST and start == 0:
         write(dlast_, row, after, C, BC)
     line = tl.program_id(0).to(tl.int64) * (M + 2 * NORM)

@@ -8,7 +8,7 @@ from .rows import begins, extended, read, read_sum, share, statistics, write
 
 @triton.jit
 def normalised(
-    x,
+    xs,
     at,
     mean_,
     rstd_,
@@ -20,15 +20,22 @@ def normalised(
     NORM: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """x normalised, its mean and one over its standard deviation: computed with ``WHOLE``, else loaded."""
-    mean, rstd = 0.0, 1.0
+    """Tokens from line ``at`` on normalised, their means and one over their standard deviations: computed
+    with ``WHOLE``, else loaded."""
+    hs, means, rstds = (), (), ()
     if NORM:
         if WHOLE:
-            mean, rstd = statistics(x, C, BC, EPS)
+            means, rstds = statistics(xs, C, BC, EPS)
         else:
-            mean, rstd = tl.load(mean_ + at), tl.load(rstd_ + at)
-        x = (x - mean) * rstd * read(scale_, 0, C, BC) + read(bias_, 0, C, BC)
-    return x, mean, rstd
+            for u in tl.static_range(len(xs)):
+                means = extended(means, tl.load(mean_ + at + u))
+                rstds = extended(rstds, tl.load(rstd_ + at + u))
+        scale, bias = read(scale_, 0, C, BC), read(bias_, 0, C, BC)
+        for u in tl.static_range(len(xs)):
+            hs = extended(hs, (xs[u] - means[u]) * rstds[u] * scale + bias)
+    else:
+        hs = xs
+    return hs, means, rstds
 
 
 @triton.jit
@@ -76,6 +83,7 @@ def mix_fwd_kernel(
     MOVES: tl.constexpr,
     H: tl.constexpr,
     KEEP: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     """Outputs ``h_t + (h_{t-1} - h_t) (mu_n + moves_nt)``, h being x (+ y) normalised."""
     mu_, o_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (o0_, o1_, o2_, o3_, o4_, o5_)
@@ -87,29 +95,33 @@ def mix_fwd_kernel(
     before = tl.zeros([BC], tl.float32)
     if start > 0:
         at = base + start - 1
-        before, _, _ = normalised(
-            read_sum(x_, y_, at, C, BC, ADD), at, mean_, rstd_, scale_, bias_, C, BC, WHOLE, NORM, EPS
-        )
+        x = read_sum(x_, y_, at, C, BC, ADD)
+        hs, _, _ = normalised((x,), at, mean_, rstd_, scale_, bias_, C, BC, WHOLE, NORM, EPS)
+        before = hs[0]
     elif LAST:
         before = read(last_, row, C, BC)
-    for t in tl.range(start, end, num_stages=STAGES):
-        at = base + t
-        x = read_sum(x_, y_, at, C, BC, ADD)
-        h, mean, rstd = normalised(x, at, mean_, rstd_, scale_, bias_, C, BC, WHOLE, NORM, EPS)
-        if ADD:
-            write(sum_, at, x, C, BC)
-        if KEEP:
-            tl.store(kept_mean_ + at, mean)
-            tl.store(kept_rstd_ + at, rstd)
-        if H:
-            write(h_, at, h, C, BC)
-        difference = tl.where(begins(seg_, base, t, SEG), 0.0, before) - h
-        for n in tl.static_range(M):
-            mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
-            if MOVES:
-                mu = mu + read(moves_, (n * B + row) * T + t, C, BC)
-            write(o_[n], at, h + difference * mu, C, BC)
-        before = h
+    for i in tl.range(0, (end - start) // TOKENS, num_stages=STAGES):
+        first, xs = start + i * TOKENS, ()
+        for u in tl.static_range(TOKENS):
+            xs = extended(xs, read_sum(x_, y_, base + first + u, C, BC, ADD))
+        hs, means, rstds = normalised(xs, base + first, mean_, rstd_, scale_, bias_, C, BC, WHOLE, NORM, EPS)
+        for u in tl.static_range(TOKENS):
+            t = first + u
+            at, h = base + t, hs[u]
+            if ADD:
+                write(sum_, at, xs[u], C, BC)
+            if KEEP:
+                tl.store(kept_mean_ + at, means[u])
+                tl.store(kept_rstd_ + at, rstds[u])
+            if H:
+                write(h_, at, h, C, BC)
+            difference = tl.where(begins(seg_, base, t, SEG), 0.0, before) - h
+            for n in tl.static_range(M):
+                mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
+                if MOVES:
+                    mu = mu + read(moves_, (n * B + row) * T + t, C, BC)
+                write(o_[n], at, h + difference * mu, C, BC)
+            before = h
     if end == T:
         write(end_, row, before, C, BC)
 
@@ -135,6 +147,6 @@ def statistics_kernel(
         x = read_sum(x_, y_, base + t, C, BC, ADD)
         if ADD:
             write(sum_, base + t, x, C, BC)
-        mean, rstd = statistics(x, C, BC, EPS)
-        tl.store(mean_ + base + t, mean)
-        tl.store(rstd_ + base + t, rstd)
+        means, rstds = statistics((x,), C, BC, EPS)
+        tl.store(mean_ + base + t, means[0])
+        tl.store(rstd_ + base + t, rstds[0])

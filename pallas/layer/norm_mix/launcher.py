@@ -31,6 +31,7 @@ class Launch(NamedTuple):
         span: tokens that a program walks, fewer where few programs would run.
         stages: depth of the pipeline of loads.
         hoist: whether the mixes stay in registers meanwhile; else they are read, from cache, for every token.
+        tokens: that a program sums up over channels together, where T is a multiple of so many.
     """
 
     channels: int
@@ -38,25 +39,24 @@ class Launch(NamedTuple):
     span: int
     stages: int = 1
     hoist: bool = True
+    tokens: int = 1
 
 
 # By kernel, number of mixes and channels, padded to a power of two: whole tokens. What is missing goes by
-# tiles. Four channels a thread are loads of 8 bytes and keep the backward of six mixes within 128 registers:
-# two programs of 1024 channels share a multiprocessor of Hopper's. Not measured: it compiles without spills.
-WHOLE: dict[tuple[str, str, int], Launch] = {
-    **{
-        ("forward", few, n): Launch(n, n // 128, 64, 2)
-        for few in ("few", "many")
-        for n in (128, 256, 512, 1024, 2048, 4096)
-    },
-    **{
-        ("backward", few, n): Launch(n, n // 128, 64, 2)
-        for few in ("few", "many")
-        for n in (128, 256, 512, 1024, 2048)
-    },
-    ("forward", "few", 8192): Launch(8192, 32, 64),
-    ("backward", "few", 4096): Launch(4096, 16, 64, 2),
-}
+# tiles. Eight channels a thread and two or four tokens at a time: sums over channels are barriers, and few of
+# them are most of the time of a token that is short. Those of 1024 channels, and the backward of many mixes
+# at 2048, were the fastest of nine to fourteen that were tried on an H200 (docs/performance.md).
+WHOLE: dict[tuple[str, str, int], Launch] = {}
+for _n in (128, 256, 512, 1024, 2048, 4096):
+    _warps = max(1, _n // 256)
+    WHOLE["forward", "few", _n] = Launch(_n, _warps, 32, 2, tokens=4)
+    WHOLE["forward", "many", _n] = Launch(_n, _warps, 32, 2, tokens=2)
+    if _n <= 2048:
+        WHOLE["backward", "few", _n] = Launch(_n, _warps, 64, 3, tokens=2)
+        WHOLE["backward", "many", _n] = Launch(_n, _warps, 64, 2, tokens=2)
+WHOLE["backward", "many", 2048] = Launch(2048, 8, 64, 3)
+WHOLE["forward", "few", 8192] = Launch(8192, 32, 64)
+WHOLE["backward", "few", 4096] = Launch(4096, 16, 64, 2)
 TILES: dict[str, Launch] = {
     "forward": Launch(512, 4, 64, 2),
     "backward": Launch(512, 4, 64, 2),
@@ -96,6 +96,11 @@ def _grid(chosen: Launch, B: int, T: int, C: int) -> tuple[int, tuple[int, int],
     span = min(span, T)
     options = dict(num_warps=chosen.warps, num_stages=1, C=C, BC=chosen.channels, STAGES=chosen.stages)
     return span, (B * -(-T // span), tiles), options
+
+
+def _tokens(chosen: Launch, T: int, span: int) -> int:
+    """Tokens at a time: all shares of a row hold whole groups of so many."""
+    return 1 if T % chosen.tokens or span % chosen.tokens else chosen.tokens
 
 
 def _slots(prefix: str, arrays: Sequence[Any], unused: Any) -> dict[str, Any]:
@@ -162,6 +167,7 @@ def forward(call: Call[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]
         MOVES=x.moves is not None,
         H=call.settings.normalised,
         KEEP=keep,
+        TOKENS=_tokens(chosen, T, span),
         **options,
     )
     total = made["sum_"] if adds else before["x_"]
@@ -213,6 +219,7 @@ def backward(call: Call[Mix], x: MixInputs, kept: dict[str, jax.Array], cotangen
         MOVES=x.moves is not None,
         SUM=summed,
         H=cotangents.normalised is not None,
+        TOKENS=_tokens(chosen, T, span),
         **options,
     )
     dx = made["dx_"]

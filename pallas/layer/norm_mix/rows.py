@@ -66,13 +66,51 @@ def read_sum(x_, y_, at, C: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr):
 
 
 @triton.jit
-def statistics(x, C: tl.constexpr, BC: tl.constexpr, EPS: tl.constexpr):
-    """Mean, and one over the standard deviation, of a token; in two passes: a large mean costs no digits."""
-    mean = tl.sum(x, 0) / C
-    x -= mean
-    if C != BC:
-        x = tl.where(tl.arange(0, BC) < C, x, 0.0)
-    return mean, tl.math.rsqrt(tl.sum(x * x, 0) / C + EPS)
+def add_two(a0, a1, b0, b1):
+    """Two sums at once: as many barriers as one."""
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def add_four(a0, a1, a2, a3, b0, b1, b2, b3):
+    """Four sums at once."""
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def add_eight(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    """Eight sums at once."""
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+@triton.jit
+def sums(lines):
+    """The sums over channels of one, two, four or eight lines, as a tuple."""
+    if len(lines) == 1:
+        return (tl.sum(lines[0], 0),)
+    elif len(lines) == 2:
+        return tl.reduce(lines, 0, add_two)
+    elif len(lines) == 4:
+        return tl.reduce(lines, 0, add_four)
+    else:
+        return tl.reduce(lines, 0, add_eight)
+
+
+@triton.jit
+def statistics(xs, C: tl.constexpr, BC: tl.constexpr, EPS: tl.constexpr):
+    """Means, and one over the standard deviations, of tokens; in two passes: a large mean costs no digits."""
+    means, squares, rstds = (), (), ()
+    totals = sums(xs)
+    for u in tl.static_range(len(xs)):
+        mean = totals[u] / C
+        x = xs[u] - mean
+        if C != BC:
+            x = tl.where(tl.arange(0, BC) < C, x, 0.0)
+        means, squares = extended(means, mean), extended(squares, x * x)
+    totals = sums(squares)
+    for u in tl.static_range(len(xs)):
+        rstds = extended(rstds, tl.math.rsqrt(totals[u] / C + EPS))
+    return means, rstds
 
 
 @triton.jit
