@@ -89,8 +89,7 @@ def profiled(folder: Path, step: Callable[[], object]) -> dict[str, float]:
     import jax
 
     jax.profiler.start_trace(str(folder))
-    for _ in range(STEPS):
-        step()
+    jax.block_until_ready([step() for _ in range(STEPS)])
     jax.profiler.stop_trace()
     found = kernels(folder)
     (folder / "kernels.txt").write_text(table(found, STEPS) + "\n")

@@ -34,15 +34,14 @@ def train(
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     torch.cuda.reset_peak_memory_stats()
 
-    def step() -> float:
+    def step() -> Any:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss = loss_of(inputs, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        return float(loss)
+        return loss.detach()
 
     result = measure(step, row, job)
     return {

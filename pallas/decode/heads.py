@@ -9,6 +9,7 @@ writes it back. It touches nothing for a row that is not alive.
 import triton
 import triton.language as tl
 
+from ..device.tokens import extended
 from .products import load, sigmoid
 
 
@@ -20,8 +21,8 @@ def second_stage(w_, h_, channel, R: tl.constexpr, RANK: tl.constexpr, BR: tl.co
     ws, hs = (), ()
     for at in tl.static_range(0, RANK, BR):
         r = at + tl.arange(0, BR)
-        ws = ws + (tl.load(w_ + channel[:, None] * R + r[None, :]),)
-        hs = hs + (tl.load(h_ + r).to(tl.float32),)
+        ws = extended(ws, tl.load(w_ + channel[:, None] * R + r[None, :]))
+        hs = extended(hs, tl.load(h_ + r).to(tl.float32))
     return ws, hs
 
 

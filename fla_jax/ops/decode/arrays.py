@@ -79,7 +79,7 @@ class Layer7(struct.PyTreeNode):
     ffn_mixes: jax.Array
     key: Matrix
     value: Matrix
-    ranks: tuple[int, int, int, int] = struct.field(pytree_node=False)
+    ranks: tuple[int, ...] = struct.field(pytree_node=False)
 
     def low(self, made: jax.Array) -> jax.Array:
         """What `into` gave the second stages: [B, 4, R] in their dtype, zeros behind each rank."""

@@ -10,7 +10,8 @@ sums over programs, so that two runs give the same bits.
 import triton
 import triton.language as tl
 
-from .rows import begins, channels, extended, read, share, sums, write
+from ...device.tokens import extended
+from .rows import begins, channels, read, share, sums, write
 
 
 @triton.jit
@@ -144,16 +145,17 @@ def mix_bwd_kernel(
         if NORM:
             found = sums(terms)
         for u in tl.static_range(TOKENS):
-            at, dx = base + newest - u, dhs[u]
+            at = base + newest - u
+            dh = dhs[u]
             if NORM:
                 if WHOLE:
                     rstd = tl.load(rstd_ + at)
-                    dx = (dx - found[2 * u] / C - units[u] * (found[2 * u + 1] / C)) * rstd
+                    dh = (dh - found[2 * u] / C - units[u] * (found[2 * u + 1] / C)) * rstd
                 else:
                     place = sums_ + (at * tl.num_programs(1) + tl.program_id(1)) * 2
                     tl.store(place, found[2 * u] / C)
                     tl.store(place + 1, found[2 * u + 1] / C)
-            write(dx_, at, dx + dsums[u], C, BC)
+            write(dx_, at, dh + dsums[u], C, BC)
         unit = units[TOKENS]
     if LAST and start == 0:
         write(dlast_, row, after, C, BC)

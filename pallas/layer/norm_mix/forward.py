@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .rows import begins, extended, read, read_sum, share, statistics, write
+from ...device.tokens import extended
+from .rows import begins, read, read_sum, share, statistics, write
 
 
 @triton.jit

@@ -13,11 +13,7 @@ registers.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def extended(items, item):
-    """The tuple ``items`` with one more at its end."""
-    return items + (item,)
+from ...device.tokens import extended
 
 
 @triton.jit
