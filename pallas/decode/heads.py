@@ -36,11 +36,10 @@ def times(ws, hs):
 
 
 @triton.jit
-def readout(o, scale_, bias_, channel, N: tl.constexpr, EPS: tl.constexpr):
+def readout(o, scale, bias, N: tl.constexpr, EPS: tl.constexpr):
     """Group norm of a head's output [N]."""
     o -= tl.sum(o, 0) / N
-    o *= tl.rsqrt(tl.sum(o * o, 0) / N + EPS)
-    return o * tl.load(scale_ + channel).to(tl.float32) + tl.load(bias_ + channel).to(tl.float32)
+    return o * tl.rsqrt(tl.sum(o * o, 0) / N + EPS) * scale + bias
 
 
 @triton.jit
@@ -73,9 +72,15 @@ def rwkv7_kernel(
     channel = head * N + tl.arange(0, N)
     place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
     tile = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    # all loads first: they are on their way together
+    # All loads first: they are on their way together. Sums over channels are barriers, and a load behind one
+    # would be waited for by itself: most of these numbers come from memory, not from a cache.
     state = tl.load(state_ + place + tile).to(tl.float32)
     made_ += b * WIDTH
+    r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)
+    w0, a0, k_k, k_a = vector(w0_, channel), vector(a0_, channel), vector(k_k_, channel), vector(k_a_, channel)
+    r_k, scale, bias = vector(r_k_, channel), vector(scale_, channel), vector(bias_, channel)
+    if RESIDUAL:
+        v0, first = vector(v0_, channel), vector(first_ + b * FIRST + 2 * C, channel)
     if LOW_RANK:
         w_, h_ = w2_ + head * (N * R), made_ + 3 * C
         c = tl.arange(0, N)
@@ -93,22 +98,21 @@ def rwkv7_kernel(
         gate = vector(second_ + (3 * B + b) * C, channel)
         if RESIDUAL:
             mix = vector(second_ + (2 * B + b) * C, channel)
-    r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)
-    decay = tl.exp(DECAY_SCALE * sigmoid(vector(w0_, channel) + decay))
-    rate = sigmoid(vector(a0_, channel) + rate)
+    decay = tl.exp(DECAY_SCALE * sigmoid(w0 + decay))
+    rate = sigmoid(a0 + rate)
     if RESIDUAL:
-        v += (vector(first_ + b * FIRST + 2 * C, channel) - v) * sigmoid(vector(v0_, channel) + mix)
-    kk = k * vector(k_k_, channel)
+        v += (first - v) * sigmoid(v0 + mix)
+    kk = k * k_k
     square = tl.sum(kk * kk, 0)
     kk *= tl.where(square > EPS * EPS, tl.rsqrt(square), 1.0 / EPS)
-    k *= 1.0 + (rate - 1.0) * vector(k_a_, channel)
+    k *= 1.0 + (rate - 1.0) * k_a
 
     read = tl.sum(state * kk[:, None], 0)
     write = kk * rate * RATE_SCALE
     state = state * decay[:, None] + (k[:, None] * v[None, :] - write[:, None] * read[None, :])
     tl.store(state_ + place + tile, state.to(state_.dtype.element_ty), mask=alive)
-    o = readout(tl.sum(state * r[:, None], 0), scale_, bias_, channel, N, NORM_EPS)
-    o += tl.sum(r * k * vector(r_k_, channel), 0) * v
+    o = readout(tl.sum(state * r[:, None], 0), scale, bias, N, NORM_EPS)
+    o += tl.sum(r * k * r_k, 0) * v
     tl.store(y_ + b * C + channel, (o * gate).to(y_.dtype.element_ty))
 
 
@@ -127,21 +131,23 @@ def rwkv6_kernel(
     channel = head * N + tl.arange(0, N)
     place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
     tile = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    # all loads first, see `rwkv7_kernel`
     state = tl.load(state_ + place + tile).to(tl.float32)
     made_ += b * WIDTH
+    r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)
+    gate, base, bonus = vector(made_ + 3 * C, channel), vector(base_, channel), vector(bonus_, channel)
+    scale, bias = vector(scale_, channel), vector(bias_, channel)
     if LOW_RANK:
         ws, hs = second_stage(w2_ + head * (N * R), made_ + 4 * C, tl.arange(0, N), R, R, BR)
         decay = times(ws, hs)
     else:
         decay = vector(second_ + b * C, channel)
-    r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)
-    gate = vector(made_ + 3 * C, channel)
     # exp(-exp(20)) is 0 already
-    decay = tl.exp(-tl.exp(tl.minimum(vector(base_, channel) + decay, 20.0)))
-    o = tl.sum(state * r[:, None], 0) + tl.sum(r * k * vector(bonus_, channel), 0) * v
+    decay = tl.exp(-tl.exp(tl.minimum(base + decay, 20.0)))
+    o = tl.sum(state * r[:, None], 0) + tl.sum(r * k * bonus, 0) * v
     state = state * decay[:, None] + k[:, None] * v[None, :]
     tl.store(state_ + place + tile, state.to(state_.dtype.element_ty), mask=alive)
-    o = readout(o, scale_, bias_, channel, N, NORM_EPS)
+    o = readout(o, scale, bias, N, NORM_EPS)
     tl.store(y_ + b * C + channel, (o * gate * sigmoid(gate)).to(y_.dtype.element_ty))
 
 

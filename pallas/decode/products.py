@@ -5,14 +5,14 @@ takes some rows of the matrix, which lie side by side in memory, and starts to l
 vector that they are multiplied with. Norm, token shift and mixes are computed by every program again: that
 takes the time in which the weights are on their way.
 
-Every 64 rows of a matrix have a code: the mix, or plane of the input, that they read, plus 16 times what is
-done with their sums (`finish`).
+Segments of a matrix, of multiples of 64 rows, have a code: the mix, or plane of the input, that they read, plus
+16 times what is done with their sums (`finish`). Codes are constants: in memory they would be one more number to
+wait for, before another can be asked for. All loads stand before the first sum over channels, which is a barrier
+that no load is moved across.
 """
 
 import triton
 import triton.language as tl
-
-CODE_ROWS = tl.constexpr(64)
 
 
 @triton.jit
@@ -36,6 +36,15 @@ def finish(x, code):
 
 
 @triton.jit
+def code_of(first, segments: tl.constexpr):
+    """The code of the segment that row ``first`` lies in; ``segments`` has starts and codes."""
+    code = segments.codes[0]
+    for i in tl.static_range(1, len(segments.codes)):
+        code = tl.where(first >= segments.starts[i], segments.codes[i], code)
+    return code
+
+
+@triton.jit
 def load(ptr, offsets, mask, EVEN: tl.constexpr):
     """Values as float32, zero outside of the mask."""
     if EVEN:
@@ -55,11 +64,11 @@ def normed(x, mask, scale, bias, K: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def rows_kernel(
-    x_, last_, scale_, bias_, mixes_, alive_, w_, w_scale_, codes_, add_, gate_, layer, y_, shift_,
+    x_, last_, scale_, bias_, mixes_, alive_, w_, w_scale_, add_, gate_, layer, y_, shift_,
     B: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     XS: tl.constexpr, GS: tl.constexpr, G: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr,
     MIX: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, GATE_AT: tl.constexpr,
-    EPS: tl.constexpr,
+    SEGMENTS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: N / BN. ``y_`` [B, N]; what comes of row b is the sum over k of w [n, k] x[b, k].
 
@@ -89,7 +98,7 @@ def rows_kernel(
             w_scale_ + n[:, None] * (K // G) + group[None, :],
             mask=(n < N)[:, None] & (group < K // G)[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
-    code = tl.load(codes_ + first // CODE_ROWS)
+    code = code_of(first, SEGMENTS)
     plane = code % 16
     if NORM:
         scale, bias = load(scale_, k, inside, EVEN), load(bias_, k, inside, EVEN)
@@ -99,6 +108,10 @@ def rows_kernel(
         x = load(x_ + ((plane if PLANES else 0) * B + b) * XS, k, inside, EVEN)
         if MIX:
             last = load(last_ + (((layer - 3) // 2) * B + b) * K, k, inside, EVEN)
+        if GATE:
+            gate = load(gate_ + b * GS + GATE_AT, n, n < N, False)
+        if ADD:
+            add = load(add_ + b * N, n, n < N, False)
         if NORM:
             x = normed(x, inside, scale, bias, K, EPS)
         if MIX:
@@ -111,9 +124,9 @@ def rows_kernel(
             sums = sums * factors
         y = finish(tl.sum(sums, 1), code)
         if GATE:
-            y *= load(gate_ + b * GS + GATE_AT, n, n < N, False)
+            y *= gate
         if ADD:
-            y += load(add_ + b * N, n, n < N, False)
+            y += add
         tl.store(y_ + b * N + n, y.to(y_.dtype.element_ty), mask=n < N)
 
 
@@ -140,10 +153,10 @@ def mix_kernel(
 
 @triton.jit
 def products_kernel(
-    x_, w_, codes_, add_, gate_, y_,
+    x_, w_, add_, gate_, y_,
     B: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     XS: tl.constexpr, GS: tl.constexpr, STAGES: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr,
-    GATE_AT: tl.constexpr, PRECISION: tl.constexpr,
+    GATE_AT: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (N / BN, blocks of BB rows): `rows_kernel` with PLANES on tensor cores, for more rows.
 
@@ -153,7 +166,7 @@ def products_kernel(
     n = first + tl.arange(0, BN)
     b = tl.program_id(1) * BB + tl.arange(0, BB)
     k = tl.arange(0, BK)
-    code = tl.load(codes_ + first // CODE_ROWS)
+    code = code_of(first, SEGMENTS)
     x_ += (code % 16) * (B * XS)
     here = (b < B)[:, None]
     there = (n < N)[None, :]

@@ -12,12 +12,13 @@ rows on 0.548, tiles everywhere 0.588.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..run.triton import launch
 from .products import mix_kernel, products_kernel, rows_kernel
@@ -77,11 +78,24 @@ def _pieces(K: int, N: int, norm: bool) -> tuple[int, int, int]:
     return BK, max(1, min(most, 16, 1 << max(N // _PROGRAMS, 1).bit_length() - 1)), warps
 
 
-def _codes(matrix: Any) -> jax.Array:
-    codes = [
-        np.full(-(-rows // CODE_ROWS), plane + 16 * kind, np.int32) for rows, plane, kind in matrix.segments
-    ]
-    return jnp.asarray(np.concatenate(codes))
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Of a matrix, for `code_of`.
+
+    Attributes:
+        starts: the first row of each.
+        codes: of each.
+    """
+
+    starts: tuple[int, ...]
+    codes: tuple[int, ...]
+
+
+def _segments(matrix: Any) -> Segments:
+    rows = [0, *(rows for rows, _, _ in matrix.segments)]
+    return Segments(
+        tuple(itertools.accumulate(rows[:-1])), tuple(plane + 16 * kind for _, plane, kind in matrix.segments)
+    )
 
 
 def project(
@@ -142,7 +156,6 @@ def _few(
         alive_=alive,
         w_=matrix.weight,
         w_scale_=matrix.scale,
-        codes_=_codes(matrix),
         add_=add,
         gate_=gate,
     )
@@ -168,6 +181,7 @@ def _few(
         ADD=add is not None,
         GATE=gate is not None,
         GATE_AT=gate_at,
+        SEGMENTS=_segments(matrix),
         EPS=_NORM_EPS,
     )
     return made["y_"], None if mixes is None else made["shift_"]
@@ -224,7 +238,7 @@ def _many(matrix: Any, x: jax.Array, *, add: Any, gate: Any, gate_at: int, dtype
     many, few = next(tiles for rows, tiles in TILES.items() if rows >= B)
     one = few if N // many.results < _PROGRAMS // 2 else many
     none = jnp.zeros(1, jnp.int32)
-    inputs = dict(x_=x, w_=weight, codes_=_codes(matrix), add_=add, gate_=gate)
+    inputs = dict(x_=x, w_=weight, add_=add, gate_=gate)
     made = launch(
         products_kernel,
         {name: none if x is None else x for name, x in inputs.items()},
@@ -244,6 +258,7 @@ def _many(matrix: Any, x: jax.Array, *, add: Any, gate: Any, gate_at: int, dtype
         ADD=add is not None,
         GATE=gate is not None,
         GATE_AT=gate_at,
+        SEGMENTS=_segments(matrix),
         PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
     )
     return made["y_"]
