@@ -241,7 +241,7 @@ def sample(
         occurrences: of the tokens before.
         keys: [B], one a row, so that a row's choice does not depend on its neighbours.
         implementation: ``"xla"``, or ``"triton"`` (NVIDIA GPUs, no float64), which sorts nothing and chooses
-            the same tokens, but for sums of probabilities that meet top-p to rounding.
+            the same tokens, but for scores or sums of probabilities that are equal to rounding.
 
     Returns:
         [B] int32; `UNDEFINED` for rows whose logits hold NaN or have no finite largest one.
@@ -261,5 +261,4 @@ def _sample_unsorted(rules: Rules, logits: jax.Array, occurrences: Occurrences, 
     def noise(key: jax.Array) -> jax.Array:
         return jax.random.gumbel(key, logits.shape[1:], logits.dtype)  # that of jax.random.categorical
 
-    scores = _tempered(rules, logits, jnp.max(logits, -1, keepdims=True)) + jax.vmap(noise)(keys)
-    return choose(logits, scores, rules.top_p, rules.top_k, rules.temperature, UNDEFINED)
+    return choose(logits, jax.vmap(noise)(keys), rules.top_p, rules.top_k, rules.temperature, UNDEFINED)

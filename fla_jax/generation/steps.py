@@ -57,7 +57,7 @@ class FastStep:
     @property
     def together(self) -> int:
         """See `fla_jax.generation.loop.Step`."""
-        return 4 if self.implementation == "triton" else 1
+        return 8 if self.implementation == "triton" else 1
 
     def __call__(
         self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array

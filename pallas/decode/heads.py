@@ -77,7 +77,12 @@ def rwkv7_kernel(
     state = tl.load(state_ + place + tile).to(tl.float32)
     made_ += b * WIDTH
     r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)
-    w0, a0, k_k, k_a = vector(w0_, channel), vector(a0_, channel), vector(k_k_, channel), vector(k_a_, channel)
+    w0, a0, k_k, k_a = (
+        vector(w0_, channel),
+        vector(a0_, channel),
+        vector(k_k_, channel),
+        vector(k_a_, channel),
+    )
     r_k, scale, bias = vector(r_k_, channel), vector(scale_, channel), vector(bias_, channel)
     if RESIDUAL:
         v0, first = vector(v0_, channel), vector(first_ + b * FIRST + 2 * C, channel)

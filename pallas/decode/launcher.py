@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from ..run.triton import launch
-from .choose import choose_kernel
+from .choose import choose_kernel, survey_kernel
 from .heads import moves_kernel, rwkv6_kernel, rwkv7_kernel
 from .products_launcher import CODE_ROWS, FEW, layer_code, project
 
 __all__ = ["advance6", "advance7", "choose", "moves6", "project"]
+_PART = 2048  # tokens of the vocabulary for a program of `survey_kernel`
 _GROUP_EPS, _KEY_EPS, _DECAY_SCALE = 64e-5, 1e-12, -math.exp(-0.5)
 
 
@@ -146,35 +147,52 @@ def advance6(
 
 
 def choose(
-    logits: jax.Array, scores: jax.Array, top_p: Any, top_k: Any, temperature: Any, undefined: int
+    logits: jax.Array, noise: jax.Array, top_p: Any, top_k: Any, temperature: Any, undefined: int
 ) -> jax.Array:
     """The token [B] int32 with the best score of those that top-p and top-k leave, see `choose_kernel`.
 
     Args:
         logits: [B, V] float32, -inf for what may not come.
-        scores: [B, V] float32, not read at temperature 0.
+        noise: [B, V] float32, added to the logits over the temperature; of no effect at temperature 0.
         top_p: float32 scalar.
         top_k: int32 scalar.
         temperature: float32 scalar.
         undefined: instead of a token where there is no finite largest logit, or NaN.
     """
     (B, V), one = logits.shape, lambda x, dtype: jnp.asarray(x, dtype).reshape(1)
-    BV = min(8192, 1 << (V - 1).bit_length())
+    part = min(_PART, 1 << (V - 1).bit_length())
+    parts = -(-V // part)
+    rules = dict(top_p_=one(top_p, jnp.float32), top_k_=one(top_k, jnp.int32))
+    inputs = dict(x_=logits, noise_=noise, temperature_=one(temperature, jnp.float32))
+    found = jax.ShapeDtypeStruct((B, parts), jnp.float32)
+    surveyed = launch(
+        survey_kernel,
+        inputs,
+        dict(
+            high_=found,
+            mass_=found,
+            best_=found,
+            found_=found,
+            place_=jax.ShapeDtypeStruct((B, parts), jnp.int32),
+        ),
+        grid=(parts, B),
+        num_warps=4,
+        num_stages=1,
+        V=V,
+        P=parts,
+        BV=part,
+    )
     made = launch(
         choose_kernel,
-        dict(
-            x_=logits,
-            score_=scores,
-            top_p_=one(top_p, jnp.float32),
-            top_k_=one(top_k, jnp.int32),
-            temperature_=one(temperature, jnp.float32),
-        ),
+        inputs | rules | surveyed,
         dict(token_=jax.ShapeDtypeStruct((B,), jnp.int32)),
         grid=(B,),
         num_warps=16,
         num_stages=2,
         V=V,
-        BV=BV,
+        P=parts,
+        BP=1 << (parts - 1).bit_length(),
+        BV=min(8192, 1 << (V - 1).bit_length()),
         STAGES=2,
         UNDEFINED=undefined,
     )

@@ -5,10 +5,10 @@ takes some rows of the matrix, which lie side by side in memory, and starts to l
 vector that they are multiplied with. Norm, token shift and mixes are computed by every program again: that
 takes the time in which the weights are on their way.
 
-Segments of a matrix, of multiples of 64 rows, have a code: the mix, or plane of the input, that they read, plus
-16 times what is done with their sums (`finish`). Codes are constants: in memory they would be one more number to
-wait for, before another can be asked for. All loads stand before the first sum over channels, which is a barrier
-that no load is moved across.
+Segments of a matrix, of multiples of 64 rows, have a code: the mix, or plane of the input, that they read,
+plus 16 times what is done with their sums (`finish`). Codes are constants: in memory they would be one more
+number to wait for, before another can be asked for. All loads stand before the first sum over channels, which
+is a barrier that no load is moved across.
 """
 
 import triton

@@ -56,15 +56,22 @@ def test_equals_the_rules(name):
     np.testing.assert_allclose(np.stack(got), want, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_without_sorting(name, monkeypatch):
-    """The kernel, in Triton's interpreter, chooses the tokens that sorting does: many draws, rows with ties,
-    with infinities, and with nothing to choose from.
+EXTREMES = {"freezing": Sampling(temperature=1e-38), "boiling": Sampling(temperature=1e38, banned=(3,))}
+
+
+@pytest.mark.parametrize("part", [16, 4])
+@pytest.mark.parametrize("name", [*SETTINGS, *EXTREMES])
+def test_without_sorting(name, part, monkeypatch):
+    """The kernels, in Triton's interpreter, choose the tokens that sorting does: many draws, rows with ties,
+    with infinities, and with nothing to choose from; the vocabulary in one part and in four.
     """
     pytest.importorskip("triton")
     if not run_triton.INTERPRET:
         pytest.skip("Triton's interpreter is off")
-    rules, rng = SETTINGS[name].arrays(V), np.random.default_rng(1)
+    from fla_jax.pallas.decode import launcher
+
+    monkeypatch.setattr(launcher, "_PART", part)
+    rules, rng = (SETTINGS | EXTREMES)[name].arrays(V), np.random.default_rng(1)
     logits = (2 * rng.normal(size=(64, V))).astype(np.float32)
     logits[1] = 0  # all tie
     logits[2, 3:] = -np.inf
