@@ -2,166 +2,113 @@
 
 Prints a table and puts its records into ``benchmarks/results/<device>.json`` (`records`). A piece is bound by
 memory: the table has the bytes that must move, each array once, over the time (``GB/s``), and that over the
-rate of a copy measured in the same run (``of copy``). Many calls are queued and waited for once, as in
-`peers_run`. Peers run in a process of their own, with torch, where it can be imported.
+best rate of several kinds and sizes of copies measured in the same run (``of copy``); the head is bound by
+its products, and has TFLOP/s. Peers run in a process of their own, with torch, where they can be imported; a
+ratio is our time over theirs. ``--sweep`` tries launches of our kernels instead, and records nothing.
 
     python benchmarks/layers.py --quick                    # tiny sizes, seconds on a CPU; times mean nothing
-    python benchmarks/layers.py --only 'attention' --shapes 8x4096x1024
+    python benchmarks/layers.py --only attention --shapes 8x4096x1024
+    python benchmarks/layers.py --only keys --shapes 8x4096x1024 --sweep
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import functools
-import json
 import os
 import re
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import records
-from peers_run import timed
-from pieces import PIECES, Piece
+from pieces import launches, ours
+from pieces.piece import PIECES, Piece, Shape
+from running import copies, processes, results
 
 SHAPES = ((8, 4096, 1024), (4, 4096, 2048), (2, 4096, 4096))  # B, T, C
 QUICK = ((2, 16, 32),)
-PASSES = ("fwd", "bwd")
-KEY = ("op", "form", "implementation", "shape", "dtype", "pass")
-Shape = tuple[int, int, int]
+KEY = results.key_of(("op", "form", "implementation", "shape", "dtype", "pass"))
+VERSIONS = ("jax", "jaxlib", "jax-triton", "triton", "torch", "flash-linear-attention")
+Job = tuple[Piece, Shape]
 
 
-def copy_rate(bytes_: int) -> float:
-    """GB/s, read and written, of the faster of two copies of so many bytes on the device."""
-    import jax
-    import jax.numpy as jnp
-
-    x = jnp.ones(bytes_ // 4, jnp.float32)
-    rates = []
-    for f in (jnp.copy, jnp.negative):
-        compiled = jax.jit(f).lower(x).compile()
-        rates.append(2 * bytes_ / timed(functools.partial(queue, compiled, (x,))) / 1e6)
-    return max(rates)
-
-
-def queue(compiled: Callable[..., Any], arguments: tuple[Any, ...], n: int) -> float:
-    """Milliseconds that n calls of a compiled JAX function take, queued and waited for once."""
+def rows_of(
+    job: Job, library: str, implementation: str, times: dict[str, float], common: records.Record
+) -> list[records.Record]:
+    """A record for each pass."""
     import jax
 
-    began = time.perf_counter()
-    for _ in range(n):
-        result = compiled(*arguments)
-    jax.block_until_ready(result)
-    return 1e3 * (time.perf_counter() - began)
+    piece, shape = job
+    moved = piece.moved(shape, jax.numpy.dtype(common["dtype"]).itemsize)
+    made = []
+    for name, ms in times.items():
+        rate = moved[name] / ms / 1e6
+        row = {"op": piece.op, "form": piece.name, "implementation": implementation, "library": library}
+        row |= {
+            "shape": list(shape),
+            "pass": name,
+            "ms": ms,
+            "gbs": rate,
+            "of_copy": rate / common["copy_gbs"],
+        }
+        if piece.flops is not None:
+            row["tflops"] = piece.flops(shape)[name] / ms / 1e9
+        made.append({**row, "ratio": None, **common})
+    return made
 
 
-def functions(
-    piece: Piece, shape: Shape, dtype: str, implementation: str | None
-) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """A compiled function and its arguments for each pass."""
+def our_rows(job: Job, common: records.Record) -> Iterator[list[records.Record]]:
+    """Records of this library's implementations."""
     import jax
 
-    keys = iter(jax.random.split(jax.random.key(0), 64))
-    wanted = piece.inputs(*shape)
-    inputs = {name: jax.random.normal(next(keys), s, d or dtype) for name, (s, d) in wanted.items()}
-    call = functools.partial(piece.call, implementation=implementation)
-    made, pull = jax.jit(lambda inputs: jax.vjp(call, inputs))(inputs)
-    cotangents = jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape, a.dtype), made)
-    passes = {
-        "fwd": (call, (inputs,)),
-        "bwd": (lambda pull, cotangents: pull(cotangents), (pull, cotangents)),
-    }
-    return {name: (jax.jit(f).lower(*x).compile(), x) for name, (f, x) in passes.items()}
+    piece, shape = job
+    gpu = jax.default_backend() == "gpu"
+    for name in piece.implementations if gpu else piece.implementations[-1:]:
+        times = ours.milliseconds(piece, shape, common["dtype"], name)
+        yield rows_of(job, "fla_jax", name, times, common)
 
 
-def ours(piece: Piece, shape: Shape, dtype: str, implementation: str | None) -> dict[str, float]:
-    """Milliseconds of each pass."""
-    made = functions(piece, shape, dtype, implementation)
-    return {name: timed(functools.partial(queue, *one)) for name, one in made.items()}
+def peer_rows(
+    jobs: list[Job], seconds: float, common: records.Record, skipped: list[str]
+) -> Iterator[list[records.Record]]:
+    """Records of FLA's pieces, from one process; why there are none goes to ``skipped``."""
+    jobs = [job for job in jobs if job[0].peer is not None]
+    if not processes.importable("fla"):
+        labels = dict.fromkeys(piece.label for piece, _ in jobs)
+        skipped += [f"{label} FLA: package fla is not installed" for label in labels]
+        return
+
+    def start(jobs: list[Job]) -> processes.Process:
+        script = processes.BENCHMARKS / "pieces" / "child.py"
+        listed = [{"piece": p.label, "shape": shape, "dtype": common["dtype"]} for p, shape in jobs]
+        return processes.Process(script, "FLA's pieces", listed)
+
+    for job, line in processes.results(start, jobs, seconds):
+        if "record" in line:
+            yield rows_of(job, "FLA", "FLA", line["record"], common)
+        else:
+            skipped.append(f"{job[0].label} {'x'.join(map(str, job[1]))} FLA: {line['error'][:300]}")
 
 
-def peer(piece: Piece, shape: Shape, dtype: str, name: str) -> dict[str, float]:
-    """Milliseconds of each pass of a peer on torch; parameters in the tokens' dtype, as in its models."""
-    import torch
-
-    call = piece.peers[name]()
-    tokens = getattr(torch, dtype)
-    inputs = {n: torch.randn(s, device="cuda").to(tokens) for n, (s, _) in piece.inputs(*shape).items()}
-    leaves = [array.requires_grad_() for array in inputs.values()]
-
-    def time_of(function: Callable[[], Any]) -> float:
-        def run(n: int) -> float:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(n):
-                function()
-            end.record()
-            torch.cuda.synchronize()
-            return start.elapsed_time(end)
-
-        return timed(run)
-
-    with torch.no_grad():
-        forward = time_of(lambda: call(inputs))
-    made = call(inputs)
-    cotangents = [torch.randn_like(array) for array in made]
-
-    def backward() -> None:
-        torch.autograd.grad(made, leaves, cotangents, retain_graph=True, allow_unused=True)
-
-    return {"fwd": forward, "bwd": time_of(backward)}
-
-
-def measure(
-    piece: Piece, shape: Shape, options: argparse.Namespace
-) -> list[tuple[str, str, dict[str, float] | str]]:
-    """(library, implementation, milliseconds by pass or why there are none) of ours and of the peers."""
-    import jax
-
-    found: list[tuple[str, str, dict[str, float] | str]] = []
-    for name in ("triton", "xla") if jax.default_backend() == "gpu" else ("xla",):
-        found.append(("fla_jax", name, ours(piece, shape, options.dtype, name)))
-    for name in () if options.no_peers else piece.peers:
-        command = [
-            sys.executable,
-            __file__,
-            "--peer",
-            piece.label,
-            name,
-            *map(str, shape),
-            "--dtype",
-            options.dtype,
-        ]
-        path = os.pathsep.join(filter(None, [str(records.ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path}
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=options.timeout, env=environment
-            )
-        except subprocess.TimeoutExpired:
-            found.append((name, name, f"no result within {options.timeout:.0f} s"))
-            continue
-        lines = [line for line in done.stdout.splitlines() if line.startswith("MS ")]
-        why = done.stderr.strip().rpartition("\n")[2][-300:] or f"exit status {done.returncode}"
-        found.append((name, name, json.loads(lines[0][3:]) if lines else why))
-    return found
+def compare(rows: list[records.Record]) -> None:
+    """Fills in the ratios of our rows."""
+    for row in rows:
+        same = ("op", "form", "shape", "pass", "dtype")
+        peers = [r for r in rows if r["library"] != "fla_jax" and all(r[name] == row[name] for name in same)]
+        if row["library"] == "fla_jax" and peers:
+            row["ratio"] = row["ms"] / min(r["ms"] for r in peers)
 
 
 def table(rows: list[records.Record]) -> str:
-    """The records as text."""
-    lines = [("piece", "shape", "pass", "implementation", "ms", "GB/s", "of copy", "ratio")]
-    for r in rows:
+    """The records as text, a piece's together."""
+    lines = [("piece", "shape", "pass", "implementation", "ms", "GB/s", "of copy", "TFLOP/s", "ratio")]
+    order = {piece.label: i for i, piece in enumerate(PIECES)}
+    for r in sorted(rows, key=lambda r: (order[f"{r['op']} {r['form']}"], r["shape"][2], r["pass"], r["ms"])):
         shape, ratio = "x".join(map(str, r["shape"])), "-" if r["ratio"] is None else f"{r['ratio']:.2f}"
         cells = (f"{r['op']} {r['form']}", shape, r["pass"], f"{r['library']} {r['implementation']}")
-        lines.append((*cells, f"{r['ms']:.4f}", f"{r['gbs']:.0f}", f"{r['of_copy']:.2f}", ratio))
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
-    )
+        flops = f"{r['tflops']:.0f}" if "tflops" in r else "-"
+        lines.append((*cells, f"{r['ms']:.4f}", f"{r['gbs']:.0f}", f"{r['of_copy']:.2f}", flops, ratio))
+    return results.table(lines)
 
 
 def shape_of(text: str) -> Shape:
@@ -182,81 +129,56 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", type=shape_of, metavar="BxTxC")
     parser.add_argument("--dtype", default="bfloat16", help="of the tokens")
     parser.add_argument("--no-peers", action="store_true", help="only this library")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for each peer; default 300")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for the peers; default 300")
     parser.add_argument(
-        "--out",
-        type=Path,
-        help="results file; default: <device>.json in $OUT if that is set, else in benchmarks/results",
+        "--sweep", action="store_true", help="try launch options instead, on a GPU; with --quick a few"
     )
-    parser.add_argument("--peer", nargs=5, metavar=("PIECE", "NAME", "B", "T", "C"), help=argparse.SUPPRESS)
+    results.add_option(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs what was asked for."""
     options = parse(arguments)
-    if options.peer:
-        label, name, *shape = options.peer
-        piece = next(piece for piece in PIECES if piece.label == label)
-        print("MS", json.dumps(peer(piece, tuple(map(int, shape)), options.dtype, name)))
-        return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory as well
     sys.path.insert(0, str(records.ROOT))
     import jax
 
-    device, copied = jax.devices()[0].device_kind, copy_rate(1 << 20 if options.quick else 1 << 30)
-    print(f"{device}: a copy moves {copied:.0f} GB/s", flush=True)
-    common = {
-        "dtype": options.dtype,
-        "copy_gbs": copied,
-        "versions": records.versions(
-            ("jax", "jaxlib", "jax-triton", "triton", "torch", "flash-linear-attention")
-        ),
-        "device": device,
-        "commit": records.commit(),
-        "run": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-    rows, skipped = list[records.Record](), []
-    for piece in PIECES:
-        if options.only is not None and not options.only.search(piece.label):
-            continue
-        for shape in options.shapes or (QUICK if options.quick else SHAPES):
-            B, T, C = shape
-            array = B * T * C * jax.numpy.dtype(options.dtype).itemsize
-            found = measure(piece, shape, options)
-            best = {
-                p: min(
-                    (ms[p] for lib, _, ms in found if lib != "fla_jax" and isinstance(ms, dict)), default=None
-                )
-                for p in PASSES
-            }
-            before = len(rows)
-            for library, name, ms in found:
-                if isinstance(ms, str):
-                    skipped.append(f"{piece.label} {name}: {ms}")
-                    continue
-                for moved, passes in zip(piece.moved, PASSES):
-                    row = {
-                        "op": piece.op,
-                        "form": piece.name,
-                        "implementation": name,
-                        "library": library,
-                        "shape": list(shape),
-                    }
-                    rate = moved * array / ms[passes] / 1e6
-                    row |= {"pass": passes, "ms": ms[passes], "gbs": rate, "of_copy": rate / copied}
-                    ratio = ms[passes] / best[passes] if library == "fla_jax" and best[passes] else None
-                    rows.append({**row, "ratio": ratio, **common})
-            print(table(rows[before:]).partition("\n")[2], flush=True)
-    path = options.out or records.path_of(
-        device, Path(os.environ["OUT"]) if os.environ.get("OUT") else records.RESULTS
+    device = jax.devices()[0].device_kind
+    small = options.quick or jax.default_backend() != "gpu"
+    rates = copies.copy_rates((1 << 20,) if small else copies.SIZES)
+    kind, copied = max(rates.items(), key=lambda one: one[1])
+    print(
+        f"{device}: a copy moves {copied:.0f} GB/s ({kind}; the slowest {min(rates.values()):.0f})",
+        flush=True,
     )
-    key = lambda r: json.dumps([r.get(name) for name in KEY])
-    records.write(path, records.merged(records.read(path), rows, key))
+    chosen = [piece for piece in PIECES if options.only is None or options.only.search(piece.label)]
+    shapes = options.shapes or (QUICK if options.quick else SHAPES)
+    jobs = [(piece, shape) for piece in chosen for shape in shapes]
+    if options.sweep:
+        for piece, shape in jobs:
+            launches.sweep(piece, shape, options.dtype, copied, options.quick)
+        return
+    common: dict[str, Any] = {"dtype": options.dtype, "copy_gbs": copied, "copy": kind, "device": device}
+    common |= {"versions": records.versions(VERSIONS), **results.stamp()}
+    rows, skipped = list[records.Record](), list[str]()
+
+    def found(more: list[records.Record]) -> None:
+        rows.extend(more)
+        compare(rows)
+        # after every one, so that a run that is cut short keeps what it has
+        results.put(options.out, device, rows, KEY)
+        print(table(more).partition("\n")[2], flush=True)
+
+    for job in jobs:
+        for more in our_rows(job, common):
+            found(more)
+    for more in () if options.no_peers else peer_rows(jobs, options.timeout, common, skipped):
+        found(more)
     print("\n" + table(rows) if rows else "nothing was measured")
     for line in skipped:
         print(f"skipped: {line}")
-    print(f"results: {path}")
+    print(f"results: {results.path_of(options.out, device)}")
 
 
 if __name__ == "__main__":

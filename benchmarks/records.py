@@ -59,11 +59,14 @@ def read(path: Path) -> list[Record]:
 
 
 def write(path: Path, records: list[Record]) -> None:
-    """Replaces the file."""
+    """Replaces the file, and adds the new records to the history beside it."""
+    import history  # which imports this module
+
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text("[\n" + ",\n".join(json.dumps(record, allow_nan=False) for record in records) + "\n]\n")
     new.replace(path)
+    history.add(history.path_of(path), records)
 
 
 def merged(old: list[Record], new: list[Record], key: Callable[[Record], Any]) -> list[Record]:

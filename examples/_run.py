@@ -64,6 +64,15 @@ def described(out: Path) -> dict[str, Any]:
 
 def resume(out: Path, facts: dict[str, Any]) -> ocp.CheckpointManager:
     """The checkpoints of a run to go on with; refuses other options than it began with, and names them."""
+    check_same(out, facts)
+    manager = _checkpoints(out)
+    if manager.latest_step() is None:
+        raise ValueError(f"--resume: there is no checkpoint in {out} (--out) yet; start without --resume")
+    return manager
+
+
+def check_same(out: Path, facts: dict[str, Any]) -> None:
+    """Refuses other options than the run in ``out`` began with, and names them."""
     changes = []
     for name, then in described(out).items():
         if facts.get(name) != then:
@@ -72,14 +81,16 @@ def resume(out: Path, facts: dict[str, Any]) -> ocp.CheckpointManager:
     if changes:
         hint = "resume with the same options, or start another run with --out"
         raise ValueError(f"--resume: {', '.join(changes)}; {hint}")
-    manager = _checkpoints(out)
-    if manager.latest_step() is None:
-        raise ValueError(f"--resume: there is no checkpoint in {out} (--out) yet; start without --resume")
-    return manager
 
 
 def begin(out: Path, facts: dict[str, Any]) -> ocp.CheckpointManager:
     """Makes the folder of a new run, and its checkpoints, none yet; an earlier run is moved aside."""
+    make_run(out, facts)
+    return _checkpoints(out)
+
+
+def make_run(out: Path, facts: dict[str, Any]) -> None:
+    """Makes the folder of a new run; an earlier one is moved aside."""
     if (out / "options.json").exists():
         real = Path(os.path.realpath(out))  # a symbolic link stays: the new run shall lie on the same disk
         names = (real.with_name(f"{real.name}-{i}") for i in itertools.count(1))
@@ -89,9 +100,13 @@ def begin(out: Path, facts: dict[str, Any]) -> ocp.CheckpointManager:
         here = Path.cwd()
         print(f"moved the earlier run to {aside.relative_to(here) if aside.is_relative_to(here) else aside}")
     make_folder(Path(os.path.realpath(out)))
+    describe(out, facts)
+
+
+def describe(out: Path, facts: dict[str, Any]) -> None:
+    """Writes down what the run in ``out`` was started with."""
     with replacing(out / "options.json") as new:
         new.write_text(json.dumps(facts, indent=2) + "\n")
-    return _checkpoints(out)
 
 
 def _checkpoints(out: Path) -> ocp.CheckpointManager:
@@ -110,7 +125,7 @@ def save(manager: ocp.CheckpointManager, out: Path, log: list[list[float]], stat
         csv.writer(file).writerows([["step", "train_loss", "validation_loss"], *log])
     step, kept = log[-1][0], manager.latest_step()
     try:
-        with _reported_once():
+        with reported_once():
             manager.save(step, args=ocp.args.StandardSave(state))
     except Exception as error:  # Orbax and TensorStore raise what they like
         path = out / "checkpoints" / str(step)
@@ -123,7 +138,7 @@ def restore(manager: ocp.CheckpointManager, out: Path, state: Any = None) -> Any
     step = manager.latest_step()
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:
-        with _reported_once():
+        with reported_once():
             return manager.restore(step, args=ocp.args.StandardRestore(state, fallback_sharding=place))
     except Exception as error:
         path = out / "checkpoints" / str(step)
@@ -143,7 +158,7 @@ def read_last(out: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _reported_once() -> Iterator[None]:
+def reported_once() -> Iterator[None]:
     """Leaves it to the exception to tell of an error.
 
     Orbax and asyncio also log it, several times, and writes that are still under way report to an event loop

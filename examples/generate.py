@@ -1,13 +1,17 @@
-"""Continues a text with a trained model: ``python examples/generate.py --checkpoint FILE --prompt "Once upon
+r"""Continues a text with a trained model: ``python examples/generate.py --checkpoint FILE --prompt "Once upon
 a time"``.
 
-    python examples/generate.py --checkpoint RWKV-x070-World-0.1B.pth --prompt "The Eiffel tower"     #
-    official weights, RWKV-6 or RWKV-7 python examples/generate.py --checkpoint some/safetensors/directory
-    --tokenizer tokenizer.json --prompt "The Eiffel tower" python examples/generate.py --checkpoint
-    runs/train_lm --prompt "The "     # what examples/train_lm.py has trained python examples/generate.py
-    --checkpoint runs/train_lm --prompt "The " "A class" "If"     # several at once
+    # official weights, RWKV-6 or RWKV-7
+    python examples/generate.py --checkpoint RWKV-x070-World-0.1B.pth --prompt "The Eiffel tower"
+    python examples/generate.py --checkpoint some/safetensors/directory --tokenizer tokenizer.json \
+        --prompt "The Eiffel tower"
+    # what examples/train_lm.py has trained
+    python examples/generate.py --checkpoint runs/train_lm --prompt "The "
+    # several at once
+    python examples/generate.py --checkpoint runs/train_lm --prompt "The " "A class" "If"
 
 One prompt is continued token by token, as they come; several are continued together and printed at the end.
+Tokens/s, without the first one, come last, on the error output.
 World models need ``pip install rwkv`` for their vocabulary, a tokenizer.json needs
 ``pip install tokenizers``, models on bytes need nothing.
 """
@@ -19,13 +23,14 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from _cli import first_device, parse, program
 
 from fla_jax.checkpoints import load_checkpoint
-from fla_jax.generation import Sampling, decode_stream, generate, load_tokenizer, stream, uncounted
+from fla_jax.generation import Sampling, decode_stream, load_tokenizer, stream, uncounted
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
 from fla_jax.training import initial_state, load_states
 
@@ -111,38 +116,42 @@ def run(options: Options) -> None:
         if options.states is None
         else initial_state(model, load_states(options.states, model), len(prompts))
     )
-    began, count = time.perf_counter(), 0
+    rows = [list[int]() for _ in prompts]
+    began = 0.0
+
+    def steps() -> Iterator[Any]:
+        """The next token of each row, -1 for those that are over."""
+        nonlocal began
+        for new in stream(model, params, prompts, options.tokens, sampling, seed=options.seed, state=state):
+            began = began or time.perf_counter()  # the first one waits for the compiler
+            for row, token in zip(rows, new.tolist()):
+                row += [token] * (token >= 0)
+            yield new
 
     if len(prompts) == 1:
-
-        def tokens() -> Any:
-            nonlocal began, count
-            for new in stream(
-                model, params, prompts, options.tokens, sampling, seed=options.seed, state=state
-            ):
-                # the first one waits for the compiler
-                began, count = (began, count + 1) if count else (time.perf_counter(), 1)
-                yield int(new[0])
-
-        pieces = decode_stream(tokenizer, tokens())
+        pieces = decode_stream(tokenizer, (int(new[0]) for new in steps()))
         first = next(pieces, "")  # with it, all arguments have proved good: an error gets a line of its own
         for piece in itertools.chain((options.prompt[0], first), pieces):
             print(piece, end="", flush=True)
-        print(
-            f"\n\n{count} tokens, {max(count - 1, 0) / (time.perf_counter() - began):.1f} tokens/s",
-            file=sys.stderr,
-        )
-        return
-    rows = generate(model, params, prompts, options.tokens, sampling, seed=options.seed, state=state).tokens
-    print(
-        "\n\n---\n\n".join(text + tokenizer.decode(row.tolist()) for text, row in zip(options.prompt, rows))
-    )
+        print("\n\n", end="", flush=True, file=sys.stderr)
+    else:
+        for _ in steps():
+            pass
+        texts = (text + tokenizer.decode(row) for text, row in zip(options.prompt, rows))
+        print("\n\n---\n\n".join(texts), flush=True)
+    count, late = sum(map(len, rows)), time.perf_counter() - began
+    timed = count - sum(bool(row) for row in rows)
+    print(f"{count} tokens" + (f", {timed / late:.1f} tokens/s" if timed else ""), file=sys.stderr)
 
 
 @program(lower="the number of prompts, or take a smaller model")
 def main(arguments: list[str] | None = None) -> None:
     """Runs the program."""
-    run(parse(Options, arguments, __doc__))
+    options = parse(Options, arguments, __doc__)
+    try:
+        run(options)
+    except FloatingPointError as error:
+        raise ValueError(f"{options.checkpoint}: {error}") from error
 
 
 if __name__ == "__main__":

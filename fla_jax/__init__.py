@@ -5,6 +5,7 @@ them.
 from . import ops
 from .core.checked import checked
 from .core.names import CHECKPOINT_NAMES, remat_policy
+from .versions import show_versions
 
 __version__ = "0.1.0"
-__all__ = ["CHECKPOINT_NAMES", "checked", "ops", "remat_policy"]
+__all__ = ["CHECKPOINT_NAMES", "checked", "ops", "remat_policy", "show_versions"]

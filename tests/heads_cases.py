@@ -118,8 +118,28 @@ def errors(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[str,
     return found
 
 
-def check(case: Case, implementation: str, arrays=None, cotangents=None, limit: float = 1e-6) -> None:
+def check(case: Case, implementation: str, arrays=None, cotangents=None, tolerance: float = 1e-6) -> None:
     """Asserts that results and gradients have float32's accuracy."""
     for got, want in zip(run(case, implementation, arrays, cotangents), expected(case, arrays, cotangents)):
-        wrong = {name: error for name, error in errors(got, want).items() if not error <= limit}
+        wrong = {name: error for name, error in errors(got, want).items() if not error <= tolerance}
         assert not wrong, wrong
+
+
+def check_vmap(op: str, implementation: str, shared: bool) -> None:
+    """Over tokens and vectors, or over tokens with the vectors ``shared``."""
+    each = [build(Case(op, B=1, residual="traced True", seed=seed)) for seed in range(2)]
+    case = Case(op, B=1, residual="traced True")
+    (one, cotangents), (other, more) = each
+    axes = {name: None if shared and name in VECTORS[op] else 0 for name in one}
+    other = {name: x if axes[name] == 0 else one[name] for name, x in other.items()}
+    stacked = {n: x if axes[n] is None else jnp.stack([x, other[n]]) for n, x in one.items()}
+    both = {n: jnp.stack([x, more[n]]) for n, x in cotangents.items()}
+
+    def local(arrays, cotangents):
+        results, pull = jax.vjp(lambda arrays: call(case, arrays, implementation), arrays)
+        return results, pull(cotangents)[0]
+
+    got = jax.device_get(jax.jit(jax.vmap(local, in_axes=(axes, 0)))(stacked, both))
+    for i, (x, c) in enumerate([(one, cotangents), (other, more)]):
+        for mine, want in zip(got, expected(case, x, c)):
+            assert max(errors({n: y[i] for n, y in mine.items()}, want).values()) < 1e-6

@@ -7,10 +7,21 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent
 # each room may import those before it (and itself); `fla_jax` itself, the public face, may import all
-ROOMS = ("core", "pallas", "ops", "layers", "models", "checkpoints", "training", "generation", "parallel")
+ROOMS = (
+    "core",
+    "pallas",
+    "ops",
+    "layers",
+    "models",
+    "checkpoints",
+    "training",
+    "generation",
+    "data",
+    "parallel",
+)
 INSIDE = {
-    "pallas": ("run", "device", "plan", ("rwkv6", "rwkv7", "layer")),
-    "ops": ("op", "common", ("rwkv6", "rwkv7", "layer")),
+    "pallas": ("run", "device", "plan", ("rwkv6", "rwkv7", "layer", "decode")),
+    "ops": ("op", "common", ("rwkv6", "rwkv7", "layer", "decode")),
 }
 
 

@@ -18,6 +18,7 @@ from ..models.config import RWKVConfig
 from . import tree
 from .files import as_path
 from .formats import FORMATS
+from .hub import located
 from .namings import Naming, identify
 from .tensors import StoredTensor, quoted, stored
 
@@ -32,7 +33,10 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
     Args:
         path: an official ``.pth`` file (of RWKV-LM: float32, bfloat16 or float16), or a directory with
             flash-linear-attention's safetensors (the package safetensors must be installed), or one
-            ``.safetensors`` file, or what a format in `FORMATS` reads.
+            ``.safetensors`` file, or what a format in `FORMATS` reads. Or a repository at Hugging Face,
+            ``"hf://owner/name"`` for its safetensors, ``"hf://owner/name/file.pth"`` for one of its files,
+            ``@revision`` behind the name for another than the newest: the package huggingface_hub (the extra
+            ``hub``) fetches what is not in its cache, nothing with ``HF_HUB_OFFLINE=1``.
         **options: fields of the model's configuration that no file tells: ``dtype``, ``param_dtype``,
             ``scan_layers``, ``remat``, ``logical_axes``, ``chunk_size``, ``implementation``; see
             `RWKV7Config`. ``param_dtype`` casts the parameters; by default every one keeps its dtype in the
@@ -51,7 +55,8 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
             config.json names another norm_eps or activation. The message names the file and the tensor. Or:
             an option does not fit.
         TypeError: an option is unknown, or one that the file tells, or has another type; ``path`` is no path.
-        OSError: the file cannot be opened. ImportError: it needs safetensors, which is not installed.
+        OSError: the file cannot be opened, or a repository or its file is neither in the cache nor within
+            reach. ImportError: it needs safetensors or huggingface_hub, which is not installed.
 
     FLA normalises heads with other epsilons than every official runtime: RWKV-6 with 1e-5 instead of 64e-5,
     RWKV-7 with head_dim * 1e-5. A model trained with those gives other logits here: differences of some
@@ -75,7 +80,7 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
             known = f"the options are {', '.join(_OPTIONS)}"
             raise TypeError(f"load_checkpoint takes no option {name!r}: {what}; {known}")
     RWKVConfig(vocab_size=1, hidden_size=1, num_layers=1, head_dim=1, **options)  # checks them before reading
-    path = as_path(path)
+    path = located(path)
     naming, tensors = _open(path)
     try:
         for tensor in tensors.values():
@@ -120,6 +125,19 @@ def save_checkpoint(
         TypeError: an argument has another type, or a parameter another dtype than float32, bfloat16,
             float16 or float64.
         OSError: a file cannot be written; the error names it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import tempfile
+        >>> from fla_jax.checkpoints import load_checkpoint, save_checkpoint
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(folder + "/fla", model, params)  # model.safetensors and config.json
+        ...     loaded, same = load_checkpoint(folder + "/fla")
+        >>> all((a == b).all() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(same)))
+        True
     """
     path = as_path(path)
     if not isinstance(model, RWKVForCausalLM):
@@ -165,8 +183,21 @@ def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     Raises:
         ValueError, TypeError, OSError, ImportError: as `load_checkpoint`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import tempfile
+        >>> from fla_jax.checkpoints import load_extras, save_checkpoint
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> states = {f"blocks.{i}.att.time_state": jnp.ones((4, 16, 16)) for i in range(2)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(folder + "/tuned.pth", model, params, extras=states)
+        ...     sorted(load_extras(folder + "/tuned.pth"))
+        ['blocks.0.att.time_state', 'blocks.1.att.time_state']
     """
-    naming, tensors = _open(as_path(path))
+    naming, tensors = _open(located(path))
     return {name: tensor.read() for name, tensor in tensors.items() if naming.is_extra(name)}
 
 

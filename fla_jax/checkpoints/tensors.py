@@ -24,6 +24,13 @@ class StoredTensor(NamedTuple):
         read: gives the values; raises ValueError where the file is damaged.
         storage: the piece of the file that the values lie in, where tensors may share one; None for its own.
         room: number of bytes of that piece.
+
+    Example:
+        >>> import numpy as np
+        >>> from fla_jax.checkpoints import stored
+        >>> tensor = stored("head.weight", np.zeros((100, 64), np.float16))
+        >>> tensor.shape, tensor.dtype, tensor.nbytes
+        ((100, 64), dtype('float16'), 12800)
     """
 
     name: str
@@ -40,7 +47,14 @@ class StoredTensor(NamedTuple):
 
 
 def stored(name: str, x: np.ndarray) -> StoredTensor:
-    """An array that is there already, as a tensor of a file."""
+    """An array that is there already, as a tensor of a file.
+
+    Example:
+        >>> import numpy as np
+        >>> from fla_jax.checkpoints import stored
+        >>> stored("ln_out.bias", np.arange(3.0)).read()
+        array([0., 1., 2.])
+    """
     return StoredTensor(name, x.shape, x.dtype, functools.partial(np.asarray, x))
 
 

@@ -59,12 +59,6 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf) -> f
     return number
 
 
-def check_model(model: Any) -> None:
-    """Raises a TypeError unless ``model`` is one of the language models, or has what is used of them."""
-    if not hasattr(model, "config") or not hasattr(model, "init_state"):
-        raise TypeError(f"model must be an RWKV6ForCausalLM or RWKV7ForCausalLM, got {shown(model)}")
-
-
 def shown(value: Any) -> str:
     """``value`` for an error message, cut where it is long."""
     try:

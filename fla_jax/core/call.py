@@ -25,6 +25,9 @@ class Call(Generic[Settings]):
         platform: where the call runs: ``"cpu"``, ``"gpu"``, ``"tpu"``, ...
         devices: how many devices share rows and heads, as far as the mesh in context tells.
         keep: whether a backward will follow, for which the forward keeps arrays.
+        shards: between how many devices the tokens of a row are split.
+        sequence: the mesh axis of these devices, for collectives: an implementation that has it sees the
+            tokens of one device. None where a call sees whole rows, also the ones that ``shards`` is about.
     """
 
     op: str
@@ -33,6 +36,8 @@ class Call(Generic[Settings]):
     platform: str
     devices: int = 1
     keep: bool = True
+    shards: int = 1
+    sequence: str | None = None
 
 
 class RWKV6Inputs(NamedTuple):

@@ -21,6 +21,14 @@ def remat_policy(dense: bool = False):
     Args:
         dense: keep what the layers' dense projections made as well (8 to 9 C numbers a token and layer), so
             that only elementwise work runs twice.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fla_jax
+        >>> from fla_jax.ops import chunk_rwkv6
+        >>> x, u = jnp.ones((1, 4, 1, 2)), jnp.ones((1, 2))
+        >>> loss = lambda x: chunk_rwkv6(x, x, x, -x, u)[0].sum()
+        >>> jax.grad(jax.checkpoint(loss, policy=fla_jax.remat_policy()))(x).shape
+        (1, 4, 1, 2)
     """
     return jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES, *([DENSE] if dense else []))
 

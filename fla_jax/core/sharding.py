@@ -5,7 +5,8 @@ gathering it.
 
 Axes are named, einsum-like: ``"b t h k"`` are rows, tokens, heads and keys. Devices may own slices of the
 axes that an op calls shardable (rows and heads, which never see each other in a recurrence); every other axis
-stays whole. Differentiation happens outside (ops/op.py), so the kernel sees no tangents.
+stays whole, but for `ALONG` where a call is told which mesh axis splits its rows. Differentiation happens
+outside (ops/op.py), so the kernel sees no tangents.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-ROWS = "b"
+ROWS, TOKENS = "b", "t"
+# axes that are split where tokens are: tokens, their chunks and stretches, and what there is one of a device
+ALONG = (TOKENS, "chunk", "stretch", "device")
 Axes = Sequence[str]  # of several arrays, such as ["b t h k", "b h k v"]
 Names = tuple[tuple[str, ...], ...]  # the same, split
 Kernel = Callable[..., tuple[jax.Array, ...]]
@@ -29,10 +32,12 @@ def _split(axes: Axes) -> Names:
     return tuple(tuple(names.split()) for names in axes)
 
 
-def _owners(names: Names, specs: Sequence[Any], shardable: Sequence[str]) -> dict[str, Any]:
+def _owners(
+    names: Names, specs: Sequence[Any], shardable: Sequence[str], sequence: str | None
+) -> dict[str, Any]:
     """Mesh axes for each axis: the first array that shards it decides, and a mesh axis is used once."""
-    owners: dict[str, Any] = {}
-    used: set[str] = set()
+    owners: dict[str, Any] = {} if sequence is None else dict.fromkeys(ALONG, sequence)
+    used: set[str] = set() if sequence is None else {sequence}
     for axes, spec in zip(names, specs):
         for axis, entry in zip(axes, spec):
             on = mesh_axes(entry)
@@ -45,6 +50,35 @@ def _owners(names: Names, specs: Sequence[Any], shardable: Sequence[str]) -> dic
 def mesh_axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes that one entry of a `PartitionSpec` names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def is_explicit() -> bool:
+    """Whether the mesh in context has explicit axes: arrays then carry their shardings in their types."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def entries(x: jax.Array) -> tuple[Any, ...]:
+    """On a mesh with explicit axes, the mesh axis (or axes, or None) that each axis of ``x`` is split
+    over.
+    """
+    return tuple(jax.typeof(x).sharding.spec)
+
+
+def place(x: jax.Array, *wanted: Any) -> jax.Array:
+    """``x`` with these `entries`, on a mesh with explicit axes."""
+    return x if entries(x) == wanted else jax.sharding.reshard(x, P(*wanted))
+
+
+def beside(x: jax.Array, like: jax.Array, *axes: int | None) -> jax.Array:
+    """``x``, each of its axes split like the given axis of ``like`` (None: whole); ``x`` itself on other
+    meshes.
+
+    For what comes from elsewhere and is used with ``like``: zeros, constants, states.
+    """
+    if not is_explicit():
+        return x
+    split = entries(like)
+    return place(x, *(None if axis is None else split[axis] for axis in axes))
 
 
 def _specs(names: Names, owners: dict[str, Any]) -> tuple[P, ...]:
@@ -83,14 +117,37 @@ def devices_in_mesh() -> int:
     return 1 if mesh.empty or AxisType.Manual in mesh.axis_types else mesh.size
 
 
-def sharded(fn: Kernel, operands: Axes, results: Axes, shardable: Sequence[str]) -> Kernel:
+def is_manual() -> bool:
+    """Whether this is traced inside `jax.shard_map`."""
+    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
+def sharded(
+    fn: Kernel,
+    operands: Axes,
+    results: Axes,
+    shardable: Sequence[str],
+    sequence: str | None = None,
+    whole: Kernel | None = None,
+    name: str = "",
+) -> Kernel:
     """``fn`` (arrays -> tuple of arrays) on every device's own part of the ``shardable`` axes.
+
+    Args:
+        fn: what each device does.
+        operands: axes of its arguments.
+        results: axes of its results.
+        shardable: axes that devices may share.
+        sequence: a mesh axis whose devices share the axes `ALONG` too; ``fn`` may communicate over it.
+        whole: with it, the same for whole rows, with results of the same shapes.
+        name: of an op that could be told ``sequence``: an error says so where its tokens are split.
 
     `jax.vmap` merges the mapped axis into the rows, where every result and every mapped operand has rows;
     operands without rows are shared by all. Else it maps one by one, by `jax.lax.map`.
     """
     left, right = _split(operands), _split(results)
-    run = jax.custom_batching.custom_vmap(_partitioned(fn, left, right, shardable))
+    run = _partitioned(fn, whole or fn, left, right, shardable, sequence, name)
+    run = jax.custom_batching.custom_vmap(run)
 
     @run.def_vmap
     def _(n: int, mapped: Sequence[bool], *args: jax.Array):
@@ -110,9 +167,21 @@ def sharded(fn: Kernel, operands: Axes, results: Axes, shardable: Sequence[str])
     return run
 
 
-def _partitioned(fn: Kernel, left: Names, right: Names, shardable: Sequence[str]) -> Kernel:
-    whole = tuple(dict.fromkeys(axis for axes in left + right for axis in axes if axis not in shardable))
-    automatic = custom_partitioning(lambda *args: fn(*args))
+def _partitioned(
+    fn: Kernel,
+    whole: Kernel,
+    left: Names,
+    right: Names,
+    shardable: Sequence[str],
+    sequence: str | None,
+    name: str,
+) -> Kernel:
+    told = sequence is None and name and TOKENS not in shardable
+    # where tokens are split and nobody said so the caller is told, so they do not have to be gathered first
+    free = (*shardable, *((TOKENS,) if told else () if sequence is None else ALONG))
+    fixed = tuple(dict.fromkeys(axis for axes in left + right for axis in axes if axis not in free))
+    # jitted, so that the constants of plain forms are its own: custom_partitioning refuses them
+    automatic = custom_partitioning(lambda *args: jax.jit(whole)(*args))
 
     def partition(mesh, arg_shapes, result_shape):
         # the partitioner only suggests shardings: returned as they come, an axis that must stay whole would
@@ -120,12 +189,15 @@ def _partitioned(fn: Kernel, left: Names, right: Names, shardable: Sequence[str]
         args, outs = jax.tree.leaves(arg_shapes), jax.tree.leaves(result_shape)
         owners, given = {}, [x.sharding for x in (*args, *outs)]
         if all(isinstance(s, NamedSharding) for s in given):
-            owners, mesh = _owners(left + right, [s.spec for s in given], shardable), given[0].mesh
+            specs, mesh = [s.spec for s in given], given[0].mesh
+            if told:
+                _refuse_tokens(left, specs, name)
+            owners = _owners(left + right, specs, shardable, sequence)
         ins, results = ([NamedSharding(mesh, s) for s in _specs(side, owners)] for side in (left, right))
         return mesh, fn, jax.tree.unflatten(jax.tree.structure(result_shape), results), tuple(ins)
 
     rule = " -> ".join(", ".join(" ".join(axes) for axes in side) for side in (left, right))
-    automatic.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole)
+    automatic.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=fixed)
 
     def run(*args: jax.Array) -> tuple[jax.Array, ...]:
         mesh = jax.sharding.get_abstract_mesh()
@@ -134,17 +206,42 @@ def _partitioned(fn: Kernel, left: Names, right: Names, shardable: Sequence[str]
             axes = varying_axes(*args)
             return jax.tree.map(lambda y: vary(y, axes), fn(*args))
         if not mesh.empty and AxisType.Explicit in mesh.axis_types:
-            owners = _owners(left, [jax.typeof(x).sharding.spec for x in args], shardable)
+            owners = _owners(left, [jax.typeof(x).sharding.spec for x in args], shardable, sequence)
             ins, outs = _specs(left, owners), _specs(right, owners)
             args = tuple(jax.sharding.reshard(x, spec) for x, spec in zip(args, ins))
             return jax.shard_map(fn, in_specs=ins, out_specs=outs, check_vma=False)(*args)
         if jax.device_count() == 1:
             # nothing to partition; the program stays free of Python callbacks, so it can be exported and
             # cached
-            return fn(*args)
-        return automatic(*args)
+            return whole(*args)
+        if sequence is None:
+            return automatic(*args)
+        args = tuple(_along(x, axes, sequence) for x, axes in zip(args, left))
+        return tuple(_along(y, axes, sequence) for y, axes in zip(automatic(*args), right))
 
     return run
+
+
+def _along(x: jax.Array, axes: tuple[str, ...], sequence: str) -> jax.Array:
+    """``x`` held to its part of `ALONG`: the partitioner cannot know that chunks are split as tokens are."""
+    if not set(axes) & set(ALONG):
+        return x
+    spec = P(*(sequence if axis in ALONG else P.UNCONSTRAINED for axis in axes))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _refuse_tokens(names: Names, specs: Sequence[Any], op: str) -> None:
+    """Raises where the partitioner hands a kernel a part of its rows."""
+    for axes, spec in zip(names, specs):
+        for axis, entry in zip(axes, spec):
+            if axis == TOKENS and mesh_axes(entry):
+                on = " and ".join(map(repr, mesh_axes(entry)))  # several cannot be named
+                raise ValueError(
+                    f"{op}: axis T of an argument [{', '.join(axes).upper()}] is sharded over mesh axis "
+                    f"{on}: name it, sequence_axis={on} (layers: the rule ('length', {on}) in "
+                    "flax.linen.logical_axis_rules), or gather the argument by "
+                    "jax.lax.with_sharding_constraint"
+                )
 
 
 def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -1,11 +1,16 @@
 """Text generation: prompts read in large pieces, a compiled decoding loop, sampling, tokenizers."""
 
+from .decoder import Decoder
 from .decoding import Generation, generate, stream
+from .engine import Engine, Finished
 from .prompts import prefill
 from .sampling import Sampling
 from .tokenizer import Tokenizer, decode_stream, load_tokenizer, uncounted
 
 __all__ = [
+    "Decoder",
+    "Engine",
+    "Finished",
     "Generation",
     "Sampling",
     "Tokenizer",

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
-from ..core.arguments import as_integer, as_integers, check_integer, check_model, shown
-from ..layers.state import RWKVState
-from .prompts import beside, check_prompts, of_rows, prefill
-from .sampling import UNDEFINED, Occurrences, Rules, Sampling, sample
-
-_STEPS_PER_CALL = 32
-_SEEDS = -(2**63), 2**64 - 1
+from ..core.arguments import check_integer, shown
+from ..layers.state import RWKVState, check_state
+from ..models.config import check_model
+from .decoder import Decoder, check_decoder
+from .engine import Engine
+from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
+from .prompts import check_prompts, prefill
+from .sampling import UNDEFINED, Rules, Sampling
 
 
 class Generation(NamedTuple):
@@ -26,62 +25,23 @@ class Generation(NamedTuple):
     Attributes:
         tokens: the new tokens of each row, int32, without prompt and stop token; shorter than ``max_tokens``
             only where a stop token came.
-        state: after each row's prompt and new tokens: give it, and the next prompt, to the next call.
+        state: after each row's prompt and new tokens: give it, and the next prompt, to the next call. None
+            where there were fewer slots than prompts.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import generate
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> first = generate(model, params, [[1, 2, 3], [4]], max_tokens=5)
+        >>> second = generate(model, params, [[5], [6]], max_tokens=5, state=first.state)  # goes on
+        >>> [len(row) for row in second.tokens]
+        [5, 5]
     """
 
     tokens: list[np.ndarray]
-    state: RWKVState
-
-
-class _Carry(struct.PyTreeNode):
-    """What the decoding loop hands on: the logits [B, V] of the next token and all that its choice depends
-    on."""
-
-    logits: jax.Array
-    state: RWKVState
-    occurrences: Occurrences
-    keys: jax.Array  # [B]
-    step: jax.Array
-    done: jax.Array  # [B]
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _decode(
-    model: Any, params: Any, rules: Rules, carry: _Carry, count: jax.Array
-) -> tuple[_Carry, jax.Array]:
-    """Up to ``count`` <= _STEPS_PER_CALL more tokens a row.
-
-    [_STEPS_PER_CALL, B]: -1 where a row is over; `UNDEFINED` where it has no logits to choose from, which
-    ends all.
-    """
-
-    def more(loop: Any) -> jax.Array:
-        i, carry, _ = loop
-        return (i < count) & ~jnp.all(carry.done)
-
-    def step(loop: Any) -> Any:
-        i, carry, out = loop
-        keys = jax.vmap(jax.random.fold_in, (0, None))(carry.keys, carry.step)
-        tokens = jnp.where(carry.done, 0, sample(rules, carry.logits, carry.occurrences, keys))
-        lost = jnp.any(tokens == UNDEFINED)
-        done = carry.done | rules.stop[tokens] | lost
-        logits, state = model.apply({"params": params}, tokens[:, None], carry.state)
-        # rows that are over keep the state that they stopped with
-        state = jax.tree.map(
-            lambda x, old: jnp.where(of_rows(done, x), old, x.astype(old.dtype)), state, carry.state
-        )
-        carry = carry.replace(
-            logits=logits[:, -1],
-            state=state,
-            occurrences=carry.occurrences.add(rules, tokens),
-            step=carry.step + 1,
-            done=done,
-        )
-        return i + 1, carry, out.at[i].set(jnp.where(done & (tokens != UNDEFINED), -1, tokens))
-
-    out = jnp.full((_STEPS_PER_CALL, carry.done.shape[0]), -1, jnp.int32)
-    _, carry, out = jax.lax.while_loop(more, step, (jnp.int32(0), carry, out))
-    return carry, out
+    state: RWKVState | None
 
 
 def generate(
@@ -93,6 +53,8 @@ def generate(
     *,
     seed: int | Sequence[int] = 0,
     state: RWKVState | None = None,
+    slots: int | None = None,
+    decoder: Decoder | None = None,
 ) -> Generation:
     """Continues prompts.
 
@@ -112,9 +74,15 @@ def generate(
             ``jax_enable_x64`` (a negative one is the one 2**64 above it).
         state: before the prompts, such as the state of an earlier call or
             `fla_jax.training.initial_state`; None for zeros.
+        slots: how many rows are decoded at a time, None for all. With fewer slots than prompts a row that is
+            over makes room for the next prompt (`fla_jax.generation.Engine`): for more prompts than memory
+            has room for, and for lengths that differ.
+        decoder: what decodes, of the same model and parameters: prepared once for many calls, or with options
+            (`Decoder`); None to make one.
 
     Returns:
-        The new tokens of each row, and the state after them.
+        The new tokens of each row, and the state after them; None in place of the state where there are fewer
+        slots than prompts.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -134,15 +102,23 @@ def generate(
         [5, 5]
     """
     max_tokens = check_integer("max_tokens", max_tokens, 0)
-    carry, rules = _start(model, params, prompts, sampling, seed, state)
-    parts = [np.empty((0, carry.done.shape[0]), np.int32)]
-    for start in range(0, max_tokens, _STEPS_PER_CALL):
-        count = min(_STEPS_PER_CALL, max_tokens - start)
-        carry, out = _decode(model, params, rules, carry, np.int32(count))
-        parts.append(_checked(out, count, start))
+    _check(model, params, sampling, state)
+    rows = check_prompts(prompts, model.config.vocab_size)
+    if slots is not None and check_integer("slots", slots, 1) < len(rows):
+        tokens = _in_slots(model, params, rows, max_tokens, sampling, seed, state, slots, decoder)
+        return Generation(tokens, None)
+    carry, decoder, rules = _start(model, params, rows, max_tokens, sampling, seed, state, decoder)
+    together = decoder.step.together if max_tokens >= 16 else 1
+    results, parts = Results(), [np.empty((0, len(rows)), np.int32)]
+    for start in range(0, max_tokens, STEPS_PER_CALL):
+        count = min(STEPS_PER_CALL, max_tokens - start)
+        carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(count), together)
+        results.add(out, count, start)
+        parts += [_checked(*call) for call in results.ready(late=1)]
         if (parts[-1] < 0).all(1).any():  # all rows are over
             break
-    tokens = np.concatenate([*parts, np.full_like(parts[0], -1, shape=(1, parts[0].shape[1]))])
+    parts += [_checked(*call) for call in results.ready(late=0)]
+    tokens = np.concatenate([*parts, np.full_like(parts[0], -1, shape=(1, len(rows)))])
     return Generation([row[: np.argmax(row < 0)] for row in tokens.T], carry.state)
 
 
@@ -155,28 +131,44 @@ def stream(
     *,
     seed: int | Sequence[int] = 0,
     state: RWKVState | None = None,
+    decoder: Decoder | None = None,
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate`, as they come.
 
     Arguments and errors are those of `generate`. The prompts are read, and errors raised, when the first
-    token is asked for.
+    token is asked for. While a token is looked at, the one after it is being computed.
 
     Yields:
         [B] int32: the next token of each row, -1 for rows that are over; ends when all are.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import stream
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> for tokens in stream(model, params, [[1, 2, 3], [4]], max_tokens=2):
+        ...     print(tokens.shape)
+        (2,)
+        (2,)
     """
     max_tokens = check_integer("max_tokens", max_tokens, 0)
-    carry, rules = _start(model, params, prompts, sampling, seed, state)
-    for step in range(max_tokens):
-        carry, out = _decode(model, params, rules, carry, np.int32(1))
-        tokens = _checked(out, 1, step)[0]
-        if (tokens < 0).all():
-            return
-        yield tokens
+    _check(model, params, sampling, state)
+    rows = check_prompts(prompts, model.config.vocab_size)
+    carry, decoder, rules = _start(model, params, rows, max_tokens, sampling, seed, state, decoder)
+    results = Results()
+    for i in range(max_tokens + 1):
+        if i < max_tokens:
+            carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(1))
+            results.add(out, 1, i)
+        for call in results.ready(late=int(i < max_tokens)):
+            tokens = _checked(*call)[0]
+            if (tokens < 0).all():
+                return
+            yield tokens
 
 
-def _start(
-    model: Any, params: Any, prompts: Any, sampling: Sampling | None, seed: Any, state: Any
-) -> tuple[_Carry, Rules]:
+def _check(model: Any, params: Any, sampling: Any, state: Any) -> None:
     if any(isinstance(x, jax.core.Tracer) for x in (jnp.zeros(()), *jax.tree.leaves((params, state)))):
         raise TypeError(
             "generate and stream run outside of jax.jit, jax.grad, jax.vmap and fla_jax.checked: how many "
@@ -185,37 +177,50 @@ def _start(
     check_model(model)
     if not isinstance(sampling, Sampling | None):
         raise TypeError(f"sampling must be a Sampling or None, got {shown(sampling)}")
-    vocab_size = model.config.vocab_size
-    rules = (sampling or Sampling()).arrays(vocab_size)
-    prompts = check_prompts(prompts, vocab_size)
-    keys = _keys(seed, len(prompts))
-    logits, state = prefill(model, params, prompts, state)
-    done = jnp.zeros(len(prompts), bool)
-    rest = beside(params, (Occurrences.none(len(prompts), vocab_size), keys, jnp.int32(0), done))
-    return _Carry(logits, state, *rest), rules
 
 
-def _keys(seed: Any, batch: int) -> jax.Array:
-    """The random key of each row, [batch]."""
-    first = as_integer(seed)
-    seeds = as_integers(seed) if first is None else tuple(range(first, first + batch))
-    if seeds is None or len(seeds) != batch:
-        raise ValueError(f"seed must be an integer or one for each of the {batch} prompts, got {shown(seed)}")
-    wrong = [row for row in seeds if not _SEEDS[0] <= row <= _SEEDS[1]]
-    if wrong:
-        raise ValueError(f"seed must be from -2**63 to 2**64 - 1 for every row, got {shown(wrong[0])}")
-    with jax.enable_x64(True):  # without it JAX takes the lower 32 bits
-        return jax.vmap(jax.random.key)(np.array([row % 2**64 for row in seeds], np.uint64))
+def _start(
+    model: Any,
+    params: Any,
+    rows: list[np.ndarray],
+    max_tokens: int,
+    sampling: Sampling | None,
+    seed: Any,
+    state: Any,
+    decoder: Any,
+) -> tuple[Carry, Decoder, Rules]:
+    """Reads the prompts: the loop's carry, and what else it is called with."""
+    rules = (sampling or Sampling()).arrays(model.config.vocab_size)
+    keys = row_keys(row_seeds(seed, len(rows)))
+    decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model)
+    logits, state = prefill(model, params, rows, state)
+    return begin(params, logits, decoder.state(state), keys, max_tokens), decoder, rules
 
 
-def _checked(out: jax.Array, count: int, start: int) -> np.ndarray:
-    """The first ``count`` rows of what `_decode` gave, from new token ``start`` on."""
-    tokens = np.asarray(out)[:count]
+def _in_slots(
+    model: Any,
+    params: Any,
+    rows: list[np.ndarray],
+    max_tokens: int,
+    sampling: Sampling | None,
+    seed: Any,
+    state: Any,
+    slots: int,
+    decoder: Any,
+) -> list[np.ndarray]:
+    """The tokens of `generate` with fewer slots than rows."""
+    if state is not None:
+        check_state(state, jax.eval_shape(lambda: model.init_state(len(rows))))
+    engine = Engine(model, params, slots, sampling, decoder=decoder)
+    for i, (row, own) in enumerate(zip(rows, row_seeds(seed, len(rows)))):
+        before = None if state is None else jax.tree.map(lambda x, i=i: x[:, i : i + 1], state)
+        engine.put(row, max_tokens, seed=own, state=before)
+    return [result.tokens for result in sorted(engine.results())]
+
+
+def _checked(tokens: np.ndarray, start: int) -> np.ndarray:
+    """The tokens [count, B] of a call, from new token ``start`` on."""
     lost = np.argwhere(tokens == UNDEFINED)
     if lost.size:
-        raise FloatingPointError(
-            f"row {lost[0][1]}: the logits for new token {start + lost[0][0]} hold NaN or no finite largest "
-            "one. Either params or state hold NaN or infinity, or an activation has overflowed; "
-            "fla_jax.checked around model.apply names the op"
-        )
+        raise undefined(int(lost[0][1]), start + int(lost[0][0]))
     return tokens

@@ -6,15 +6,17 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.arguments import check_model, shown
+from ..core.arguments import shown
 from ..layers.state import RWKVState, check_state
+from ..models.config import check_model
+from .steps import of_rows
 
 # What a piece costs besides its tokens, as a number of tokens of all rows. Launching the kernels of a layer
 # takes an accelerator 0.1 ms at least, in which a layer of width 1024 reads about a thousand tokens, other
@@ -26,6 +28,9 @@ _OVERHEAD, _LEAST_OVERHEAD, _MOST_OVERHEAD, _CPU_OVERHEAD = 2**30, 128, 4096, 32
 # token and channel.
 _LARGEST, _CPU_LARGEST, _MEMORY_SHARE, _BYTES = 2**14, 512, 1 / 16, 100
 _CHUNK = 16  # tokens in a chunk of the ops
+# From so many tokens on, a piece without padding is read by a program of its own, which masks nothing: a
+# sixteenth of the time or so, and one more program to compile.
+_WHOLE = 2048
 _GROWTH = 1.15
 
 
@@ -36,8 +41,9 @@ def prefill(
 
     Each row starts at the first position, from its own initial state, and takes part as long as it has
     tokens; behind its end the model leaves the state as it is (``lengths`` of the model's call). So no
-    padding ever reaches a result, whatever the initial states are, and a batch costs what its longest row
-    costs in all rows.
+    padding ever reaches a result, whatever the initial states are. Rows are read together with rows of
+    similar lengths where that saves a fifth of the time or more (`grouped`); rows that lie on several devices
+    all together, which costs what the longest row costs in all rows.
 
     The prompts are read in pieces of a few sizes (`piece_sizes`): the largest as often as it fits, then one
     piece that holds the rest. Every piece costs the launch of all kernels once more, which takes a GPU as
@@ -62,30 +68,114 @@ def prefill(
     Raises:
         ValueError, TypeError: a prompt is empty, or is not made of integers from 0 to V - 1, or ``state``
             does not fit; the message names it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import prefill
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> logits, state = prefill(model, params, [[1, 2, 3], [4]])
+        >>> logits.shape, state.wkv.shape
+        ((2, 100), (2, 2, 4, 16, 16))
     """
-    check_model(model)
-    if not isinstance(params, Mapping) or not jax.tree.leaves(params) or set(params) == {"params"}:
-        raise ValueError("params must be the parameters alone: variables['params'] and not variables")
+    check_params(model, params)
     rows = check_prompts(prompts, model.config.vocab_size)
     initial = model.init_state(len(rows))
     if state is not None:
         check_state(state, initial)
         initial = jax.tree.map(lambda x, zero: jnp.asarray(x, zero.dtype), state, initial)
+    *_, result = reading(model, params, rows, initial)
+    assert result is not None
+    return result
+
+
+def check_params(model: Any, params: Any) -> None:
+    """Raises unless ``model`` is a language model and ``params`` may be its parameters."""
+    check_model(model)
+    if not isinstance(params, Mapping) or not jax.tree.leaves(params) or set(params) == {"params"}:
+        raise ValueError("params must be the parameters alone: variables['params'] and not variables")
+
+
+def reading(
+    model: Any, params: Any, rows: Sequence[np.ndarray], initial: RWKVState
+) -> Iterator[tuple[jax.Array, RWKVState] | None]:
+    """Reads checked rows from their ``initial`` state, which is left as it is.
+
+    The state may have more rows than there are prompts, so that a few programs serve any number of prompts;
+    what comes back in those means nothing.
+
+    Yields:
+        None as often as there are pieces but for the last, so that other work can be started between them;
+        then the logits [B, V] and the state after every row.
+    """
     lengths = np.array([len(row) for row in rows], np.int32)
-    pieces = plan(int(lengths.max()), piece_sizes(model.config.hidden_size, len(rows), _device(params)))
-    # Behind a row's end stands its own first token: nothing of another token, were it NaN, ever comes near
-    # the row.
-    tokens = np.tile(np.array([row[:1] for row in rows]), (1, sum(pieces)))
-    for row, padded in zip(rows, tokens):
-        padded[: len(row)] = row
-    hidden = jnp.zeros(initial.att_shift.shape[1:], initial.att_shift.dtype)
-    carry = beside(params, (hidden, initial))
-    for start, size in zip(itertools.accumulate(pieces, initial=0), pieces):
-        carry = _read(
-            model, params, carry, tokens[:, start : start + size], np.clip(lengths - start, 0, size)
-        )
-    hidden, state = carry
-    return _head(model, params, hidden), state
+    batch, device = initial.wkv.shape[1], _device(params)
+
+    def sizes(batch: int) -> tuple[int, ...]:
+        return piece_sizes(model.config.hidden_size, batch, device)
+
+    groups = [np.arange(len(rows))]
+    if _on_one_device(params, initial):
+        groups = grouped(lengths, sizes, _overhead(model.config.hidden_size, device)) or groups
+    size = batch if len(groups) == 1 else len(groups[0])
+    ends: list[tuple[jax.Array, RWKVState]] = []
+    for group in groups:
+        # filled up with rows of no tokens
+        filled = np.concatenate([group, np.full(size - len(group), group[0])])
+        own = initial if len(groups) == 1 else take_rows(initial, filled)
+        now = np.where(np.arange(size) < len(group), lengths[filled], 0)
+        pieces = plan(int(now.max()), sizes(size))
+        # Behind a row's end stands its own first token: nothing of another token, were it NaN, ever comes
+        # near the row.
+        tokens = np.tile(np.array([rows[i][:1] for i in filled]), (1, sum(pieces)))
+        for row, length, padded in zip(filled, now, tokens):
+            padded[:length] = rows[row][:length]
+        carry = beside(params, (jnp.zeros(own.att_shift.shape[1:], own.att_shift.dtype), own))
+        for start, length in zip(itertools.accumulate(pieces, initial=0), pieces):
+            if ends or start:
+                yield None
+            here = np.clip(now - start, 0, length).astype(np.int32)
+            whole = size * length >= _WHOLE and (here == length).all()
+            piece = tokens[:, start : start + length]
+            carry = _read(model, params, carry, piece, None if whole else here)
+        ends.append(carry)
+    hidden, state = ends[0]
+    if len(groups) > 1:
+        back = np.zeros(batch, np.int32)
+        back[: len(rows)] = np.argsort(np.concatenate(groups))  # what fills the last group stands behind
+        hidden, state = _joined(ends, back)
+    yield _head(model, params, hidden), state
+
+
+def grouped(lengths: np.ndarray, sizes: Callable[[int], Sequence[int]], overhead: float) -> Any:
+    """Rows that are read together, so that a batch is not read to the end of its longest row in all rows.
+
+    Rows of similar lengths make a group, and all groups have the same number of rows, a power of two, for
+    which few programs serve. The number is the one by which the fewest tokens are read, launches counted as
+    ``overhead`` tokens each; without a gain of a fifth all rows are one group.
+
+    Args:
+        lengths: [B], tokens of each row.
+        sizes: the lengths of pieces for a number of rows.
+        overhead: what a piece costs besides its tokens, in tokens of all rows.
+
+    Returns:
+        The indices of the rows of each group, or None for one group of all rows as they stand.
+    """
+    falling = np.argsort(-lengths, kind="stable")
+
+    def cost(size: int) -> float:
+        longest = lengths[falling[::size]]
+        pieces = [plan(int(length), sizes(size)) for length in longest]
+        return sum(len(some) * overhead + size * sum(some) for some in pieces)
+
+    batch = len(lengths)
+    smaller = [1 << n for n in range((batch - 1).bit_length())]
+    best = min(smaller, key=cost, default=batch)
+    if best == batch or cost(best) > 0.8 * cost(batch):
+        return None
+    return [falling[start : start + best] for start in range(0, batch, best)]
 
 
 @functools.lru_cache
@@ -99,15 +189,11 @@ def piece_sizes(hidden_size: int, batch: int, device: Any) -> tuple[int, ...]:
         batch: number of rows, B.
         device: a `jax.Device`; its platform and the size of its memory count, not what is free at the moment.
     """
-    if device.platform == "cpu":
-        overhead, largest = float(_CPU_OVERHEAD), _CPU_LARGEST
-    else:
-        overhead, largest = _OVERHEAD / hidden_size**2, _LARGEST
-        overhead = min(max(overhead, _LEAST_OVERHEAD), _MOST_OVERHEAD)
-        memory = (device.memory_stats() or {}).get("bytes_limit")
-        if memory:
-            largest = min(largest, int(memory * _MEMORY_SHARE / (_BYTES * hidden_size)))
-    overhead /= batch
+    largest = _CPU_LARGEST if device.platform == "cpu" else _LARGEST
+    memory = None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
+    if memory:
+        largest = min(largest, int(memory * _MEMORY_SHARE / (_BYTES * hidden_size)))
+    overhead = _overhead(hidden_size, device) / batch
     last = _power_of_two(largest // batch)
     sizes = [min(_power_of_two(int((_GROWTH - 1) * overhead)), last)]
     while sizes[-1] < last:
@@ -117,6 +203,13 @@ def piece_sizes(hidden_size: int, batch: int, device: Any) -> tuple[int, ...]:
         between = (low * (high / low) ** (i / steps) - overhead for i in range(1, steps))
         sizes += sorted({2 * size, *(math.ceil(n / _CHUNK) * _CHUNK for n in between)})
     return tuple(sizes)
+
+
+def _overhead(hidden_size: int, device: Any) -> float:
+    """What a piece costs besides its tokens, in tokens of all rows."""
+    if device.platform == "cpu":
+        return float(_CPU_OVERHEAD)
+    return min(max(_OVERHEAD / hidden_size**2, _LEAST_OVERHEAD), _MOST_OVERHEAD)
 
 
 def _power_of_two(n: int) -> int:
@@ -193,13 +286,16 @@ def _device(params: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read(
-    model: Any, params: Any, carry: tuple[jax.Array, RWKVState], tokens: jax.Array, lengths: jax.Array
+    model: Any, params: Any, carry: tuple[jax.Array, RWKVState], tokens: jax.Array, lengths: jax.Array | None
 ) -> Any:
-    """Reads the first ``lengths`` [B] of tokens [B, T].
+    """Reads the first ``lengths`` [B] of tokens [B, T], or all of them.
 
     ``carry`` is the hidden state [B, C] at the last token of each row, and the state there; so is the result.
     """
     last, state = carry
+    if lengths is None:
+        hidden, new = model.apply({"params": params}, tokens, state, method="hidden")
+        return hidden[:, -1], jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)
     hidden, new = model.apply({"params": params}, tokens, state, lengths=lengths, method="hidden")
     # a row that has no tokens here keeps what it has to the last bit
     state = jax.tree.map(
@@ -209,9 +305,23 @@ def _read(
     return jnp.where(lengths[:, None] > 0, jnp.take_along_axis(hidden, at, 1)[:, 0], last), state
 
 
-def of_rows(rows: jax.Array, x: jax.Array) -> jax.Array:
-    """[B] as something that goes with a leaf [L, B, ...] of a state."""
-    return rows.reshape(1, -1, *(1,) * (x.ndim - 2))
+def _on_one_device(*trees: Any) -> bool:
+    arrays = [x for x in jax.tree.leaves(trees) if isinstance(x, jax.Array)]
+    return all(len(x.sharding.device_set) == 1 for x in arrays)
+
+
+@jax.jit
+def take_rows(state: RWKVState, rows: jax.Array) -> RWKVState:
+    """The state of some rows."""
+    return jax.tree.map(lambda x: x[:, rows], state)
+
+
+@jax.jit
+def _joined(ends: list[tuple[jax.Array, RWKVState]], back: jax.Array) -> tuple[jax.Array, RWKVState]:
+    """The rows of several groups as one batch, in the order ``back``."""
+    hidden, states = zip(*ends)
+    state = jax.tree.map(lambda *xs: jnp.concatenate(xs, 1)[:, back], *states)
+    return jnp.concatenate(hidden)[back], state
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -56,6 +56,15 @@ class Sampling:
 
     Raises:
         ValueError: a value does not fit; the message names it.
+
+    Example:
+        >>> from fla_jax.generation import Sampling
+        >>> Sampling(temperature=0)  # always the most probable token # doctest: +ELLIPSIS
+        Sampling(temperature=0.0, top_k=0, top_p=0.85, ...)
+        >>> Sampling(top_p=2)
+        Traceback (most recent call last):
+        ...
+        ValueError: top_p must be from 0 to 1, got 2
     """
 
     temperature: float = 1.0
@@ -175,11 +184,7 @@ def adjusted(rules: Rules, logits: jax.Array, occurrences: Occurrences) -> jax.A
         [B, V] float32 (float64 for float64 logits): 0 for the most probable token, -inf for those that cannot
         come. NaN throughout for a row with a NaN or with infinity as its largest logit.
     """
-    logits = _wide(logits)
-    penalties = occurrences.seen * rules.presence_penalty + occurrences.count * rules.frequency_penalty
-    # penalties near float32's largest number must not add up to infinity, which is for what is forbidden
-    logits = logits - jnp.clip(penalties, -_LARGEST, _LARGEST)
-    logits = jnp.where(rules.banned, -jnp.inf, logits)
+    logits = penalised(rules, logits, occurrences)
     largest = jnp.max(logits, -1, keepdims=True)
 
     def best(x: jax.Array) -> jax.Array:
@@ -191,11 +196,26 @@ def adjusted(rules: Rules, logits: jax.Array, occurrences: Occurrences) -> jax.A
         return jax.lax.cond(everything, _everything, functools.partial(allowed, rules), x)
 
     keep = jax.lax.cond(rules.temperature == 0, best, some, logits) & (logits > -jnp.inf)
-    # The largest logit is taken off first: whatever the temperature, it stays 0, and the others at most
-    # overflow to -inf. What may not come is masked last: -inf divided by a large temperature can be NaN on a
-    # GPU or a CPU, which multiply by the reciprocal and flush that to 0.
-    tempered = (logits - largest) / jnp.where(rules.temperature == 0, 1, rules.temperature)
+    # What may not come is masked last: -inf divided by a large temperature can be NaN on a GPU or a CPU,
+    # which multiply by the reciprocal and flush that to 0.
+    tempered = _tempered(rules, logits, largest)
     return jnp.where(jnp.isfinite(largest), jnp.where(keep, tempered, -jnp.inf), jnp.nan)
+
+
+def penalised(rules: Rules, logits: jax.Array, occurrences: Occurrences) -> jax.Array:
+    """Logits [B, V], float32 at least, with penalties taken off, and -inf for what is banned."""
+    logits = _wide(logits)
+    penalties = occurrences.seen * rules.presence_penalty + occurrences.count * rules.frequency_penalty
+    # penalties near float32's largest number must not add up to infinity, which is for what is forbidden
+    logits = logits - jnp.clip(penalties, -_LARGEST, _LARGEST)
+    return jnp.where(rules.banned, -jnp.inf, logits)
+
+
+def _tempered(rules: Rules, logits: jax.Array, largest: jax.Array) -> jax.Array:
+    """The largest logit is taken off first: whatever the temperature, it stays 0, and the others at most
+    overflow to -inf.
+    """
+    return (logits - largest) / jnp.where(rules.temperature == 0, 1, rules.temperature)
 
 
 def _everything(logits: jax.Array) -> jax.Array:
@@ -206,7 +226,13 @@ def _wide(logits: jax.Array) -> jax.Array:
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
-def sample(rules: Rules, logits: jax.Array, occurrences: Occurrences, keys: jax.Array) -> jax.Array:
+def sample(
+    rules: Rules,
+    logits: jax.Array,
+    occurrences: Occurrences,
+    keys: jax.Array,
+    implementation: str = "xla",
+) -> jax.Array:
     """Chooses one token a row.
 
     Args:
@@ -214,10 +240,26 @@ def sample(rules: Rules, logits: jax.Array, occurrences: Occurrences, keys: jax.
         logits: [B, V], the model's.
         occurrences: of the tokens before.
         keys: [B], one a row, so that a row's choice does not depend on its neighbours.
+        implementation: ``"xla"``, or ``"triton"`` (NVIDIA GPUs, no float64), which sorts nothing and chooses
+            the same tokens, but for sums of probabilities that meet top-p to rounding.
 
     Returns:
         [B] int32; `UNDEFINED` for rows whose logits hold NaN or have no finite largest one.
     """
+    if implementation == "triton":
+        return _sample_unsorted(rules, logits, occurrences, keys)
     scores = adjusted(rules, logits, occurrences)
     tokens = jax.vmap(jax.random.categorical)(keys, scores)
     return jnp.where(jnp.isnan(scores[:, 0]), UNDEFINED, tokens).astype(jnp.int32)
+
+
+def _sample_unsorted(rules: Rules, logits: jax.Array, occurrences: Occurrences, keys: jax.Array) -> jax.Array:
+    from ..pallas.decode.launcher import choose  # only where there is Triton
+
+    logits = penalised(rules, logits, occurrences)
+
+    def noise(key: jax.Array) -> jax.Array:
+        return jax.random.gumbel(key, logits.shape[1:], logits.dtype)  # that of jax.random.categorical
+
+    scores = _tempered(rules, logits, jnp.max(logits, -1, keepdims=True)) + jax.vmap(noise)(keys)
+    return choose(logits, scores, rules.top_p, rules.top_k, rules.temperature, UNDEFINED)

@@ -15,7 +15,14 @@ _WORLD_SIZE = 65536  # of the models; 65530 to 65535 have no bytes, and 0 ends a
 
 
 class Tokenizer(Protocol):
-    """What the functions here return and take."""
+    """What the functions here return and take.
+
+    Example:
+        >>> from fla_jax.generation import load_tokenizer
+        >>> tokenizer = load_tokenizer("bytes")
+        >>> tokenizer.decode(tokenizer.encode("anything with these two methods"))
+        'anything with these two methods'
+    """
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
@@ -144,6 +151,11 @@ def decode_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 
     Yields:
         A non-empty piece of text.
+
+    Example:
+        >>> from fla_jax.generation import decode_stream, load_tokenizer
+        >>> list(decode_stream(load_tokenizer("bytes"), "né!".encode()))  # four tokens, three characters
+        ['n', 'é', '!']
     """
     before: list[int] = []  # the tokens of the last complete piece
     known = 0  # characters of their text
@@ -179,6 +191,12 @@ def uncounted(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     """Tokens that PIPELINE's frequency penalty does not count, for `Sampling.uncounted`.
 
     They are those below ``vocab_size`` whose text is a part of ``" \\t0123456789"``.
+
+    Example:
+        >>> from fla_jax.generation import Sampling, load_tokenizer, uncounted
+        >>> sampling = Sampling(uncounted=uncounted(load_tokenizer("bytes"), 256))
+        >>> "".join(map(chr, sampling.uncounted))
+        '\\t 0123456789'
     """
     vocab_size = check_integer("vocab_size", vocab_size, 1)
     return tuple(token for token in range(vocab_size) if tokenizer.decode([token]) in " \t0123456789")

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
+from ..core.sharding import beside
 from ..ops.layer import norm_shift_mix
+from .fields import check_fields
 from .init import ByDepth, Initializer, computed
 from .norm import Affine, NormParameters
-from .placement import Axes, beside, entries, gathered, hold, is_explicit, product
+from .placement import Axes, check_sequence, gathered, hold, product, sequence_axis
 from .shift import last_token
 from .state import RWKVState, check_state, zero_state
 
@@ -47,6 +49,13 @@ class Layer(nn.Module):
     param_dtype: Any = jnp.float32
     logical_axes: bool = False
 
+    def __post_init__(self) -> None:
+        values = {name: getattr(self, name) for name in type(self).__dataclass_fields__ if name != "parent"}
+        if self.dtype is None:  # a layer takes its input's, a configuration must name one
+            del values["dtype"]
+        check_fields(**values)
+        super().__post_init__()
+
     def compute_dtype(self, x: jax.Array) -> Any:
         """Dtype to compute in, for input ``x``."""
         return (
@@ -63,11 +72,8 @@ class Layer(nn.Module):
         """A parameter [C], or of another ``shape``, for elementwise use with activations of the rows of ``x``
         [B, T, C].
         """
-        return gathered(
-            self.weight(name, init, (self.hidden_size,) if shape is None else shape, axes),
-            x,
-            self.parts(axes[0]),
-        )
+        weight = self.weight(name, init, (self.hidden_size,) if shape is None else shape, axes)
+        return gathered(weight, x, axes, self.parts(axes[0]))
 
     def parts(self, axis: str | None) -> int | None:
         """How many pieces an axis of a parameter consists of that devices must not cut; None for single
@@ -115,7 +121,15 @@ class Layer(nn.Module):
         scale, bias = (None, None) if norm is None else norm
         last = beside(last, x, 0, 2)
         mixed = norm_shift_mix(
-            x, mixes, last, y=y, scale=scale, bias=bias, segment_ids=segment_ids, normalised=normalised
+            x,
+            mixes,
+            last,
+            y=y,
+            scale=scale,
+            bias=bias,
+            segment_ids=segment_ids,
+            normalised=normalised,
+            sequence_axis=sequence_axis(x),
         )
         if lengths is None:
             return mixed
@@ -136,11 +150,7 @@ class Layer(nn.Module):
             raise TypeError(f"x must have a floating-point dtype, got {x.dtype}")
         if x.shape[1] == 0:
             raise ValueError("x must hold at least one token, got T = 0")
-        if is_explicit() and entries(x)[1] is not None:
-            raise ValueError(
-                "x [B, T, C] must be whole along T on every device, got it sharded over mesh axis "
-                f"{entries(x)[1]!r}"
-            )
+        check_sequence("x", x, lengths)
         if segment_ids is not None:
             if segment_ids.shape != x.shape[:2]:
                 raise ValueError(
@@ -217,11 +227,6 @@ class Attention(Layer):
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, RWKVState]:
         """Checked input in the compute dtype, and state."""
-        if self.head_dim < 1 or self.hidden_size % self.head_dim:
-            raise ValueError(
-                f"hidden_size must be a multiple of head_dim, got hidden_size = {self.hidden_size}, "
-                f"head_dim = {self.head_dim}"
-            )
         self.check_input(x, segment_ids, lengths)
         x = x.astype(self.compute_dtype(x))
         zeros = zero_state(x.shape[0], self.hidden_size, self.head_dim, x.dtype)
@@ -270,6 +275,7 @@ class Attention(Layer):
             output_final_state=True,
             segment_ids=segment_ids,
             implementation=self.implementation,
+            sequence_axis=sequence_axis(arrays[0]),
             **options,
         )
         return hold(o, "batch", "length", "act_heads", "kv"), wkv

@@ -11,6 +11,7 @@ from ..ops.rwkv6 import api as rwkv6
 from ..ops.rwkv7 import api as rwkv7
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+_SIZES = ("vocab_size", "hidden_size", "num_layers", "head_dim")
 _MOST_CHANNELS = 256  # per head, in the ops
 _CHUNK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the ops'
 
@@ -19,6 +20,28 @@ def implementations() -> tuple[str, ...]:
     """Names that ``implementation`` may have: those in the ops' lists, which are open."""
     ops = (rwkv6.CHUNK, rwkv6.RECURRENT, rwkv7.CHUNK, rwkv7.RECURRENT)
     return tuple(dict.fromkeys(one.name for op in ops for one in op.implementations))
+
+
+def check_fields(**values: Any) -> None:
+    """Checks fields by their names, each as its docstring has it; names that are not known pass.
+
+    Raises:
+        ValueError, TypeError: a field does not fit; the message names it.
+    """
+    for name, value in values.items():
+        optional = name.endswith("_low_rank_dim") or name == "intermediate_size"
+        if name in _SIZES or (optional and value is not None):
+            check_size(name, value)
+        elif name in ("dtype", "param_dtype"):
+            check_dtype(name, value)
+        elif name in ("scan_layers", "logical_axes"):
+            check_flag(name, value)
+        elif name == "rate_scale":
+            check_rate_scale(value)
+    if "head_dim" in values:
+        check_heads(values["hidden_size"], values["head_dim"])
+        check_chunk_size(values["chunk_size"])
+        check_implementation(values["implementation"])
 
 
 def check_size(name: str, value: Any) -> None:
@@ -34,6 +57,12 @@ def check_heads(hidden_size: int, head_dim: int) -> None:
     if hidden_size % head_dim:
         got = f"hidden_size = {hidden_size}, head_dim = {head_dim}"
         raise ValueError(f"hidden_size must be a multiple of head_dim, got {got}")
+
+
+def check_rate_scale(value: Any) -> None:
+    """Raises ValueError unless ``value`` is a number from 0 to 2."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 2:
+        raise ValueError(f"rate_scale must be a number from 0 to 2, got {value!r}")
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -37,7 +37,7 @@ class Norm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises x [..., C]."""
         scale, bias = (
-            gathered(self.param(name, init, (x.shape[-1],), self.param_dtype), x)
+            gathered(self.param(name, init, (x.shape[-1],), self.param_dtype), x, (None,))
             for name, init in (("scale", self.scale_init), ("bias", self.bias_init))
         )
         dtype = jnp.result_type(x, scale, bias) if self.dtype is None else self.dtype
@@ -67,9 +67,12 @@ class NormParameters(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, parts: int | None = None) -> Affine:
-        """``(scale, bias)`` for use with activations x [B, T, C]; ``parts``: see `placement.gathered`."""
+        """``(scale, bias)`` for use with activations x [B, T, C], of heads where there are ``parts`` (see
+        `placement.gathered`).
+        """
+        axes = (None if parts is None else "heads",)
         scale, bias = (
-            gathered(self.param(name, init, (self.features,), self.param_dtype), x, parts)
+            gathered(self.param(name, init, (self.features,), self.param_dtype), x, axes, parts)
             for name, init in (("scale", self.scale_init), ("bias", self.bias_init))
         )
         return scale, bias

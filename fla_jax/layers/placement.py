@@ -19,10 +19,10 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import AxisType
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ..core.sharding import mesh_axes
+from ..core.sharding import entries, is_explicit, is_manual, mesh_axes, place
 
 Axes = tuple[str | None, ...]
 
@@ -30,40 +30,45 @@ Axes = tuple[str | None, ...]
 _OF_ACTIVATIONS = {"embed": "act_embed", "heads": "act_heads", "mlp": "act_mlp", "vocab": "act_vocab"}
 
 
-def is_explicit() -> bool:
-    """Whether the mesh in context has explicit axes."""
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+def sequence_axis(x: jax.Array) -> str | None:
+    """The mesh axis that the tokens of the rows of ``x`` [B, T, ...] are split over, None for whole rows.
 
+    Types say it on a mesh with explicit axes, else the rule for ``length``, also inside `jax.shard_map`.
 
-def entries(x: jax.Array) -> tuple[Any, ...]:
-    """On a mesh with explicit axes, the mesh axis (or axes, or None) that each axis of ``x`` is split
-    over.
+    Raises:
+        ValueError: they are split over several.
     """
-    return tuple(jax.typeof(x).sharding.spec)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None
+    by_rule = None if is_explicit() else nn.logical_to_mesh_axes(("length",))
+    split = entries(x)[1] if is_explicit() else by_rule[0] if by_rule else None
+    axes = [axis for axis in mesh_axes(split) if mesh.shape.get(axis, 1) > 1]
+    if len(axes) > 1:
+        raise ValueError(f"T can be split over one mesh axis, got {' and '.join(map(repr, axes))}")
+    return axes[0] if axes else None
 
 
-def place(x: jax.Array, *wanted: Any) -> jax.Array:
-    """``x`` with these `entries`, on a mesh with explicit axes."""
-    return x if entries(x) == wanted else jax.sharding.reshard(x, P(*wanted))
-
-
-def beside(x: jax.Array, like: jax.Array, *axes: int | None) -> jax.Array:
-    """``x``, each of its axes split like the given axis of ``like`` (None: whole); ``x`` itself on other
-    meshes.
-
-    For what comes from elsewhere and is used with ``like``: zeros, states.
-    """
-    if not is_explicit():
-        return x
-    split = entries(like)
-    return place(x, *(None if axis is None else split[axis] for axis in axes))
+def check_sequence(name: str, x: jax.Array, lengths: jax.Array | None) -> None:
+    """Raises unless the devices that share the tokens of ``x`` [B, T, ...] can do so."""
+    axis = sequence_axis(x)
+    if axis is None:
+        return
+    size = jax.sharding.get_abstract_mesh().shape[axis]
+    if not is_manual() and x.shape[1] % size:
+        raise ValueError(
+            f"{name} must have a number of tokens T that is a multiple of mesh axis {axis!r} = {size}, got "
+            f"T = {x.shape[1]}; rows of other lengths want rules without 'length'"
+        )
+    if lengths is not None:
+        raise ValueError(f"lengths cannot go with tokens over mesh axis {axis!r}; segment_ids can")
 
 
 def hold(x: jax.Array, *names: str | None) -> jax.Array:
     """Holds an activation, or a weight, to the rules for its axes; ``x`` itself on a mesh with explicit
     axes.
     """
-    return x if is_explicit() else nn.with_logical_constraint(x, names)
+    return x if is_explicit() or is_manual() else nn.with_logical_constraint(x, names)
 
 
 def beyond(entry: Any, taken: Sequence[str]) -> Any:
@@ -75,23 +80,58 @@ def beyond(entry: Any, taken: Sequence[str]) -> Any:
 def whole_parts(entry: Any, parts: int | None) -> Any:
     """An entry of `entries`, or None where its devices could not share ``parts`` (heads) evenly."""
     sizes = jax.sharding.get_abstract_mesh().shape
-    return (
-        None if parts is not None and parts % math.prod(sizes[axis] for axis in mesh_axes(entry)) else entry
-    )
+    cut = parts is not None and parts % math.prod(sizes[axis] for axis in mesh_axes(entry)) > 0
+    return None if cut else entry
 
 
-def gathered(weight: jax.Array, x: jax.Array, parts: int | None = None) -> jax.Array:
-    """A weight that is used elementwise with ``x`` [B, T, C]; ``weight`` itself but on a mesh with explicit
-    axes.
+def is_placed() -> bool:
+    """Whether anything here has a say: on a mesh with explicit axes, and where there are rules."""
+    return is_explicit() or (bool(nn.get_logical_axis_rules()) and not is_manual())
 
-    There it is made whole along the mesh axes that split the rows of ``x``. ``parts``: see `product`, of its
-    axis 0.
+
+def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A `jax.checkpoint` policy: keeps everything for the backward pass but what was only moved between
+    devices.
+
+    Gathered weights kept from all layers would be the whole model on every device.
+    """
+    return primitive.name not in ("sharding_constraint", "reshard")
+
+
+def _held(weight: jax.Array, axes: Axes) -> jax.Array:
+    """By rules: ``weight`` gathered from where it is stored to where it is used; its gradient goes the same
+    way back.
+    """
+    return hold(hold(weight, *axes), *(_OF_ACTIVATIONS.get(axis or "") for axis in axes))
+
+
+def gathered(weight: jax.Array, x: jax.Array, axes: Axes, parts: int | None = None) -> jax.Array:
+    """A weight where elementwise use with ``x`` [B, T, C] needs it: whole along the mesh axes that split the
+    rows.
+
+    ``axes`` and ``parts`` as in `product`, but the parts are of the weight's axis 0.
     """
     if not is_explicit():
-        return weight
+        return _held(weight, axes)
     taken = [axis for entry in entries(x)[:2] for axis in mesh_axes(entry)]
     first, *rest = (beyond(entry, taken) for entry in entries(weight))
     return place(weight, whole_parts(first, parts), *rest)
+
+
+def weight_for(x: jax.Array, weight: jax.Array, axes: Axes, parts: int | None = None) -> jax.Array:
+    """``weight`` [I, O] where the product of ``x`` [..., I] with it needs it; see `product`."""
+    if not is_explicit():
+        return _held(weight, axes)
+    *rows, inner = entries(x)
+    taken = [axis for entry in rows for axis in mesh_axes(entry)]
+    stored, out = (beyond(entry, taken) for entry in entries(weight))
+    inner = inner or stored
+    return place(weight, inner, whole_parts(beyond(out, mesh_axes(inner)), parts))
+
+
+def result(*split: Any) -> dict[str, Any]:
+    """What a product has to be told of its result's `entries`, on a mesh with explicit axes."""
+    return {"out_sharding": P(*split)} if is_explicit() else {}
 
 
 def product(
@@ -110,15 +150,41 @@ def product(
         [..., O], its rows split like those of ``x``, and O like the weight's where that leaves the parts
         whole.
     """
-    contract = (((x.ndim - 1,), (0,)), ((), ()))
-    if is_explicit():
-        *rows, inner = entries(x)
-        taken = [axis for entry in rows for axis in mesh_axes(entry)]
-        stored, out = (beyond(entry, taken) for entry in entries(weight))
-        inner = inner or stored
-        out = whole_parts(beyond(out, mesh_axes(inner)), parts)
-        x, weight = place(x, *rows, inner), place(weight, inner, out)
-        return jax.lax.dot_general(x, weight, contract, out_sharding=P(*rows, out), **options)
-    before, after = (_OF_ACTIVATIONS.get(axis or "") for axis in axes)
+    weight = weight_for(x, weight, axes, parts)
+    *rows, _ = entries(x)
+    inner, out = entries(weight)
     names = ("batch", "length", *(None,) * (x.ndim - 3))[: x.ndim - 1]
-    return hold(jax.lax.dot_general(hold(x, *names, before), weight, contract, **options), *names, after)
+    before, after = (_OF_ACTIVATIONS.get(axis or "") for axis in axes)
+    x = place(x, *rows, inner) if is_explicit() else hold(x, *names, before)
+    y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())), **result(*rows, out), **options)
+    return hold(y, *names, after)
+
+
+def token_parts(x: jax.Array) -> tuple[int, int]:
+    """Over how many devices the rows and the tokens of ``x`` [B, T, ...] are split, as far as it is known; 1
+    where not evenly.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or is_manual():
+        return 1, 1
+    split: Any = entries(x)[:2] if is_explicit() else nn.logical_to_mesh_axes(("batch", "length"))
+    rows, tokens = (math.prod(mesh.shape[axis] for axis in mesh_axes(entry)) for entry in split)
+    return 1 if x.shape[0] % rows else rows, 1 if x.shape[1] % tokens else tokens
+
+
+def split_tokens(x: jax.Array, parts: tuple[int, int]) -> jax.Array:
+    """[B, T, ...] -> [P, Q, B / P, T / Q, ...], the first two axes split over devices as rows and tokens
+    were.
+    """
+    rows, tokens = parts
+    x = x.reshape(rows, -1, *x.shape[1:])
+    x = x.reshape(*x.shape[:2], tokens, -1, *x.shape[3:])
+    return hold(jnp.moveaxis(x, 2, 1), "batch", "length", *(None,) * (x.ndim - 2))
+
+
+def join_tokens(x: jax.Array) -> jax.Array:
+    """The inverse of `split_tokens`."""
+    x = hold(x, "batch", "length", *(None,) * (x.ndim - 2))
+    x = jnp.moveaxis(x, 1, 2)
+    x = x.reshape(*x.shape[:2], -1, *x.shape[4:])
+    return hold(x.reshape(-1, *x.shape[2:]), "batch", "length", *(None,) * (x.ndim - 3))

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
+from ..core.sharding import beside
 from ..ops import chunk_rwkv6, fused_recurrent_rwkv6
 from ..ops.layer import norm_shift_mix, rwkv6_readout
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, orthogonal, symmetric_uniform
 from .norm import Affine
-from .placement import beside
+from .placement import sequence_axis
 from .state import RWKVState
 
 _zeros = nn.initializers.zeros
@@ -36,6 +37,16 @@ class RWKV6Attention(Attention):
             4096 on).
         decay_low_rank_dim: D, rank of the decay's low-rank part; None for the official 64 (128 from C = 4096
             on).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.layers import RWKV6Attention
+        >>> layer = RWKV6Attention(hidden_size=64, layer_index=0, num_layers=2, head_dim=16)
+        >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
+        >>> variables = layer.init(jax.random.key(1), x)
+        >>> y, state = layer.apply(variables, x)
+        >>> y.shape, state.wkv.shape
+        ((1, 8, 64), (1, 4, 16, 16))
     """
 
     proj_low_rank_dim: int | None = None
@@ -107,6 +118,7 @@ class RWKV6Attention(Attention):
             beside(state.att_shift, x, 0, 2),
             moves=moves,
             segment_ids=segment_ids,
+            sequence_axis=sequence_axis(x),
         )
         xw, xk, xv, xr, xg = mixed.mixed
 
@@ -131,7 +143,7 @@ class RWKV6Attention(Attention):
         arrays = (self.heads(r), self.heads(k), self.heads(v), self.heads(w), u)
         o, wkv = self.run(chunk_rwkv6, fused_recurrent_rwkv6, arrays, state, segment_ids, lengths)
         scale, bias = self.group_norm(x)
-        y = rwkv6_readout(o, self.heads(gate), scale=scale, bias=bias)
+        y = rwkv6_readout(o, self.heads(gate), scale=scale, bias=bias, sequence_axis=sequence_axis(x))
         y = self.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
         return y, state.replace(att_shift=first.last, wkv=wkv)
 
@@ -146,6 +158,15 @@ class RWKV6FeedForward(FeedForward):
         hidden_size, layer_index, num_layers, dtype, param_dtype, logical_axes: see `Layer`.
         intermediate_size: I, width of the hidden layer; None for the official ``floor(3.5 C / 32) * 32`` (at
             least 32).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.layers import RWKV6FeedForward
+        >>> layer = RWKV6FeedForward(hidden_size=64, layer_index=0, num_layers=2)
+        >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
+        >>> y, shift = layer.apply(layer.init(jax.random.key(1), x), x)
+        >>> y.shape, bool((shift == x[:, -1]).all())
+        ((1, 8, 64), True)
     """
 
     @nn.compact

@@ -14,6 +14,7 @@ from ..ops.layer import rwkv7_keys, rwkv7_readout
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, low_rank_dim, low_rank_out, orthogonal
 from .norm import Affine
+from .placement import sequence_axis
 from .state import RWKVState
 
 LOWER_BOUND = -0.61  # the op's promise: -exp(-1/2) = -0.60653 with room for rounding
@@ -43,6 +44,16 @@ class RWKV7Attention(Attention):
             over between values. The replacement key ``k (1 + (a - 1) k_a)`` keeps a in (0, 1): the option
             changes how the state forgets and not how strongly new values are written. 0 leaves the diagonal
             decay alone as the transition, RWKV-6's class: for comparisons.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.layers import RWKV7Attention
+        >>> layer = RWKV7Attention(hidden_size=64, layer_index=0, num_layers=2, head_dim=16)
+        >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
+        >>> variables = layer.init(jax.random.key(1), x)
+        >>> y, state, v_first = layer.apply(variables, x)  # v_first goes to the layers above
+        >>> y.shape, state.wkv.shape
+        ((1, 8, 64), (1, 4, 16, 16))
     """
 
     decay_low_rank_dim: int | None = None
@@ -107,8 +118,6 @@ class RWKV7Attention(Attention):
         ``RWKV-v7/train_temp/src/model.py``.
         """
         x, state = self.prepare(x, state, segment_ids, lengths)
-        if self.rate_scale < 0:
-            raise ValueError(f"rate_scale must be >= 0, got {self.rate_scale}")
         C, layer, depth, dtype = self.hidden_size, self.layer_index, self.depth, x.dtype
         first = isinstance(layer, int) and layer == 0
         if first:
@@ -160,6 +169,7 @@ class RWKV7Attention(Attention):
             rate_scale=self.rate_scale,
             # made in float32; the op takes it with the range of bfloat16, which float16 has not
             decay_dtype=dtype if dtype == jnp.bfloat16 else None,
+            sequence_axis=sequence_axis(x),
         )
         arrays = (r, keys.w, keys.k, keys.v, keys.a, keys.b)
         o, wkv = self.run(
@@ -169,7 +179,17 @@ class RWKV7Attention(Attention):
         r_k = self.vector(
             "r_k", computed(lambda: -0.04), ("heads", "kv"), x, (C // self.head_dim, self.head_dim)
         )
-        y = rwkv7_readout(o, r, keys.k_bonus, keys.v_bonus, gate, scale=scale, bias=bias, r_k=r_k)
+        y = rwkv7_readout(
+            o,
+            r,
+            keys.k_bonus,
+            keys.v_bonus,
+            gate,
+            scale=scale,
+            bias=bias,
+            r_k=r_k,
+            sequence_axis=sequence_axis(x),
+        )
         y = self.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
         return y, state.replace(att_shift=mixed.last, wkv=wkv), keys.v_first.reshape(x.shape)
 
@@ -182,6 +202,15 @@ class RWKV7FeedForward(FeedForward):
     Attributes:
         hidden_size, layer_index, num_layers, dtype, param_dtype, logical_axes: see `Layer`.
         intermediate_size: I, width of the hidden layer; None for the official 4 C.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.layers import RWKV7FeedForward
+        >>> layer = RWKV7FeedForward(hidden_size=64, layer_index=0, num_layers=2)
+        >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
+        >>> y, shift = layer.apply(layer.init(jax.random.key(1), x), x)
+        >>> y.shape, bool((shift == x[:, -1]).all())
+        ((1, 8, 64), True)
     """
 
     @nn.compact

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from .placement import beside
+from ..core.sequence import from_left, part_on
+from ..core.sharding import beside, entries, is_explicit, is_manual
+from .placement import sequence_axis
 
 
 def token_shift(x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
@@ -16,16 +21,49 @@ def token_shift(x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = N
         last: [B, C], what token 0 sees: the last token of the call before, or zeros.
         segment_ids: [B, T] integers; the first token of every segment but a row's first sees zeros.
 
+    T may be split over a mesh axis: as types or the rule for ``length`` say, also inside `jax.shard_map`.
+
     Returns:
         [B, T, C] in x's dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fla_jax.layers import token_shift
+        >>> x = jnp.array([[[1.0], [2.0], [3.0]]])
+        >>> token_shift(x, jnp.array([[9.0]]))[0, :, 0].tolist()
+        [9.0, 1.0, 2.0]
+        >>> token_shift(x, jnp.array([[9.0]]), jnp.array([[0, 0, 1]]))[0, :, 0].tolist()
+        [9.0, 1.0, 0.0]
     """
+    axis = sequence_axis(x)
+    # on automatic meshes XLA moves the rows that it has to
+    if axis is None or not (is_explicit() or is_manual()):
+        return _shifted(x, beside(last, x, 0, 2), segment_ids)
+    across = functools.partial(_shifted_across, axis)
+    if is_manual():
+        return across(x, last, segment_ids)
     last = beside(last, x, 0, 2)
-    y = jnp.concatenate([last[:, None].astype(x.dtype), x[:, :-1]], 1)
+    arrays = (x, last) if segment_ids is None else (x, last, beside(segment_ids, x, 0, 1))
+    specs = tuple(P(*entries(array)) for array in arrays)
+    return jax.shard_map(across, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
+
+
+def _shifted(x: jax.Array, first: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    y = jnp.concatenate([first[:, None].astype(x.dtype), x[:, :-1]], 1)
     if segment_ids is None:
         return y
     starts = segment_ids[:, 1:] != segment_ids[:, :-1]
-    starts = jnp.pad(starts, ((0, 0), (1, 0)))  # token 0 carries on with `last`
+    starts = jnp.pad(starts, ((0, 0), (1, 0)))  # token 0 carries on with `first`
     return jnp.where(starts[..., None], 0, y)
+
+
+def _shifted_across(
+    axis: str, x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = None
+) -> jax.Array:
+    """`token_shift` of one device's tokens: its first one sees the last one of the device before."""
+    part = part_on(axis, segment_ids)
+    left = part.continued(from_left(x[:, -1], axis))
+    return _shifted(x, jnp.where(part.is_first, last.astype(x.dtype), left), segment_ids)
 
 
 def last_token(x: jax.Array, last: jax.Array, lengths: jax.Array | None = None) -> jax.Array:

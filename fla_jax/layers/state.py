@@ -22,6 +22,13 @@ class RWKVState(struct.PyTreeNode):
         ffn_shift: input of the feed-forward at the last token, likewise.
         wkv: the matrix-valued state [B, H, K, V] (a model: [L, B, H, K, V]), K = V = head_dim, float32
             whatever the compute dtype. RWKV-LM keeps [V, K].
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> state = model.init_state(batch=3)
+        >>> state.wkv.shape, state.att_shift.shape
+        ((2, 3, 4, 16, 16), (2, 3, 64))
     """
 
     att_shift: jax.Array

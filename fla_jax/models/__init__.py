@@ -1,7 +1,8 @@
 """RWKV-6 and RWKV-7 language models."""
 
 from ..layers.state import RWKVState
-from .causal_lm import RWKV6Block, RWKV6ForCausalLM, RWKV7Block, RWKV7ForCausalLM
+from .blocks import RWKV6Block, RWKV7Block
+from .causal_lm import RWKV6ForCausalLM, RWKV7ForCausalLM
 from .config import RWKV6Config, RWKV7Config
 from .stacking import stack_layers, unstack_layers
 

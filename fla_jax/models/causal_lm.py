@@ -1,4 +1,4 @@
-"""Blocks and language models; the two versions differ in their layers only."""
+"""Language models; the two versions differ in their blocks only."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.names import remat_policy
-from ..layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward, RWKVState
+from ..core.sharding import entries, is_explicit, mesh_axes, place
+from ..layers import RWKVState
 from ..layers.base import LAYER_NORM_EPS, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
-from ..layers.norm import Affine, Norm, NormParameters
-from ..layers.placement import beyond, entries, hold, is_explicit, mesh_axes, place, product
+from ..layers.norm import Norm
+from ..layers.placement import beyond, check_sequence, hold, is_placed, keep_all_but_gathered, product
 from ..layers.state import check_state, zero_state
+from .blocks import Carry, RWKV6Block, RWKV7Block, residual
 from .config import RWKV6Config, RWKV7Config, RWKVConfig
-
-Carry = tuple[jax.Array, jax.Array | None]
 
 
 def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
@@ -34,105 +34,19 @@ def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
     )
 
 
-def _norm(config: RWKVConfig, name: str, x: jax.Array) -> Affine:
-    """Scale and bias of a norm that the layer behind it computes."""
-    boxed = functools.partial(with_axes, axes=(None,), logical_axes=config.logical_axes)
-    ones, zeros = boxed(nn.initializers.ones), boxed(nn.initializers.zeros)
-    return NormParameters(config.hidden_size, config.param_dtype, ones, zeros, name=name)(x)
-
-
-def _residual(x: jax.Array) -> jax.Array:
-    return hold(x, "batch", "length", "act_embed")
-
-
 class _Embed(nn.Embed):
     """`flax.linen.Embed`, which on a mesh with explicit axes reads the rows of each device's own tokens."""
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Tokens [B, T] -> [B, T, C]."""
         if not is_explicit():
-            return _residual(super().__call__(tokens))
+            table = self.embedding if self.dtype is None else self.embedding.astype(self.dtype)
+            table = hold(hold(table, "vocab", "embed"), "act_vocab", None)
+            return residual(jnp.take(table, tokens, axis=0))
         table = self.embedding.astype(self.dtype)
         rows = entries(tokens)
         channels = beyond(entries(table)[1], [axis for entry in rows for axis in mesh_axes(entry)])
         return place(table, None, channels).at[tokens].get(out_sharding=P(*rows, channels))
-
-
-class RWKV6Block(nn.Module):
-    """One layer of RWKV-6: ``x + att(ln1(x))``, then ``x + ffn(ln2(x))``.
-
-    Attributes:
-        config: of the model.
-    """
-
-    config: RWKV6Config
-
-    @nn.compact
-    def __call__(
-        self,
-        carry: Carry,
-        state: RWKVState,
-        layer_index: Any = 0,
-        segment_ids: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-    ) -> tuple[Carry, RWKVState]:
-        """Runs the layer.
-
-        Args:
-            carry: ``(x, None)``, x [B, T, C].
-            state: of this layer.
-            layer_index: position in the network, an int or a traced integer.
-            segment_ids: [B, T] integers or None.
-            lengths: [B] integers or None.
-
-        Returns:
-            ``(carry, state)``.
-        """
-        config, (x, v_first) = self.config, carry
-        att = RWKV6Attention(**config.attention, layer_index=layer_index, name="att")
-        y, state = att(x, state, segment_ids, lengths, _norm(config, "ln1", x))
-        ffn = RWKV6FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
-        x, shift = ffn(x, state.ffn_shift, segment_ids, lengths, _norm(config, "ln2", x), _residual(y))
-        return (_residual(x), v_first), state.replace(ffn_shift=shift)
-
-
-class RWKV7Block(nn.Module):
-    """One layer of RWKV-7: ``x + att(ln1(x))``, then ``x + ffn(ln2(x))``.
-
-    Attributes:
-        config: of the model.
-    """
-
-    config: RWKV7Config
-
-    @nn.compact
-    def __call__(
-        self,
-        carry: Carry,
-        state: RWKVState,
-        layer_index: Any = 0,
-        segment_ids: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-    ) -> tuple[Carry, RWKVState]:
-        """Runs the layer.
-
-        Args:
-            carry: ``(x, v_first)``, both [B, T, C]; v_first comes from layer 0, which ignores the one it
-                gets.
-            state: of this layer.
-            layer_index: position in the network, an int or a traced integer.
-            segment_ids: [B, T] integers or None.
-            lengths: [B] integers or None.
-
-        Returns:
-            ``(carry, state)``.
-        """
-        config, (x, v_first) = self.config, carry
-        att = RWKV7Attention(**config.attention, layer_index=layer_index, name="att")
-        y, state, v_first = att(x, state, v_first, segment_ids, lengths, _norm(config, "ln1", x))
-        ffn = RWKV7FeedForward(**config.feed_forward, layer_index=layer_index, name="ffn")
-        x, shift = ffn(x, state.ffn_shift, segment_ids, lengths, _norm(config, "ln2", x), _residual(y))
-        return (_residual(x), v_first), state.replace(ffn_shift=shift)
 
 
 class RWKVForCausalLM(nn.Module):
@@ -154,14 +68,15 @@ class RWKVForCausalLM(nn.Module):
         )
         self.ln0 = _layer_norm(config)
         block: Any = self.block
-        if config.remat:
+        if config.remat or is_placed():
+            policy = remat_policy(dense=config.remat == "dense") if config.remat else keep_all_but_gathered
             # layer_index (argument 3) stays a Python int unless the scan counts it; the scan's loop rules out
             # the elimination that prevent_cse is about
             static = () if config.scan_layers else (3,)
             block = nn.remat(
                 block,
                 prevent_cse=not config.scan_layers,
-                policy=remat_policy(dense=config.remat == "dense"),
+                policy=policy,
                 static_argnums=static,
             )
         if config.scan_layers:
@@ -350,11 +265,7 @@ def _check_tokens(tokens: Any, segment_ids: Any, lengths: Any) -> None:
             )
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens must have shape [B, T] with B, T >= 1, got {list(tokens.shape)}")
-    if is_explicit() and entries(tokens)[1] is not None:
-        axis = entries(tokens)[1]
-        raise ValueError(
-            f"tokens [B, T] must be whole along T on every device, got them sharded over mesh axis {axis!r}"
-        )
+    check_sequence("tokens", tokens, lengths)
     if segment_ids is not None and segment_ids.shape != tokens.shape:
         raise ValueError(
             f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}"

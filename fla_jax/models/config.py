@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from ..core.arguments import shown
 from ..layers import fields
 
-_SIZES = ("vocab_size", "hidden_size", "num_layers", "head_dim")
 _RUN = ("num_layers", "dtype", "param_dtype", "logical_axes", "hidden_size")
 
 
@@ -59,21 +59,12 @@ class RWKVConfig:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            optional = name.endswith("_low_rank_dim") or name == "intermediate_size"
-            if name in _SIZES or (optional and value is not None):
-                fields.check_size(name, value)
-            elif name in ("dtype", "param_dtype"):
-                # one spelling of a dtype, so that equal configurations are equal
-                object.__setattr__(self, name, fields.check_dtype(name, value))
-            elif name in ("scan_layers", "logical_axes"):
-                fields.check_flag(name, value)
+        fields.check_fields(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        # one spelling of a dtype, so that equal configurations are equal
+        for name in ("dtype", "param_dtype"):
+            object.__setattr__(self, name, fields.check_dtype(name, getattr(self, name)))
         if not isinstance(self.remat, bool | str) or self.remat not in (False, True, "dense"):
             raise ValueError(f"remat must be False, True or 'dense', got {self.remat!r}")
-        fields.check_heads(self.hidden_size, self.head_dim)
-        fields.check_chunk_size(self.chunk_size)
-        fields.check_implementation(self.implementation)
 
     def _pick(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*_RUN, *names)}
@@ -137,13 +128,13 @@ class RWKV7Config(RWKVConfig):
     gate_low_rank_dim: int | None = None
     rate_scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        scale = self.rate_scale
-        if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 <= scale <= 2:
-            raise ValueError(f"rate_scale must be a number from 0 to 2, got {self.rate_scale!r}")
-
     @property
     def attention(self) -> dict[str, Any]:
         """Fields of the attention layers."""
         return {**super().attention, "rate_scale": self.rate_scale}
+
+
+def check_model(model: Any) -> None:
+    """Raises a TypeError unless ``model`` is one of the language models, or has what is used of them."""
+    if not hasattr(model, "config") or not hasattr(model, "init_state"):
+        raise TypeError(f"model must be an RWKV6ForCausalLM or RWKV7ForCausalLM, got {shown(model)}")

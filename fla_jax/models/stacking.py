@@ -26,6 +26,13 @@ def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: ``params`` lacks ``blocks_0``, ``blocks_1``, ..., or holds a single layer of RWKV-7.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fla_jax.models import stack_layers
+        >>> layer = {"att": {"time_decay": jnp.zeros(64)}}
+        >>> stack_layers({"blocks_0": layer, "blocks_1": layer})["blocks"]["att"]["time_decay"].shape
+        (2, 64)
     """
     names = [f"blocks_{i}" for i in range(sum(name.startswith("blocks_") for name in params))]
     if not names or any(name not in params for name in names):
@@ -59,6 +66,13 @@ def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: there is no ``blocks`` in ``params``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fla_jax.models import unstack_layers
+        >>> layers = unstack_layers({"blocks": {"att": {"time_decay": jnp.zeros((2, 64))}}})
+        >>> sorted(layers), layers["blocks_1"]["att"]["time_decay"].shape
+        (['blocks_0', 'blocks_1'], (64,))
     """
     if "blocks" not in params:
         raise ValueError(f"params must hold blocks, the stacked layers, got {sorted(params)}")

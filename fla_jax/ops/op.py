@@ -12,6 +12,12 @@ device:
 A plain implementation that has ``kept_axes`` runs on each device's own part on meshes with explicit axes,
 where JAX would want to be told the sharding of every step.
 
+Devices may share the tokens of rows, axis ``t``, over one mesh axis that the call names (or whose types do).
+Then ``call.shards`` is their number, ``call.sequence`` the mesh axis where an implementation sees one
+device's tokens, and it communicates as it has to (core/sequence.py): results without tokens are to be the
+same on all devices, gradients of arrays without tokens are summed over them by the op. What it keeps may have
+an axis ``chunk`` or ``stretch``, which are split as tokens are.
+
 ``call`` is a `fla_jax.core.call.Call`, ``x``, ``outputs`` and ``cotangents`` are the op's named tuples. The
 gradient of an array without rows (RWKV-6's u) may come per row, with one more axis in front; the op sums it.
 """
@@ -19,24 +25,21 @@ gradient of an array without rows (RWKV-6's u) may come per row, with one more a
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from ..core.call import Call, abstract
 from ..core.checked import is_checked
 from ..core.gpu import Mendable, platform_of
-from ..core.names import name_arrays
-from ..core.sharding import ROWS, devices_in_mesh, mesh_axes, reduce_like, sharded
+from ..core.sharding import ROWS, TOKENS, devices_in_mesh, is_explicit, is_manual, mesh_axes
+from .rule import run
 
 Inputs = TypeVar("Inputs", bound=tuple)
 Outputs = TypeVar("Outputs", bound=tuple)
-Arrays = dict[str, jax.Array]
 
 
 def always(call: Call) -> str | None:
@@ -60,6 +63,12 @@ class Implementation:
         supports: None where it can run a call, else the reason.
         automatic: whether the op may choose it for a call without being asked.
         opaque: whether XLA cannot look into it and so not shard it: a kernel.
+        sequences: whether it follows ``call.sequence``: rows whose tokens devices share.
+
+    Example:
+        >>> from fla_jax.ops.rwkv7.api import CHUNK
+        >>> [one.name for one in CHUNK.implementations]  # what chunk_rwkv7 chooses from, the best first
+        ['triton', 'xla', 'reference', 'pallas']
     """
 
     name: str
@@ -67,6 +76,7 @@ class Implementation:
     supports: Callable[[Call], str | None] = always
     automatic: Callable[[Call], bool] = unasked
     opaque: bool = False
+    sequences: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,6 +97,11 @@ class Op(Generic[Inputs, Outputs]):
         check: ``check(call, x, outputs)`` holds the checks of `fla_jax.checked`.
         results: ``results(call)`` says, as ``outputs`` with axes for arrays, which results a call has, where
             that depends on the call; None where every call has one array for each of ``outputs``.
+
+    Example:
+        >>> from fla_jax.ops.rwkv7.api import CHUNK
+        >>> CHUNK.name, CHUNK.axes["w"], CHUNK.axes["initial_state"]
+        ('chunk_rwkv7', 'b t h k', 'n h k v')
     """
 
     name: str
@@ -100,19 +115,46 @@ class Op(Generic[Inputs, Outputs]):
     check: Callable[[Call, Inputs, Outputs], None] | None = None
     results: Callable[[Call], Outputs] | None = None
 
-    def __call__(self, x: Inputs, settings: Any, implementation: str | None = None) -> Outputs:
+    def __call__(
+        self,
+        x: Inputs,
+        settings: Any,
+        implementation: str | None = None,
+        sequence_axis: str | None = None,
+    ) -> Outputs:
         """The op on ``x``.
 
+        Args:
+            x: its arrays.
+            settings: its own settings.
+            implementation: by name; None for the best that qualifies.
+            sequence_axis: the mesh axis whose devices share the tokens of rows; None where there is none, or
+                where explicit types say it.
+
         Raises:
-            ValueError: ``implementation`` is unknown or cannot run this call here, or an axis that must stay
-                whole is sharded over an explicit mesh axis.
+            ValueError: ``implementation`` is unknown or cannot run this call here, an axis that must stay
+                whole is sharded over an explicit mesh axis, or ``sequence_axis`` does not fit.
             TypeError: the call is differentiated in forward mode.
         """
         arrays = jax.tree.leaves(x)
         self._refuse_forward_mode(arrays)
-        self._refuse_sharded(x)
-        call = Call(self.name, abstract(x), settings, platform_of(arrays), devices_in_mesh())
-        outputs = _run(self, self.choose(call, implementation), call, x)
+        sequence_axis = self._sequence_axis(x, sequence_axis)
+        self._refuse_sharded(x, sequence_axis)
+        shards = 1 if sequence_axis is None else self._shards(x, sequence_axis)
+        inputs, devices = abstract(x), devices_in_mesh()
+        if shards > 1 and is_manual():  # arrays are those of one device
+            inputs, devices = self._whole_rows(inputs, shards), shards
+        call = Call(
+            self.name,
+            inputs,
+            settings,
+            platform_of(arrays),
+            devices,
+            shards=shards,
+            # an explicit axis of one device splits nothing, and stays in the types all the same
+            sequence=sequence_axis if shards > 1 or is_explicit() else None,
+        )
+        outputs = run(self, self.choose(call, implementation), call, x)
         if self.check is not None and is_checked():
             self.check(call, x, outputs)
         return outputs
@@ -121,7 +163,7 @@ class Op(Generic[Inputs, Outputs]):
         """The implementation that serves a call: the named one, else the first that can and may."""
         if name is None:
             for one in self.implementations:
-                reason = one.supports(call)
+                reason = _reason(one, call)
                 if reason is None and one.automatic(call):
                     return one
                 if isinstance(reason, Mendable):
@@ -133,7 +175,7 @@ class Op(Generic[Inputs, Outputs]):
             raise ValueError(
                 f"{self.name}: implementation must be one of {sorted(by_name)} or None, got {name!r}"
             )
-        reason = by_name[name].supports(call)
+        reason = _reason(by_name[name], call)
         if reason is not None:
             raise ValueError(f"{self.name}: implementation={name!r} cannot run this call: {reason}")
         return by_name[name]
@@ -157,19 +199,69 @@ class Op(Generic[Inputs, Outputs]):
         fields = self.outputs._fields  # type: ignore[attr-defined]
         return self.outputs(*(self.axes_of(name, call.inputs) for name in fields))
 
-    def _refuse_sharded(self, x: Inputs) -> None:
+    def _sequence_axis(self, x: Inputs, named: str | None) -> str | None:
+        """The mesh axis that splits the rows of this call: the named one, or the one that types name."""
+        if named is not None or not is_explicit() or not any(one.sequences for one in self.implementations):
+            return named
+        for (_, axes), array in zip(self.given(x), jax.tree.leaves(x)):
+            for axis, entry in zip(axes.split(), jax.typeof(array).sharding.spec):
+                on = mesh_axes(entry)
+                if axis == TOKENS and len(on) == 1:
+                    return on[0]
+        return None
+
+    def _shards(self, x: Inputs, sequence_axis: str) -> int:
+        """Between how many devices the tokens of a row are split; raises unless they can be."""
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        if sequence_axis not in mesh.shape:
+            got = "there is no mesh in context (jax.set_mesh)" if mesh.empty else f"it has {mesh.axis_names}"
+            raise ValueError(
+                f"{self.name}: sequence_axis must be an axis of the mesh in context, got {sequence_axis!r}; "
+                f"{got}"
+            )
+        shards = mesh.shape[sequence_axis]
+        if is_manual() and dict(zip(mesh.axis_names, mesh.axis_types))[sequence_axis] != AxisType.Manual:
+            raise ValueError(
+                f"{self.name}: sequence_axis={sequence_axis!r} must be one of the axes of the jax.shard_map "
+                "around the call"
+            )
+        if shards == 1:
+            return 1
+        if getattr(x, "cu_seqlens", None) is not None:
+            raise ValueError(
+                f"{self.name}: cu_seqlens cannot go with tokens over mesh axis {sequence_axis!r}; "
+                "segment_ids can"
+            )
+        for (name, axes), array in zip(self.given(x), jax.tree.leaves(x)):
+            for axis, size in zip(axes.split(), array.shape):
+                if axis == TOKENS and not is_manual() and size % shards:
+                    raise ValueError(
+                        f"{self.name}: axis T of {name} must be a multiple of mesh axis {sequence_axis!r} = "
+                        f"{shards}, got T = {size}"
+                    )
+        return shards
+
+    def _whole_rows(self, inputs: Inputs, shards: int) -> Inputs:
+        """Shapes of arrays with the tokens of all devices, from those of one device."""
+        leaves, tree = jax.tree.flatten(inputs)
+        wholes = []
+        for (_, axes), x in zip(self.given(inputs), leaves):
+            shape = (n * shards if axis == TOKENS else n for axis, n in zip(axes.split(), x.shape))
+            wholes.append(jax.ShapeDtypeStruct(tuple(shape), x.dtype))
+        return jax.tree.unflatten(tree, wholes)
+
+    def _refuse_sharded(self, x: Inputs, sequence_axis: str | None) -> None:
+        if not is_explicit():
             return
         for (name, axes), array in zip(self.given(x), jax.tree.leaves(x)):
             for axis, entry in zip(axes.split(), jax.typeof(array).sharding.spec):
+                if axis == TOKENS and sequence_axis is not None and set(mesh_axes(entry)) <= {sequence_axis}:
+                    continue
                 if mesh_axes(entry) and axis not in self.shardable:
                     raise ValueError(
                         f"{self.name}: axis {axis.upper()} of {name} [{', '.join(axes.upper().split())}] "
-                        "must be whole on "
-                        "every device, got it sharded over mesh axis "
-                        f"{' and '.join(map(repr, mesh_axes(entry)))}; "
-                        "jax.sharding.reshard gathers it"
+                        "must be whole on every device, got it sharded over mesh axis "
+                        f"{' and '.join(map(repr, mesh_axes(entry)))}; jax.sharding.reshard gathers it"
                     )
 
     def _refuse_forward_mode(self, arrays: list[jax.Array]) -> None:
@@ -190,90 +282,8 @@ class Op(Generic[Inputs, Outputs]):
                 )
 
 
-def _by_device(implementation: Implementation, module: Any) -> bool:
-    """Whether an implementation is called on each device's own part of the arrays."""
-    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    return implementation.opaque or (explicit and hasattr(module, "kept_axes"))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _forward(op: Op, implementation: Implementation, call: Call, x: Any) -> tuple[Any, Arrays]:
-    """Outputs, and what the implementation keeps; jitted, so that calls outside jit find what the first
-    compiled.
-    """
-    module = implementation.load()
-    if not _by_device(implementation, module):
-        return module.forward(call, x)
-    kept_axes = module.kept_axes(call) if call.keep else {}
-    arrays, tree = jax.tree.flatten(x)
-    results, outputs_tree = jax.tree.flatten(op.axes_of_results(call))
-
-    def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        outputs, kept = module.forward(call, jax.tree.unflatten(tree, arrays))
-        return (*jax.tree.leaves(outputs), *(kept[name] for name in kept_axes))
-
-    right = [*results, *kept_axes.values()]
-    made = sharded(local, [axes for _, axes in op.given(x)], right, op.shardable)(*arrays)
-    outputs = jax.tree.unflatten(outputs_tree, made[: len(results)])
-    return outputs, dict(zip(kept_axes, made[len(results) :]))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _backward(
-    op: Op, implementation: Implementation, call: Call, x: Any, kept: Arrays, cotangents: Any
-) -> Any:
-    """Gradients like ``x``, None for integers; those of arrays without rows may have a leading axis of
-    rows.
-    """
-    module = implementation.load()
-    if not _by_device(implementation, module):
-        return module.backward(call, x, kept, cotangents)
-    inputs, results = [axes for _, axes in op.given(x)], jax.tree.leaves(op.axes_of_results(call))
-    kept_axes = module.kept_axes(call)
-    floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in jax.tree.leaves(x)]
-    arrays, tree = jax.tree.flatten((x, cotangents, tuple(kept[name] for name in kept_axes)))
-
-    def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        x, cotangents, kept = jax.tree.unflatten(tree, arrays)
-        gradients = jax.tree.leaves(module.backward(call, x, dict(zip(kept_axes, kept)), cotangents))
-        # one for all rows of a device counts as one row
-        return tuple(g if g.ndim == len(axes.split()) else g[None] for g, axes in zip(gradients, right))
-
-    left = [*inputs, *results, *kept_axes.values()]
-    per_row = [axes if ROWS in axes.split() or "n" in axes.split() else f"{ROWS} {axes}" for axes in inputs]
-    right = [axes for axes, is_floating in zip(per_row, floating) if is_floating]
-    made = sharded(local, left, right, op.shardable)(*arrays)
-    remaining = iter(made)
-    return jax.tree.unflatten(jax.tree.structure(x), [next(remaining) if f else None for f in floating])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(op: Op, implementation: Implementation, call: Call, x: Any) -> Any:
-    return _forward(op, implementation, dataclasses.replace(call, keep=False), x)[0]
-
-
-def _run_fwd(op: Op, implementation: Implementation, call: Call, x: Any) -> tuple[Any, Any]:
-    outputs, kept = _forward(op, implementation, call, x)
-    # named inside the rule, so that a policy can keep them: see core/names.py
-    names = op.output_names or (None,) * len(outputs)
-    outputs = op.outputs(*(name_arrays(y, name) for y, name in zip(outputs, names)))
-    return outputs, (x, name_arrays(kept, op.kept_name))
-
-
-def _run_bwd(
-    op: Op, implementation: Implementation, call: Call, residuals: Any, cotangents: Any
-) -> tuple[Any]:
-    x, kept = residuals
-    gradients = _backward(op, implementation, call, x, kept, cotangents)
-
-    def like(primal: jax.Array, gradient: jax.Array | None) -> jax.Array | None:
-        if gradient is None:
-            return None
-        if gradient.ndim > primal.ndim:  # one per row
-            gradient = jnp.sum(gradient, 0).astype(primal.dtype)
-        return reduce_like(gradient, primal)
-
-    return (jax.tree.map(like, x, gradients),)
-
-
-_run.defvjp(_run_fwd, _run_bwd)
+def _reason(implementation: Implementation, call: Call) -> str | None:
+    """None where an implementation can run a call, else why not."""
+    if call.shards > 1 and not implementation.sequences:
+        return f"it takes whole rows, and T is split over mesh axis {call.sequence!r}"
+    return implementation.supports(call)

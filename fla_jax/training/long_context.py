@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ..layers.placement import is_explicit, place
+from ..core.sharding import is_explicit, place
 from ..layers.state import RWKVState, check_state
 from .losses import chunked_cross_entropy
 
@@ -61,7 +61,7 @@ def chunked_loss(
         >>> tokens = jnp.arange(65)[None]
         >>> params = model.init(jax.random.key(0), tokens)["params"]
         >>> loss_of = lambda p: chunked_loss(model, p, tokens, chunk_size=16)
-        >>> (loss, state), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        >>> (loss, state), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
     """
     chunks, total = _split(tokens, mask, chunk_size)
     return _walk(model, params, chunks, _state(model, params, tokens, state), total, l2wrap)

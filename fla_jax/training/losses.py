@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.sharding import beside, entries, is_explicit, place
+from ..layers.placement import hold, join_tokens, result, split_tokens, token_parts, weight_for
+
 
 def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | None) -> None:
     for what, y in (("labels", labels), ("mask", mask)):
@@ -73,6 +76,13 @@ def cross_entropy(
     Raises:
         ValueError: ``labels`` or ``mask`` do not have the shape of ``logits`` without its last axis.
         TypeError: ``labels`` are no integers.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fla_jax.training import cross_entropy
+        >>> logits, tokens = jnp.zeros((1, 3, 4)), jnp.array([[0, 1, 2, 3]])
+        >>> round(float(cross_entropy(logits, tokens[:, 1:])), 4)  # log 4
+        1.3863
     """
     _check_labels("logits", logits, labels, mask)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -93,26 +103,47 @@ def _sum_of_losses(
     """Weighted sum of the losses of hidden [B, T, C] under the head kernel [C, V], ``block`` positions of T
     at a time.
     """
-    return _walk_blocks(hidden, kernel, labels, weights, l2wrap, block, gradients=False)[0]
+    return _walk(hidden, kernel, labels, weights, l2wrap, block, gradients=False)[0]
 
 
-def _sharded_like(x: jax.Array) -> dict[str, Any]:
-    """Options of a product that contracts a sharded axis: on a mesh with explicit axes it must be told how
-    its result is sharded.
+def _walk(
+    hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
+) -> tuple[jax.Array, Any, Any]:
+    """The sum, and with ``gradients`` its derivatives in hidden and kernel, or None for them.
+
+    Each device walks its own tokens, with the whole kernel or its own part of the vocabulary, and adds up a
+    gradient of the kernel of its own. They are summed once, at the end: summed block by block they would be
+    most of the traffic.
     """
-    sharding = jax.typeof(x).sharding
-    return {"out_sharding": sharding} if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else {}
+    narrow = weight_for(hidden, kernel.astype(hidden.dtype), ("embed", "vocab"))
+    walk = functools.partial(_walk_blocks, l2wrap=l2wrap, block=block, gradients=gradients)
+    h = place(hidden, *entries(hidden)[:2], entries(narrow)[0]) if is_explicit() else hidden
+    parts = token_parts(hidden)
+    if parts == (1, 1):
+        total, d_hidden, d_kernel = walk(h, narrow, labels, weights)
+    else:
+        labels, weights = (beside(x, hidden, 0, 1) for x in (labels, weights))
+        h, labels, weights = (split_tokens(x, parts) for x in (h, labels, weights))
+        walk_all = jax.vmap(jax.vmap(walk, (0, None, 0, 0)), (0, None, 0, 0))
+        total, d_hidden, d_kernel = walk_all(h, narrow, labels, weights)
+        total = jnp.sum(total)
+        if gradients:
+            d_hidden, d_kernel = join_tokens(d_hidden), jnp.sum(d_kernel, (0, 1))
+    if not gradients:
+        return total, None, None
+    d_kernel = hold(hold(d_kernel, None, "act_vocab"), "embed", "vocab")
+    return total, beside(d_hidden, hidden, 0, 1, 2), beside(d_kernel.astype(kernel.dtype), kernel, 0, 1)
 
 
 def _walk_blocks(
-    hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
+    hidden: Any, narrow: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
 ) -> tuple[jax.Array, Any, Any]:
-    """The sum, and with ``gradients`` its derivatives in hidden and kernel, made while a block's logits are
-    there: they are never made a second time.
+    """`_walk` of the tokens of one device; ``narrow`` is the kernel in the dtype of hidden.
+
+    Gradients are made while a block's logits are there: they are never made a second time.
     """
     T = hidden.shape[1]
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    narrow = kernel.astype(hidden.dtype)
     dot = functools.partial(jax.lax.dot_general, preferred_element_type=wide)
 
     def split(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T / block, B, block, ...]
@@ -123,7 +154,7 @@ def _walk_blocks(
         (total, d_kernel), (h, label, weight) = carry, x
         # a masked position may hold anything, inf and NaN included
         h = jnp.where((weight > 0)[..., None], h, 0)
-        logits = dot(h, narrow, (((2,), (0,)), ((), ())))
+        logits = dot(h, narrow, (((2,), (0,)), ((), ())), **result(*entries(h)[:-1], entries(narrow)[1]))
         position = jax.lax.broadcasted_iota(label.dtype, logits.shape, 2)
         right = position == label[..., None]
         lse = jax.nn.logsumexp(logits, -1, keepdims=True)
@@ -135,28 +166,25 @@ def _walk_blocks(
             largest = jnp.argmax(logits, -1, keepdims=True)
             d = d + jnp.where(position == largest.astype(label.dtype), l2wrap * logits, 0)
         d = (d * weight[..., None]).astype(hidden.dtype)
-        d_kernel = d_kernel + dot(h, d, (((0, 1), (0, 1)), ((), ())), **_sharded_like(kernel))
-        return (total, d_kernel), dot(d, narrow, (((2,), (1,)), ((), ())), **_sharded_like(h)).astype(
-            hidden.dtype
-        )
+        d_kernel = d_kernel + dot(h, d, (((0, 1), (0, 1)), ((), ())), **result(*entries(narrow)))
+        d_hidden = dot(d, narrow, (((2,), (1,)), ((), ())), **result(*entries(h)))
+        return (total, d_kernel), d_hidden.astype(hidden.dtype)
 
-    start = jnp.zeros((), wide), jnp.zeros_like(kernel, wide) if gradients else None
+    # like an array of the mesh: a zero from nowhere cannot be mapped over a mesh axis with an explicit type
+    start = jnp.zeros_like(jnp.sum(weights), wide), jnp.zeros_like(narrow, wide) if gradients else None
     (total, d_kernel), d_hidden = jax.lax.scan(
         step, start, (split(hidden), split(labels), split(weights.astype(wide)))
     )
     if d_kernel is None:
         return total, None, None
-    return (
-        total,
-        jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, :T],
-        d_kernel.astype(kernel.dtype),
-    )
+    d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])
+    return total, d_hidden[:, :T], d_kernel
 
 
 def _sum_of_losses_fwd(
     hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int
 ) -> tuple[jax.Array, Any]:
-    total, d_hidden, d_kernel = _walk_blocks(hidden, kernel, labels, weights, l2wrap, block, gradients=True)
+    total, d_hidden, d_kernel = _walk(hidden, kernel, labels, weights, l2wrap, block, gradients=True)
     return total, (d_hidden, d_kernel)
 
 
@@ -193,7 +221,8 @@ def chunked_cross_entropy(
         labels: [B, T] integers, the token that follows each position.
         mask: [B, T] booleans, or weights of the positions; None for all. Taken as a constant by the gradient.
         l2wrap: strength of L2Wrap (see `cross_entropy`); 0 for none.
-        block_tokens: positions whose logits are held at once, over all rows; at least one of each row.
+        block_tokens: positions whose logits a device holds at once, over all of its rows; at least one of
+            each row.
 
     Returns:
         A float32 scalar; 0 where the mask is all 0.
@@ -223,7 +252,8 @@ def chunked_cross_entropy(
         jnp.ones((B, T), jnp.float32) if mask is None else mask.astype(jnp.float32)
     )
     total = jnp.sum(weights)
-    block = max(1, min(T, block_tokens // max(B, 1)))
+    rows, tokens = token_parts(hidden)
+    block = max(1, min(T // tokens, block_tokens * rows // max(B, 1)))
     return _sum_of_losses(hidden, kernel, labels, weights, float(l2wrap), block) / jnp.where(
         total > 0, total, 1
     )

@@ -26,6 +26,11 @@ def parameter_groups(params: Any) -> Any:
         A tree of the same structure: ``"decay_base"`` (w0, time_decay: twice the learning rate, no weight
             decay), ``"matrix"`` (embedding, head and dense
         projections: weight decay) or ``"other"`` (all low-rank matrices included: neither).
+
+    Example:
+        >>> from fla_jax.training import parameter_groups
+        >>> parameter_groups({"w0": 0, "w1": 0, "key": {"kernel": 0}})
+        {'key': {'kernel': 'matrix'}, 'w0': 'decay_base', 'w1': 'other'}
     """
 
     def group(path: Any, _: Any) -> str:
@@ -88,6 +93,12 @@ def rwkv_schedule(peak: float, final: float, total_steps: int, warmup_steps: int
 
     Raises:
         ValueError: ``total_steps`` is not above ``warmup_steps``, or ``peak`` or ``final`` is negative.
+
+    Example:
+        >>> from fla_jax.training import rwkv_schedule
+        >>> schedule = rwkv_schedule(6e-4, 6e-5, total_steps=1000, warmup_steps=10)
+        >>> [f"{float(schedule(step)):.1e}" for step in (0, 10, 1000)]
+        ['6.0e-06', '6.0e-04', '6.0e-05']
     """
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(

@@ -18,8 +18,9 @@ import numpy as np
 import optax
 
 from ..checkpoints import read_pth, write_pth
-from ..core.arguments import check_integer, check_model, check_number, shown
+from ..core.arguments import check_integer, check_number, shown
 from ..layers.state import RWKVState
+from ..models.config import check_model
 from .losses import chunked_cross_entropy
 from .recipe import rwkv_optimizer, rwkv_schedule
 
@@ -27,7 +28,15 @@ _NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
 
 
 def zero_states(model: Any) -> jax.Array:
-    """The states that tuning starts from: zeros [L, H, K, V], one state a layer, in float32."""
+    """The states that tuning starts from: zeros [L, H, K, V], one state a layer, in float32.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.training import zero_states
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> zero_states(model).shape
+        (2, 4, 16, 16)
+    """
     check_model(model)
     return model.init_state(1).wkv[:, 0]
 
@@ -46,6 +55,13 @@ def initial_state(model: Any, states: jax.Array, batch: int) -> RWKVState:
     Raises:
         ValueError: ``states`` do not have the model's shape, or ``batch`` is no positive integer.
         TypeError: ``states`` are no array of numbers.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.training import initial_state, zero_states
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> initial_state(model, zero_states(model), batch=3).wkv.shape
+        (2, 3, 4, 16, 16)
     """
     check_model(model)
     zeros = model.init_state(check_integer("batch", batch, 1))
@@ -96,6 +112,18 @@ def state_loss(
     Raises:
         ValueError: a shape does not fit. TypeError: ``tokens`` are no integers, or ``mask`` or ``states`` no
             numbers.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.training import state_loss, zero_states
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> tokens = jnp.arange(33)[None]
+        >>> loss_of = lambda states: state_loss(model, params, states, tokens)
+        >>> loss, gradient = jax.jit(jax.value_and_grad(loss_of))(zero_states(model))
+        >>> gradient.shape
+        (2, 4, 16, 16)
     """
     _check_batch("", tokens, mask)
     state = initial_state(model, states, tokens.shape[0])
@@ -195,6 +223,16 @@ def save_states(path: str | os.PathLike[str], states: jax.Array) -> None:
 
     Raises:
         ValueError: ``states`` do not have four axes. TypeError: they are no array of numbers.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> import tempfile
+        >>> from fla_jax.training import load_states, save_states, zero_states
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_states(folder + "/states.pth", zero_states(model) + 1)
+        ...     float(load_states(folder + "/states.pth", model).min())
+        1.0
     """
     _check_states(states, None)
     transposed = np.asarray(states, np.float32).swapaxes(2, 3)
@@ -214,6 +252,16 @@ def load_states(path: str | os.PathLike[str], model: Any) -> jax.Array:
     Raises:
         ValueError: the file holds no states, or not those of this model's layers and shapes; the message
             names the file and the tensor.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> import tempfile
+        >>> from fla_jax.training import load_states, save_states, zero_states
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_states(folder + "/states.pth", zero_states(model))
+        ...     load_states(folder + "/states.pth", model).shape
+        (2, 4, 16, 16)
     """
     layers = {
         int(match[1]): value for name, value in read_pth(path).items() if (match := _NAME.fullmatch(name))

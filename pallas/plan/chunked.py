@@ -58,16 +58,23 @@ class ChunkedPlan(NamedTuple):
 
 
 def stretches_of(call: Call[Recurrence]) -> int:
-    """Into how many stretches to cut each row: 1 where rows and heads alone keep the GPU busy.
+    """Into how many stretches to cut each whole row: 1 where rows and heads alone keep the GPU busy, and as
+    many on each of the devices that share rows.
 
     Packed sequences are not cut: there are usually many.
     """
     B, T, H, K = call.inputs.r.shape
-    programs = max(1, B * H // call.devices)
+    T //= call.shards
+    programs = max(1, B * H * call.shards // call.devices)
     if call.inputs.cu_seqlens is not None or programs > FEW.get(max(64, tile(K)), 0):
-        return 1
+        return call.shards
     wanted = min(-(-FULL // programs), T // SHORTEST)
-    return -(-T // _span(T, max(1, wanted)))
+    return call.shards * -(-T // _span(T, max(1, wanted)))
+
+
+def stretches_here(call: Call[Recurrence]) -> int:
+    """How many of `stretches_of` the tokens are that an implementation sees."""
+    return stretches_of(call) // (1 if call.sequence is None else call.shards)
 
 
 def _span(T: int, splits: int) -> int:

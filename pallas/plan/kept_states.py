@@ -43,7 +43,7 @@ class KeptStates:
     def axes(self) -> dict[str, str]:
         """Names and axes of the arrays, as an op's ``kept_axes`` wants them."""
         if not self.arrays:
-            return {"states": "b c h v k"}
+            return {"states": "b chunk h v k"}
         return {f"states{i}": "b t h k" for i in range(self.arrays)}
 
     @property

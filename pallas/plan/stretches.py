@@ -13,6 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ...core.sequence import Part
 from ..device.stretches import combine_kernel, gather_kernel
 from ..run.triton import launch
 from .chunked import ChunkedPlan
@@ -41,18 +42,29 @@ def _combine(M: jax.Array, N: jax.Array, edge: jax.Array, splits: int, backward:
     return made["states_"]
 
 
-def enter(M: jax.Array, N: jax.Array, initial: jax.Array, splits: int) -> jax.Array:
+def _by_row(x: jax.Array, splits: int) -> jax.Array:
+    """[B * splits, ...] -> [B, splits, ...]."""
+    return x.reshape(-1, splits, *x.shape[1:])
+
+
+def enter(
+    M: jax.Array, N: jax.Array, initial: jax.Array, splits: int, part: Part | None
+) -> tuple[jax.Array, jax.Array | None]:
     """The states that enter all stretches, [B * splits, H, K, V], from those that enter the rows,
     [B, H, K, V].
 
     ``M`` is [B * splits, H, K, K] or, where it is diagonal, [B * splits, H, K]; ``N`` [B * splits, H, K, V];
-    all float32.
+    all float32. Where these are the stretches of one device's ``part`` of rows, the states that leave the
+    rows come as well.
     """
-    return _combine(M, N, initial, splits, False)
+    final = None
+    if part is not None:
+        initial, final = part.enter(_by_row(M, splits), _by_row(N, splits), initial)
+    return initial if splits == 1 else _combine(M, N, initial, splits, False), final
 
 
 def enter_backward(
-    plan: ChunkedPlan, M: jax.Array, reads: jax.Array, do: jax.Array, ds: jax.Array
+    plan: ChunkedPlan, M: jax.Array, reads: jax.Array, do: jax.Array, ds: jax.Array, part: Part | None
 ) -> jax.Array:
     """The gradients of the states that leave all stretches, [B * splits, H, K, V], from those that leave the
     rows, [B, H, K, V].
@@ -68,4 +80,7 @@ def enter_backward(
         num_stages=3,
         mode=plan.mode.replaced(BK=tile(K), BV=BV),
     )
-    return _combine(M, made["D_"], ds, splits, True)
+    own = made["D_"]
+    if part is not None:
+        ds = part.enter_backward(_by_row(M, splits), _by_row(own, splits), ds)
+    return ds if splits == 1 else _combine(M, own, ds, splits, True)

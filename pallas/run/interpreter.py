@@ -23,6 +23,7 @@ _TRITON_NAMES = {
     np.dtype(np.float16): "fp16",
     np.dtype(np.float64): "fp64",
     np.dtype(ml_dtypes.bfloat16): "bf16",
+    np.dtype(np.int8): "i8",
     np.dtype(np.int32): "i32",
     np.dtype(np.int64): "i64",
 }

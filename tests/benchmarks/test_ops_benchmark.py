@@ -3,15 +3,11 @@ with what is there.
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.slow
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 FIELDS = {
     "op",
     "form",
@@ -32,35 +28,12 @@ FIELDS = {
 FIELDS |= {"versions", "commit", "device", "run", "first_call_s", "note"}
 
 
-def run(*arguments):
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "ops.py"), "--quick", *arguments], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture
-def ops(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import ops
-
-    yield ops
-    for name in ("ops", "peers", "records", "chart"):  # plain names: not for other tests
-        sys.modules.pop(name, None)
-
-
-def test_quick_writes_whole_records(tmp_path):
+def test_quick_writes_whole_records(tmp_path, command):
     path, other = tmp_path / "cpu.json", {"op": "train_step", "ms": 1.0}
     old = {"op": "chunk_rwkv7", "implementation": "xla", "commit": "another", "ms": 1.0}
     path.write_text(json.dumps([other, old]))
-    text = run(
-        "--no-peers",
-        "--out",
-        str(path),
-        "--only",
-        "rwkv7 chunk .* bounded ours|rwkv6 decode .*(reference|copy)",
-    )
+    wanted = "rwkv7 chunk .* bounded ours|rwkv6 decode .*(reference|copy)"
+    text = command("ops.py", "--quick", "--no-peers", "--out", path, "--only", wanted)
     found = json.loads(path.read_text())
     assert found[0] == other and old not in found
     found = found[1:]
@@ -84,23 +57,25 @@ def test_quick_writes_whole_records(tmp_path):
     assert "chunk_rwkv7" in text and str(path) in text
 
 
-def test_missing_peers_are_said(tmp_path, ops):
+def test_missing_peers_are_said(tmp_path, command, module):
     path = tmp_path / "cpu.json"
     path.write_text("[]")
-    missing = [name for name in ("fla", "wind_rwkv", "jla", "rwkv_ops") if not ops.importable(name)]
-    text = run("--out", str(path), "--only", "(wind|FLA|jla|rwkv-ops)")
+    importable = module("running.processes").importable
+    missing = [name for name in ("fla", "wind_rwkv", "jla", "rwkv_ops") if not importable(name)]
+    text = command("ops.py", "--quick", "--out", path, "--only", "(wind|FLA|jla|rwkv-ops)")
     assert all(f"package {name} is not installed" in text for name in missing)
 
 
-def test_roofline_is_the_bytes_that_must_move(ops):
-    task = ops.Task("chunk_rwkv7", "chunk", (8, 4096, 64, 64, 64), "fwd", "bounded")
-    assert ops.roofline_ms(task, "NVIDIA H200") == pytest.approx(0.44, abs=0.01)
-    both = ops.Task("chunk_rwkv7", "chunk", (8, 4096, 64, 64, 64), "fwd+bwd", "bounded")
-    assert ops.roofline_ms(both, "NVIDIA H200") == pytest.approx(1.26, abs=0.01)
-    assert ops.roofline_ms(task, "another") is None
+def test_roofline_is_the_bytes_that_must_move(module):
+    Task, roofline_ms = module("recurrences.peers").Task, module("recurrences.plan").roofline_ms
+    task = Task("chunk_rwkv7", "chunk", (8, 4096, 64, 64, 64), "fwd", "bounded")
+    assert roofline_ms(task, "NVIDIA H200") == pytest.approx(0.44, abs=0.01)
+    both = Task("chunk_rwkv7", "chunk", (8, 4096, 64, 64, 64), "fwd+bwd", "bounded")
+    assert roofline_ms(both, "NVIDIA H200") == pytest.approx(1.26, abs=0.01)
+    assert roofline_ms(task, "another") is None
 
 
-def test_the_peer_is_the_fastest_with_the_same_decays(ops):
+def test_the_peer_is_the_fastest_with_the_same_decays(module):
     base = {
         "op": "chunk_rwkv7",
         "form": "chunk",
@@ -122,14 +97,13 @@ def test_the_peer_is_the_fastest_with_the_same_decays(ops):
         row("b", "any-weak", 4.0),
         row("c", "any-strong", 1.0),
     ]
-    ops.compare(rows)
+    module("recurrences.report").compare(rows)
     assert rows[0]["peer"] == "b" and rows[0]["peer_ms"] == 4.0 and rows[0]["ratio"] == 0.75
 
 
-def test_the_chart_shows_losses(ops, tmp_path):
+def test_the_chart_shows_losses(module, tmp_path):
     pytest.importorskip("matplotlib")
-    import chart
-
+    chart = module("chart")
     base = {
         "op": "chunk_rwkv7",
         "form": "chunk",
@@ -154,8 +128,12 @@ def test_the_chart_shows_losses(ops, tmp_path):
         row("a", 1.3, None),
     ]
     assert [chart.color(r) for r in rows] == [chart.LOST, chart.WON, chart.ALONE, chart.PEER]
-    chart.draw(
-        [*rows, {"op": "train_step"}, {"op": "chunk_rwkv7", "peer": "b", "skipped": "why"}],
-        tmp_path / "cpu.png",
-    )
-    assert (tmp_path / "cpu.png").stat().st_size > 1000
+    piece = {"op": "rwkv7_keys", "form": "rwkv7 attention", "shape": [1, 2, 3], "dtype": "bfloat16"}
+    piece |= {"pass": "fwd", "of_copy": 0.5, "device": "cpu", "commit": "0"}
+    rows += [{**piece, "library": name, "implementation": name, "ms": 1.0, "ratio": None} for name in "ab"]
+    rows += [{"op": "train_step"}, {"op": "chunk_rwkv7", "peer": "b", "skipped": "why"}]
+    made = chart.pictures(rows, tmp_path / "cpu.json")
+    assert made == [tmp_path / "cpu.png", tmp_path / "cpu-layers.png"]
+    assert all(path.stat().st_size > 1000 for path in made)
+    assert [panel.floor for panel in chart.panels(rows) + chart.piece_panels(rows)] == [0.5, 0.5]
+    assert chart.pictures([{"op": "train_step"}], tmp_path / "cpu.json") == []

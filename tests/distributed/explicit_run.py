@@ -17,7 +17,7 @@ import small_models as small
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fla_jax.layers import RWKV7FeedForward
+from fla_jax.layers import RWKV7FeedForward, token_shift
 from fla_jax.training import chunked_cross_entropy, chunked_loss, cross_entropy
 
 MESH = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
@@ -105,6 +105,15 @@ def jitted(fn):
     return jax.jit(fn, static_argnums=0, compiler_options=small.FAST_COMPILE)
 
 
+def shifted_over_time(x, last, ids):
+    """Largest difference of the token shift, and of its gradient, to that of whole rows."""
+    run = jax.value_and_grad(lambda x, last: jnp.sum(jnp.sin(2 * token_shift(x, last, ids)) * x), (0, 1))
+    got = jax.device_get(jax.jit(run)(x, last))
+    with jax.set_mesh(jax.make_mesh((1,), ("one",), devices=jax.devices()[:1])):
+        x, last, ids = jax.device_get((x, last, ids))
+        return max(jax.tree.leaves(jax.tree.map(small.error, got, run(jnp.asarray(x), jnp.asarray(last)))))
+
+
 def traced(fn, *args):
     """Checks the types of everything that ``fn`` makes; a model comes first or not at all."""
     if isinstance(args[0], nn.Module):
@@ -156,7 +165,11 @@ def report(version):
 
         over_time = NamedSharding(MESH, P(None, "data"))
         attempt("numbers", compare)
-        attempt("tokens over time", traced, steps, scanned, p, jax.device_put(tokens[:, :4], over_time))
+        read = lambda p, tokens, state: scanned.apply({"params": p}, tokens, state)
+        attempt("tokens over time", traced, read, p, jax.device_put(tokens[:, :4], over_time), state)
+        x = jax.device_put(jax.random.normal(jax.random.key(0), (8, 4, 3)), over_time)
+        ids = jnp.asarray([[0, 0, 1, 1], [0, 1, 1, 2]] * 4)
+        attempt("token shift over time", shifted_over_time, x, jnp.ones((8, 3)), ids)
         x = jax.device_put(jnp.zeros((8, 4, 32)), over_time)
         attempt("x over time", traced, RWKV7FeedForward(32).init, jax.random.key(0), x)
     return found

@@ -110,7 +110,7 @@ def main(op: str, implementation: str) -> None:
                     cases.compare(jax.device_get(compiled(*args)), want)
             report[name] = {"collectives": found, "error": None}
         except Exception as e:
-            report[name] = {"collectives": None, "error": f"{type(e).__name__}: {e}"[:2000]}
+            report[name] = {"collectives": None, "error": f"{type(e).__name__}: {e}"[:9000]}
     print("REPORT", json.dumps(report))
 
 

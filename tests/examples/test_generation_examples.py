@@ -1,7 +1,8 @@
-"""generate.py and state_tuning.py with tiny sizes, and the benchmark of training steps."""
+"""generate.py and state_tuning.py with tiny sizes."""
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -102,6 +103,24 @@ def test_errors(generate, checkpoint, capsys, arguments, message):
     assert capsys.readouterr().out == ""  # the message stands on a line of its own
 
 
+def test_tokens_per_second(generate, checkpoint, capsys):
+    for prompts, count in ((["a"], 5), (["a", "b", "c"], 15)):
+        generate.main(["--checkpoint", str(checkpoint), "--tokens", "5", "--prompt", *prompts])
+        assert re.fullmatch(rf"{count} tokens, \d+\.\d tokens/s\n", capsys.readouterr().err.lstrip())
+
+
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
+def test_not_a_number_is_one_line(generate, tmp_path, capsys, prompts):
+    model = small.model(7, vocab_size=256, num_layers=1)
+    params = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), small.params(model))
+    save_checkpoint(tmp_path / "model.pth", model, params)
+    with pytest.raises(
+        SystemExit, match=r"^generate.py: .*model.pth: row 0: the logits for new token 0"
+    ) as error:
+        run(generate, capsys, "--checkpoint", tmp_path / "model.pth", "--prompt", *prompts)
+    assert "\n" not in str(error.value) and capsys.readouterr().out == ""
+
+
 def test_state_tuning(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     module = load("examples/state_tuning.py", "example_state_tuning")
@@ -132,55 +151,3 @@ def test_state_tuning(tmp_path, monkeypatch, capsys):
     ):
         with pytest.raises(SystemExit, match=message):
             run(module, capsys, "--checkpoint", tmp_path / "base.pth", *sizes, *wrong)
-
-
-def test_train_step_benchmark(tmp_path, monkeypatch):
-    """A CPU has no FLA: its failure is recorded, this side's numbers too, and what other benchmarks wrote
-    stays.
-    """
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    module = load("benchmarks/train_step.py", "benchmark_train_step")
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    results = tmp_path / "results.json"
-    results.write_text(
-        json.dumps(
-            [
-                {"op": "chunk_rwkv7", "ms": 1.0},
-                {"op": "train_step", "implementation": "fla", "shape": {}, "ms": 2.0},
-            ]
-        )
-    )
-    sizes = [
-        "--layers",
-        "1",
-        "--width",
-        "64",
-        "--tokens",
-        "16",
-        "--batch",
-        "1",
-        "--vocab",
-        "300",
-        "--steps",
-        "2",
-        "--warmup",
-        "1",
-    ]
-    arguments = [*sizes, "--implementation", "reference", "--out", str(results)]
-    module.main(arguments)
-    module.main([*arguments, "--sides", "fla", "--fla-python", "no/python"])
-    other, smaller, ours, fla = json.loads(results.read_text())
-    assert other == {"op": "chunk_rwkv7", "ms": 1.0} and smaller["ms"] == 2.0
-    assert ours["implementation"] == "fla_jax" and ours["shape"]["vocab"] == 300 and "error" not in ours
-    assert (
-        ours["tokens_per_s"] == pytest.approx(16 / ours["ms"] * 1e3)
-        and ours["first_step_s"] > ours["compile_s"] > 0
-        and ours["peak_gb"] > 0
-    )
-    assert (
-        ours["loss_last"] < ours["loss_first"]
-        and abs(ours["loss_first"] - np.log(300)) < 1
-        and ours["commit"]
-        and ours["versions"]["jax"]
-    )
-    assert fla["implementation"] == "fla" and "FileNotFoundError" in fla["error"]

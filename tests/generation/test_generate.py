@@ -15,8 +15,7 @@ import small_models as small
 from sampling_reference import reference
 
 import fla_jax
-from fla_jax.generation import Sampling, generate, prefill, stream
-from fla_jax.generation import decoding as module
+from fla_jax.generation import Sampling, decoding, generate, loop, prefill, stream
 from fla_jax.generation import prompts as reading
 
 V = 24
@@ -137,28 +136,29 @@ def test_the_state_is_donated_and_the_callers_is_not(setup):
     state = small.random_state(model, 3)
     generate(model, params, PROMPTS, 2, SAMPLING, state=state)
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-    carry, rules = module._start(model, params, PROMPTS, SAMPLING, 0, state)
-    new, _ = module._decode(model, params, rules, carry, np.int32(1))
+    rows = [np.array(row, np.int32) for row in PROMPTS]
+    carry, decoder, rules = decoding._start(model, params, rows, 2, SAMPLING, 0, state, None)
+    new, _ = loop.decode(decoder.step, decoder.weights, rules, carry, np.int32(1))
     assert carry.state.wkv.is_deleted() and not new.state.wkv.is_deleted()
 
 
 def test_one_program_for_all_settings_and_lengths(setup, batch):
     """What is compiled depends on the batch size alone."""
-    before = module._decode._cache_size(), reading._read._cache_size()
+    before = loop.decode._cache_size(), reading._read._cache_size()
     prompts = [PROMPTS[0][:9], PROMPTS[0][:18], PROMPTS[2]]
     generate(*setup, prompts, 7, Sampling(temperature=0.0, top_k=2, stop=(9,)), seed=2**40)
-    assert (module._decode._cache_size(), reading._read._cache_size()) == before
+    assert (loop.decode._cache_size(), reading._read._cache_size()) == before
 
 
 def test_parameters_placed_by_hand_compile_nothing_twice():
     """As a checkpoint's reader places them: arrays committed to a device."""
     model = small.model(7, num_layers=1, vocab_size=25, implementation="reference")
     params = jax.device_put(small.params(model), jax.devices()[0])
-    before = module._decode._cache_size(), reading._read._cache_size()
+    before = loop.decode._cache_size(), reading._read._cache_size()
     longest = reading.piece_sizes(32, 2, jax.devices()[0])[-1]
     for _ in range(2):
         list(stream(model, params, [[1] * (2 * longest + 3), [2]], 3))
-    assert module._decode._cache_size() == before[0] + 1
+    assert loop.decode._cache_size() == before[0] + 1
     assert reading._read._cache_size() == before[1] + 2  # the longest piece, twice, and a short one
 
 
@@ -170,7 +170,7 @@ def test_all_bits_of_a_seed_count(setup, batch):
     np.testing.assert_array_equal(rows, generate(*setup, [PROMPTS[0]] * 3, 12, SAMPLING, seed=seeds).tokens)
     more = generate(*setup, [PROMPTS[0]] * 3, 12, SAMPLING, seed=np.array([0, -1, 2**63 - 1])).tokens
     assert len({row.tobytes() for row in (*rows, *more)}) == 6
-    data = lambda seed, batch: np.asarray(jax.random.key_data(module._keys(seed, batch)))
+    data = lambda seed, batch: np.asarray(jax.random.key_data(loop.row_keys(loop.row_seeds(seed, batch))))
     for seed in (0, 3, 2**31, 2**32 - 1):
         np.testing.assert_array_equal(data(seed, 1)[0], jax.random.key_data(jax.random.key(np.uint32(seed))))
     with jax.enable_x64(True):  # JAX's own keys of 64 bits, and the same ones here

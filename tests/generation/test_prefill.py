@@ -128,17 +128,55 @@ def reads(monkeypatch):
     return shapes
 
 
-def test_rows_of_many_lengths_are_read_once(setup, reads, monkeypatch):
-    """Sixteen rows of sixteen lengths, over three pieces, from states of their own."""
+@pytest.mark.parametrize(
+    "lengths, want",
+    [
+        # in fours of falling lengths: 75 to 61, 56 to 41, 36 to 21, 16 to 1
+        ((*range(1, 75, 5), 75), [(4, 32)] * 2 + [(4, 16)] + [(4, 32)] * 3 + [(4, 16)] * 2),
+        # in pairs, the last of which is one row
+        ((3, 75, 1, 16, 70), [(2, 32)] * 2 + [(2, 16)] * 3),
+        # nothing to gain
+        ((40, 33, 48), [(3, 32), (3, 16)]),
+    ],
+)
+def test_rows_of_similar_lengths_are_read_together(setup, reads, monkeypatch, lengths, want):
+    """From states of their own; every row comes back in its place."""
     model, params = setup
     monkeypatch.setattr(module, "piece_sizes", lambda *_: (16, 32))
-    prompts = [np.asarray(small.tokens(1, n, seed=n)[0]) for n in (*range(1, 75, 5), 75)]
-    state = small.random_state(model, 16)
+    prompts = [np.asarray(small.tokens(1, n, seed=n)[0]) for n in lengths]
+    state = small.random_state(model, len(lengths))
+    before = jax.tree.map(np.array, state)
     logits, new = prefill(model, params, prompts, state)
-    assert reads == [(16, 32), (16, 32), (16, 16)]
+    assert reads == want
+    jax.tree.map(np.testing.assert_array_equal, state, before)
     for i, (want, want_new) in enumerate(official_rows(params, 7, prompts, state)):
         assert small.error(logits[i], want[-1]) < 2e-5
         assert_row(i, new, want_new)
+
+
+def test_pieces_without_padding(setup, monkeypatch):
+    """Long ones are read by a program that masks nothing; it hands on what the other one does."""
+    model, params = setup
+    monkeypatch.setattr(module, "piece_sizes", lambda *_: (16, 32))
+    rows, state = small.tokens(2, 80), small.random_state(model, 2)
+    want = prefill(model, params, rows, state)
+    masked, read = [], module._read
+    monkeypatch.setattr(module, "_WHOLE", 64)
+    monkeypatch.setattr(module, "_read", lambda *args: masked.append(args[-1] is not None) or read(*args))
+    got = prefill(model, params, rows, state)
+    assert masked == [False, False, True]
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 2e-5), got, want)
+
+
+@pytest.mark.parametrize("rows, share", [(32, 1.35), (256, 1.2)])
+def test_mixed_lengths_read_little_padding(rows, share):
+    """Rows from 16 to 1024 tokens, on a GPU's sizes: one batch would read twice as many as there are."""
+    sizes = lambda batch: piece_sizes(1024, batch, Device("gpu", 100 << 30))
+    lengths = np.random.default_rng(0).integers(16, 1025, rows)
+    groups = module.grouped(lengths, sizes, 1024)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(rows))
+    read = sum(len(groups[0]) * sum(plan(int(lengths[g].max()), sizes(len(groups[0])))) for g in groups)
+    assert read <= share * lengths.sum() and rows * max(lengths) > 1.8 * lengths.sum()
 
 
 def test_a_prompt_is_one_call(setup, reads, monkeypatch):

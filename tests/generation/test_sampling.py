@@ -15,6 +15,7 @@ from sampling_reference import reference
 
 from fla_jax.generation import sampling
 from fla_jax.generation.sampling import Occurrences, Sampling, sample
+from fla_jax.pallas.run import triton as run_triton
 
 V = 13
 adjusted = jax.jit(sampling.adjusted)  # one program for all settings
@@ -53,6 +54,33 @@ def test_equals_the_rules(name):
         got.append(jax.nn.softmax(adjusted(rules, jnp.asarray([a, b], jnp.float32), occurrences)))
         occurrences = occurrences.add(rules, jnp.array([i, j]))
     np.testing.assert_allclose(np.stack(got), want, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_without_sorting(name, monkeypatch):
+    """The kernel, in Triton's interpreter, chooses the tokens that sorting does: many draws, rows with ties,
+    with infinities, and with nothing to choose from.
+    """
+    pytest.importorskip("triton")
+    if not run_triton.INTERPRET:
+        pytest.skip("Triton's interpreter is off")
+    rules, rng = SETTINGS[name].arrays(V), np.random.default_rng(1)
+    logits = (2 * rng.normal(size=(64, V))).astype(np.float32)
+    logits[1] = 0  # all tie
+    logits[2, 3:] = -np.inf
+    logits[3] = 50 * logits[3]
+    logits[4, 2] = np.nan
+    logits[5, 2] = np.inf
+    logits[6] = -np.inf
+    occurrences = Occurrences(
+        jnp.array(rng.random((64, V)) < 0.3), jnp.array(rng.random((64, V)), jnp.float32)
+    )
+    keys = jax.random.split(jax.random.key(0), 64)
+    arguments = rules, jnp.array(logits), occurrences, keys
+    want = sample(*arguments, implementation="xla")
+    got = sample(*arguments, implementation="triton")
+    np.testing.assert_array_equal(got, want)
+    assert (np.asarray(got[4:7]) == sampling.UNDEFINED).all()
 
 
 def test_equals_pipeline(monkeypatch):

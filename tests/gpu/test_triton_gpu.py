@@ -1,11 +1,10 @@
-"""The chunked Triton kernels on an NVIDIA GPU against the float64 oracle: ``python -m pytest tests/gpu``.
+"""What only a GPU shows of the chunked Triton kernels: ``python -m pytest tests/conformance tests/gpu``
+there.
 
-Errors are relative, plain Frobenius norms (nothing is forgiven for the rounding of 16-bit results); dw is
-judged in every channel as well. What a kernel is compiled for (heads H, K, V, dtype, mode, layout, whole
-chunks or not) is kept few: each new combination costs seconds.
+What a kernel is compiled for (heads H, K, V, dtype, mode, layout, whole chunks or not) is kept few: each new
+combination costs seconds.
 """
 
-import dataclasses
 import functools
 import os
 
@@ -14,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPS, Case, Outputs, Tolerances
+from cases import OPS, Case, Outputs
+from conformance import places
 
 from fla_jax.core.names import remat_policy
 from fla_jax.pallas.run import triton as run
@@ -32,121 +32,28 @@ if run.INTERPRET:
         "TRITON_INTERPRET is set: the kernels would run in Triton's interpreter", allow_module_level=True
     )
 
-TOLERANCES = {
-    "bfloat16": Tolerances(o=4e-3, state=4e-3, grad=6e-3, dw=1e-2),
-    # products have bfloat16 operands: three bits of these inputs are rounded away first, which bfloat16
-    # inputs do not have
-    "float16": Tolerances(o=6e-3, state=6e-3, grad=9e-3, dw=1.5e-2),
-    "float32": Tolerances(o=1e-5, state=1e-5, grad=1e-5, dw=1e-5),
-}
-CHANNEL = 3  # times the tolerance of all dw: that of its worst channel, which shows what strong decays lose
-# largest error by op, dtype and result: printed at the end
-WORST: dict[tuple[str, str, str], tuple[float, str]] = {}
 BOUNDED = dict(decay="layer", lower_bound=-0.61)
 each_op = pytest.mark.parametrize("op", OPS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def summary():
-    yield
-    for (op, dtype, name), (error, where) in sorted(WORST.items()):
-        print(f"largest error {op} {dtype:8} {name:14} {error:.1e}  {where}")
-
-
-def relative(got, want, axes=None) -> float:
-    """Largest error over ``axes`` (all) relative to the norm, apart from underflow of the result's dtype;
-    where the norm is zero only zero will do.
-    """
-    tiny = 0.5 * float(jnp.finfo(got.dtype).smallest_subnormal) if got.dtype.itemsize == 2 else 0.0
-    got, want = np.asarray(got).astype(np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape, (got.shape, want.shape)
-    error = np.maximum(np.abs(got - want) - tiny, 0)
-    error, norm = np.sqrt(np.sum(error**2, axes)), np.sqrt(np.sum(want**2, axes))
-    return float(
-        np.max(
-            np.where(norm > 0, error / np.where(norm > 0, norm, 1), np.where(error == 0, 0, np.inf)),
-            initial=0,
-        )
-    )
-
-
-def judge(case: Case, got: Outputs, want: Outputs, where: str = "", looser: float = 1.0) -> None:
-    """Compares everything and says all that is wrong at once; ``looser`` multiplies the tolerance of da and
-    db.
-    """
-    tol = TOLERANCES[case.dtype]
-    found = {
-        "o": (relative(got.o, want.o), tol.o),
-        "final state": (relative(got.final, want.final), tol.state),
-    }
-    assert got.grads.keys() == want.grads.keys()
-    for name, g in got.grads.items():
-        found[f"d{name}"] = (
-            relative(g, want.grads[name]),
-            tol.dw if name == "w" else tol.grad * (looser if name in "ab" else 1.0),
-        )
-    if case.T >= 15:  # fewer numbers have no norm to speak of
-        found["dw by channel"] = relative(got.grads["w"], want.grads["w"], axes=(1,)), CHANNEL * tol.dw
-    where = where or f"T {case.T} K {case.K} V {case.V} {case.decay} {case.layout}"
-    for name, (error, _) in found.items():
-        key = case.op, case.dtype, name
-        WORST[key] = max(WORST.get(key, (0.0, "")), (error, where))
-    wrong = {
-        name: f"{error:.2e} > {limit:.0e}" for name, (error, limit) in found.items() if not error <= limit
-    }
+def judge(case: Case, got: Outputs, want: Outputs, looser: float = 1.0) -> None:
+    """Says all that is wrong at once; ``looser`` multiplies the tolerance of da and db."""
+    found = cases.errors(got, want, places.RECURRENCE[places.TRITON_GPU][case.dtype])
+    wrong = {}
+    for name, (error, limit) in found.items():
+        limit *= looser if name in ("da", "db") else 1
+        if not error <= limit:
+            wrong[name] = f"{error:.2e} > {limit:.0e}"
     assert not wrong, wrong
-
-
-def check(op: str, **options) -> None:
-    case = Case(op, **(dict(B=2, T=48, H=2, K=64, V=64, dtype="bfloat16") | options))
-    judge(case, cases.run(case, "triton"), cases.expected(case))
 
 
 HEADS = [("bfloat16", 64), ("float16", 32), ("float32", 16)]  # small ones compile faster
 
 
-@each_op
-@pytest.mark.parametrize("dtype, D", HEADS)
-@pytest.mark.parametrize("decay", cases.DECAYS)
-def test_any_decay(op, decay, dtype, D):
-    check(op, decay=decay, dtype=dtype, K=D, V=D, scale=0.7)
-
-
-@each_op
-@pytest.mark.parametrize("dtype, D", [HEADS[0], HEADS[2]])
-def test_bounded_decay(op, dtype, D):
-    check(op, dtype=dtype, K=D, V=D, **BOUNDED)
-    check(op, dtype=dtype, K=D, V=D, decay="none", lower_bound=-0.61)
-
-
-@each_op
-@pytest.mark.parametrize("T", [1, 15, 16, 17, 100])
-def test_lengths(op, T):
-    check(op, B=8, T=T)
-
-
 SIZES = [(16, 16), (40, 40), (128, 128), (256, 256), (32, 72), (72, 32)]
 
 
-@each_op
-@pytest.mark.parametrize(
-    "K, V, dtype", [(*s, "bfloat16") for s in SIZES] + [(64, 64, "float32"), (128, 128, "float32")]
-)
-def test_head_sizes(op, K, V, dtype):
-    check(op, T=40, K=K, V=V, dtype=dtype)
-    check(op, T=40, K=K, V=V, dtype=dtype, decay="mixed")
-
-
 # RWKV-7's large heads have kernels of their own
-@pytest.mark.parametrize("op, K", [("rwkv6", 64), ("rwkv7", 64), ("rwkv7", 128)])
-@pytest.mark.parametrize(
-    "layout, lengths", [("segments", (5, 9, 1, 17, 16)), ("packed", (0, 7, 16, 0, 1, 24, 0))]
-)
-def test_layouts(op, layout, lengths, K):
-    for decay in ("smooth", "mixed"):
-        check(op, T=48, K=K, V=K, decay=decay, layout=layout, lengths=lengths)
-
-
 @pytest.mark.parametrize("dtype, D", [HEADS[0], HEADS[2]])
 @pytest.mark.parametrize("options", [dict(decay="weak"), dict(decay="none", lower_bound=-0.61)])
 def test_nearly_parallel_keys_with_gate_one(options, dtype, D):
@@ -166,9 +73,9 @@ def test_nearly_parallel_keys_with_gate_one(options, dtype, D):
             for n, a in x.arrays.items()
         }
         _, moved = cases.ask_oracle("rwkv7", x._replace(arrays=rounded))
-        looser = max(relative(moved[n], want.grads[n]) for n in "ab") / (2.0**-9 / np.sqrt(3))
+        looser = max(cases.error_of(moved[n], want.grads[n]) for n in "ab") / (2.0**-9 / np.sqrt(3))
         assert looser < 6
-    judge(case, cases.run(case, "triton"), want, "parallel kk", looser)
+    judge(case, cases.run(case, "triton"), want, looser)
 
 
 def unsplit(case: Case, monkeypatch) -> Outputs:
@@ -207,7 +114,7 @@ def test_rows_cut_into_stretches(op, options, monkeypatch):
     cut, whole, want = cases.run(case, "triton"), unsplit(case, monkeypatch), cases.expected(case)
     judge(case, cut, want)
     judge(case, whole, want)
-    judge(case, cut, jax.tree.map(lambda x: np.asarray(x, np.float64), whole), "cut against whole rows")
+    judge(case, cut, jax.tree.map(lambda x: np.asarray(x, np.float64), whole))
 
 
 @each_op
@@ -218,29 +125,6 @@ def test_two_runs_give_the_same_bits(op, options):
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8)), first, second
     )
-
-
-@each_op
-def test_vmap(op):
-    """Every argument mapped but u: folded into the rows."""
-    case = Case(op, B=2, T=48, H=2, K=64, V=64, dtype="bfloat16")
-    each = [dataclasses.replace(case, seed=seed) for seed in range(3)]
-    inputs = [cases.build(one) for one in each]
-    x = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves),
-        *[i._replace(arrays={n: a for n, a in i.arrays.items() if n != "u"}) for i in inputs],
-    )
-    u = {"u": jnp.asarray(inputs[0].arrays["u"])} if op == "rwkv6" else {}
-    run = cases.runner(op, "triton", **cases.options_of(case))
-    got = jax.device_get(
-        jax.jit(jax.vmap(lambda arrays, do, ds: run({**arrays, **u}, do, ds)))(x.arrays, x.do, x.ds)
-    )
-    for i, one in enumerate(inputs):
-        arrays = {
-            name: inputs[0].arrays["u"] if name == "u" else one.arrays[name] for name in cases.INPUTS[op]
-        }
-        (o, final), grads = cases.ask_oracle(op, one._replace(arrays=arrays))
-        judge(case, jax.tree.map(lambda leaf, i=i: leaf[i], got), Outputs(o, final, grads), "vmap")
 
 
 @each_op
@@ -260,7 +144,7 @@ def test_gradient_under_checkpoint_with_the_policy(op):
     ]
     jax.tree.map(np.testing.assert_array_equal, *grads)
     want = cases.expected(case)
-    judge(case, Outputs(want.o, want.final, grads[1]), want, "checkpoint")
+    judge(case, Outputs(want.o, want.final, grads[1]), want)
 
 
 def _hash(start: int, T: int, H: int, D: int, seed: int) -> jax.Array:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -57,6 +58,18 @@ CASES = {
     "one token": Case(T=1),
     "one token of a segment": Case(T=1, M=2, last=False, lengths=(1,)),
 }
+# those that differ in what the kernels are compiled for
+KERNELS = (
+    "rwkv7 attention",
+    "rwkv6 feed-forward",
+    "rwkv6 attention, one",
+    "rwkv6 attention, five",
+    "no state",
+    "no sum",
+    "everything",
+    "segments",
+    "one token",
+)
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -112,13 +125,17 @@ def expected(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return {name: made[name] for name in cotangents}, {name: grads[name] for name in given}
 
 
-def runner(implementation: str | None, normalised: bool):
+def runner(implementation: str | None, normalised: bool, **options: Any):
     """``(floats, segment_ids, cotangents) -> (results, gradients)`` by name."""
 
     def run(floats, segment_ids, cotangents):
         def f(floats):
             made = norm_shift_mix(
-                **floats, segment_ids=segment_ids, normalised=normalised, implementation=implementation
+                **floats,
+                segment_ids=segment_ids,
+                normalised=normalised,
+                implementation=implementation,
+                **options,
             )
             return {name: field for name, field in made._asdict().items() if field is not None}
 
@@ -133,7 +150,6 @@ def jitted(f):
     return jax.jit(f, compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else None)
 
 
-@functools.cache
 def run(case: Case, implementation: str | None) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Results and gradients by name, mixes stacked."""
     arrays, cotangents = build(case)
@@ -169,3 +185,23 @@ def check(case: Case, implementation: str | None, tolerance: float | None = None
     worst = errors(case, got)
     limit = EXACT[case.dtype] if tolerance is None else tolerance
     assert max(worst.values()) <= limit, {n: e for n, e in worst.items() if not e <= limit}
+
+
+def check_vmap(implementation: str, shared: tuple[str, ...]) -> None:
+    """Over all arrays but those that are ``shared``, against the calls one by one."""
+    case = Case(B=1, T=5, C=6, M=2, moves=True, lengths=(2, 4))
+    each = [dict(build(dataclasses.replace(case, seed=seed))[0]) for seed in range(2)]
+    for one in each:
+        one |= {name: each[0][name] for name in shared}
+    cotangents = [build(dataclasses.replace(case, seed=seed))[1] for seed in range(2)]
+    stack = lambda *xs: jax.tree.map(lambda *x: jnp.stack(x), *xs)
+    axes = {name: None if name in shared else 0 for name in each[0]}
+    stacked = stack(*each) | {name: each[0][name] for name in shared}
+    run = runner(implementation, False)
+    one_by_one = jitted(run)
+    split = lambda arrays: ({n: a for n, a in arrays.items() if n != "segment_ids"}, arrays["segment_ids"])
+    in_axes = (*split(axes), 0)
+    got = jitted(jax.vmap(run, in_axes=in_axes))(*split(stacked), stack(*cotangents))
+    for i in range(2):
+        want = one_by_one(*split(each[i]), cotangents[i])
+        chex.assert_trees_all_close(jax.tree.map(lambda a, i=i: a[i], got), want, rtol=1e-5, atol=1e-6)

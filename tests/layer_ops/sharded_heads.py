@@ -20,12 +20,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 KINDS = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
-BOTH, ROWS, TIME = P("data", None, "model"), P(("data", "model")), P(None, ("data", "model"))
+BOTH, ROWS, TIME = P("data", None, "model"), P(("data", "model")), P("data", "model")
 # name: (axis type, spec of tokens and cotangents, of vectors)
 LAYOUTS = {
     "auto, rows and heads": (AxisType.Auto, BOTH, P("model")),
     "auto, rows": (AxisType.Auto, ROWS, P()),
     "auto, time": (AxisType.Auto, TIME, P()),
+    "explicit, time": (AxisType.Explicit, TIME, P()),
     "explicit, rows and heads": (AxisType.Explicit, BOTH, P("model")),
     "explicit, rows": (AxisType.Explicit, ROWS, P()),
     "shard_map": (AxisType.Auto, BOTH, P("model")),
@@ -45,8 +46,10 @@ def collectives(text: str) -> list[list]:
 def program(case: Case, implementation: str, mesh, name: str, specs):
     """Results and gradients; in shard_map without its check the caller sums vectors' gradients over rows."""
 
+    named = {"sequence_axis": "model"} if name == "auto, time" else {}
+
     def run(arrays, cotangents):
-        results, pull = jax.vjp(lambda arrays: call(case, arrays, implementation), arrays)
+        results, pull = jax.vjp(lambda arrays: call(case, arrays, implementation, **named), arrays)
         return results, pull(cotangents)[0]
 
     def local(arrays, cotangents):

@@ -26,6 +26,8 @@ KINDS = (
     "collective-broadcast",
 )
 CASE = Case(B=4, T=5, C=6, M=2, moves=True, lengths=(3, 9))
+# rows over devices, or the tokens of each row
+LONG = Case(B=2, T=8, C=6, M=2, moves=True, lengths=(3, 1, 9))
 SPECS = {
     "mixes": (P(),) * CASE.M,
     "scale": P(),
@@ -33,6 +35,7 @@ SPECS = {
     "moves": P(None, "data"),
     "mixed": P(None, "data"),
 }
+OVER_TOKENS = SPECS | {"last": P(), "moves": P(None, None, "data"), "mixed": P(None, None, "data")}
 
 
 def collectives(text: str) -> list[list]:
@@ -46,38 +49,60 @@ def collectives(text: str) -> list[list]:
     return found
 
 
-def specs(names) -> dict:
+def specs(names, over_tokens=False) -> dict:
+    if over_tokens:
+        return {name: OVER_TOKENS.get(name, P(None, "data")) for name in names}
     return {name: SPECS.get(name, P("data")) for name in names}
+
+
+def one_device(run):
+    """``run``, inside `jax.shard_map`: the cotangent of ``last`` is one device's, and ``last`` the same on
+    all.
+    """
+
+    def local(floats, segment_ids, cotangents):
+        first = jax.lax.axis_index("data") == 0
+        made, grads = run(floats, segment_ids, cotangents | {"last": cotangents["last"] * first})
+        return made | {"last": jax.lax.pmean(made["last"], "data")}, grads
+
+    return local
 
 
 def main() -> None:
     report = {}
-    arrays, cotangents = cases.build(CASE)
-    floats = {name: a for name, a in arrays.items() if name != "segment_ids"}
+    rows = ("auto", "explicit", "shard_map")
     for implementation in ("xla", "triton"):
-        for layout in ("auto", "explicit", "shard_map"):
-            kind = AxisType.Explicit if layout == "explicit" else AxisType.Auto
+        for layout in (*rows, *(f"{layout}, tokens" for layout in rows)):
+            long = "tokens" in layout
+            case = LONG if long else CASE
+            arrays, cotangents = cases.build(case)
+            floats = {name: a for name, a in arrays.items() if name != "segment_ids"}
+            kind = AxisType.Explicit if "explicit" in layout else AxisType.Auto
             mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
             args, where = (
                 (floats, arrays["segment_ids"], cotangents),
-                (specs(floats), P("data"), specs(cotangents)),
+                (specs(floats, long), P(None, "data") if long else P("data"), specs(cotangents, long)),
             )
-            run = cases.runner(implementation, False)
-            if layout == "shard_map":
-                made = specs(cotangents) | {"mixed": (P("data"),) * CASE.M}
-                run = jax.shard_map(run, mesh=mesh, in_specs=where, out_specs=(made, specs(floats)))
+            named = {"sequence_axis": "data"} if long and "explicit" not in layout else {}
+            run = cases.runner(implementation, False, **named)
+            if "shard_map" in layout:
+                over = P(None, "data") if long else P("data")
+                made = specs(cotangents, long) | {"mixed": (over,) * case.M}
+                run = jax.shard_map(
+                    one_device(run) if long else run, in_specs=where, out_specs=(made, specs(floats, long))
+                )
             try:
                 with jax.set_mesh(mesh):
                     put = lambda a, spec, mesh=mesh: jax.device_put(a, NamedSharding(mesh, spec))
                     args = jax.tree.map(put, args, where)
                     compiled = jax.jit(run).lower(*args).compile(FAST_COMPILE)
                     found = {"collectives": collectives(compiled.as_text())}
-                    if (implementation, layout) != ("triton", "auto"):
+                    if implementation != "triton" or not layout.startswith("auto"):
                         stack = lambda tree: {
                             n: np.stack(a) if isinstance(a, tuple) else np.asarray(a) for n, a in tree.items()
                         }
                         found["errors"] = cases.errors(
-                            CASE, tuple(map(stack, jax.device_get(compiled(*args))))
+                            case, tuple(map(stack, jax.device_get(compiled(*args))))
                         )
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}"[:2000]}

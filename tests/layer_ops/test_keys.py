@@ -37,35 +37,6 @@ def test_the_oracles_gradients_are_those_of_its_results(residual):
 
 
 @each
-@pytest.mark.parametrize("residual", [None, True, False, "traced True", "traced False"])
-def test_with_and_without_residual(implementation, residual):
-    check(Case(OP, residual=residual), implementation)
-
-
-@each
-@pytest.mark.parametrize("B, T, H, N", [(2, 1, 1, 64), (1, 37, 5, 24)])
-def test_sizes(implementation, B, T, H, N):
-    check(Case(OP, B=B, T=T, H=H, N=N), implementation)
-
-
-@kernels
-@pytest.mark.parametrize(
-    "B, T, H, N", [(1, 16, 4, 16), (3, 17, 2, 33), (1, 5, 1, 136), (2, 3, 2, 256), (1, 9, 2, 7)]
-)
-def test_sizes_of_tiles(B, T, H, N):
-    """Even and uneven tiles of every kind, and heads that are no power of two."""
-    check(Case(OP, B=B, T=T, H=H, N=N, residual="traced True"), "triton")
-
-
-@kernels
-def test_shares_of_tokens_are_summed():
-    """Vectors' gradients come from several programs, and have the same bits in every run."""
-    case = Case(OP, B=2, T=21, H=1, N=16)
-    check(case, "triton")
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, run(case, "triton"), run(case, "triton"))))
-
-
-@each
 def test_a_rate_scale_above_one_keeps_directions_wide(implementation):
     case = Case(OP, rate_scale=2.0)
     check(case, implementation)
@@ -131,34 +102,10 @@ def test_log_decays_in_bfloat16(implementation):
 
 def test_float64():
     with jax.enable_x64(True):
-        check(Case(OP, dtype="float64"), "xla", limit=1e-14)
+        check(Case(OP, dtype="float64"), "xla", tolerance=1e-14)
         arrays, _ = build(Case(OP, dtype="float64"))
         with pytest.raises(ValueError, match=r"implementation='triton' cannot run this call: .*float64"):
             call(Case(OP), arrays, "triton")
-
-
-@kernels
-@pytest.mark.parametrize("implementation, vectors", [("triton", False), ("triton", True), ("xla", True)])
-def test_vmap(implementation, vectors):
-    """Over tokens with vectors shared, and over both."""
-    case = Case(OP, B=1, residual="traced True")
-    (one, cotangents), (other, more) = build(case), build(Case(**(vars(case) | dict(seed=1))))
-    other = {
-        name: x if vectors or name in heads_cases.KEYS_TOKENS else one[name] for name, x in other.items()
-    }
-    stacked, both = ({n: jnp.stack([x[n], y[n]]) for n in x} for x, y in ((one, other), (cotangents, more)))
-    axes = {name: 0 if vectors or name in heads_cases.KEYS_TOKENS else None for name in one}
-    for name, axis in axes.items():
-        stacked[name] = stacked[name] if axis == 0 else stacked[name][0]
-
-    def local(arrays, cotangents):
-        results, pull = jax.vjp(lambda arrays: call(case, arrays, implementation), arrays)
-        return results, pull(cotangents)[0]
-
-    got = jax.device_get(jax.jit(jax.vmap(local, in_axes=(axes, 0)))(stacked, both))
-    for i, (x, c) in enumerate([(one, cotangents), (other, more)]):
-        for mine, want in zip(got, heads_cases.expected(case, x, c)):
-            assert max(heads_cases.errors({n: y[i] for n, y in mine.items()}, want).values()) < 1e-6
 
 
 @each
@@ -224,7 +171,7 @@ def test_no_tokens():
             ValueError,
             r"w0 must have shape \[H, N\] = \[3, 16\], got \[48\]",
         ),
-        (dict(a0=np.zeros((3, 16), "int32")), TypeError, "a0 must be a floating-point array, got int32"),
+        (dict(a0=np.zeros((3, 16), "int32")), TypeError, "a0 must have a floating-point dtype, got int32"),
         (dict(v0=None), ValueError, "mix, v_first and v0 belong together: .* got v0 = None"),
         (dict(rate_scale=-1), ValueError, "rate_scale must be a Python number >= 0, got -1"),
         (dict(decay_dtype="int8"), ValueError, "decay_dtype must be bfloat16, float16, .* got int8"),

@@ -12,12 +12,13 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed (it exists for Linux only)")
 
 SCRIPT = pathlib.Path(__file__).parent / "compile_heads.py"
-# Registers of a thread, a fifth above the worst of the GPUs below: what decides how many loads are in flight
-REGISTERS = {
-    "keys_fwd_kernel": 144,
-    "keys_bwd_kernel": 184,
-    "readout_fwd_kernel": 88,
-    "readout_bwd_kernel": 116,
+# Registers of a thread and bytes of shared memory of a block, about a tenth above the worst of the GPUs
+# below: what decides how many loads are in flight
+MOST = {
+    "keys_fwd_kernel": (144, 28 << 10),
+    "keys_bwd_kernel": (224, 64 << 10),
+    "readout_fwd_kernel": (80, 12 << 10),
+    "readout_bwd_kernel": (108, 8 << 10),
 }
 
 
@@ -38,12 +39,11 @@ def found() -> dict:
 
 def test_registers_and_spills():
     usages = found()["usages"]
-    assert {u["kernel"] for u in usages} == set(REGISTERS)
+    assert {u["kernel"] for u in usages} == set(MOST)
     assert {u["call"]["target"] for u in usages} == {80, 90, 120}
-    too_much = [
-        u for u in usages if u["spilled"] or u["registers"] > REGISTERS[u["kernel"]] or u["shared"] > 16 << 10
-    ]
-    assert not too_much
+    for u in usages:
+        registers, shared = MOST[u["kernel"]]
+        assert not u["spilled"] and u["registers"] <= registers and u["shared"] <= shared, u
 
 
 def test_programs_call_one_kernel_forward_and_one_backward():

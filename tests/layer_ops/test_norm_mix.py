@@ -1,7 +1,5 @@
 """Norm, token shift and mixes in plain JAX, against the float64 reference; transformations; errors."""
 
-import dataclasses
-
 import chex
 import flax.linen as nn
 import jax
@@ -9,22 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from layer_ops import norm_mix_cases as cases
-from layer_ops.norm_mix_cases import CASES, Case
+from layer_ops.norm_mix_cases import Case
 
 from fla_jax.ops.layer import norm_shift_mix
-
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-
-
-@each_case
-def test_values_and_gradients(case):
-    cases.check(case, None)
-
-
-@pytest.mark.parametrize("name", ["rwkv7 attention", "everything"])
-def test_double_precision(name):
-    with jax.enable_x64(True):
-        cases.check(dataclasses.replace(CASES[name], dtype="float64", parameters="float64"), None)
 
 
 def test_the_reference_by_finite_differences():
@@ -79,31 +64,6 @@ def test_a_text_in_two_calls(cut):
     joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), (one.mixed, one.x), (two.mixed, two.x))
     chex.assert_trees_all_close(joined, (whole.mixed, whole.x), rtol=1e-6, atol=1e-6)
     chex.assert_trees_all_close(two.last, whole.last, rtol=1e-6, atol=1e-6)
-
-
-def check_vmap(implementation, shared):
-    """Over all arrays but those that are ``shared``, against the calls one by one."""
-    case = Case(B=1, T=5, C=6, M=2, moves=True, lengths=(2, 4))
-    each = [dict(cases.build(dataclasses.replace(case, seed=seed))[0]) for seed in range(2)]
-    for one in each:
-        one |= {name: each[0][name] for name in shared}
-    cotangents = [cases.build(dataclasses.replace(case, seed=seed))[1] for seed in range(2)]
-    stack = lambda *xs: jax.tree.map(lambda *x: jnp.stack(x), *xs)
-    axes = {name: None if name in shared else 0 for name in each[0]}
-    stacked = stack(*each) | {name: each[0][name] for name in shared}
-    run = cases.runner(implementation, False)
-    one_by_one = cases.jitted(run)
-    split = lambda arrays: ({n: a for n, a in arrays.items() if n != "segment_ids"}, arrays["segment_ids"])
-    in_axes = (*split(axes), 0)
-    got = cases.jitted(jax.vmap(run, in_axes=in_axes))(*split(stacked), stack(*cotangents))
-    for i in range(2):
-        want = one_by_one(*split(each[i]), cotangents[i])
-        chex.assert_trees_all_close(jax.tree.map(lambda a, i=i: a[i], got), want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("shared", [(), ("mixes", "scale", "bias")], ids=["all", "tokens"])
-def test_vmap(shared):
-    check_vmap("xla", shared)
 
 
 def test_remat_gives_the_same():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from heads_cases import FUNCTIONS, TOKENS, Case, build, call, check, run
+from heads_cases import FUNCTIONS, Case, build, call, check, run
 
 from fla_jax.core.gpu import gpu_missing
 from fla_jax.ops.layer.readout import rwkv7_readout
@@ -32,32 +32,6 @@ def test_the_oracles_gradients_are_those_of_its_results(op):
     _, gradients = heads_oracle.readout(arrays, cotangents)
     slope = sum(np.sum(gradients[name] * direction[name]) for name in arrays)
     assert abs((value(1e-6) - value(-1e-6)) / 2e-6 - slope) < 1e-7 * max(1, abs(slope))
-
-
-@each_op
-@each
-@pytest.mark.parametrize("B, T, H, N", [(2, 1, 1, 64), (1, 37, 5, 24)])
-def test_sizes(op, implementation, B, T, H, N):
-    check(Case(op, B=B, T=T, H=H, N=N), implementation)
-
-
-@kernels
-@each_op
-@pytest.mark.parametrize(
-    "B, T, H, N", [(1, 16, 4, 16), (3, 17, 2, 33), (1, 5, 1, 136), (2, 3, 2, 256), (1, 9, 2, 7)]
-)
-def test_sizes_of_tiles(op, B, T, H, N):
-    """Even and uneven tiles of every kind, and heads that are no power of two."""
-    check(Case(op, B=B, T=T, H=H, N=N), "triton")
-
-
-@kernels
-@each_op
-def test_shares_of_tokens_are_summed(op):
-    """Vectors' gradients come from several programs, and have the same bits in every run."""
-    case = Case(op, B=2, T=21, H=1, N=16)
-    check(case, "triton")
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, run(case, "triton"), run(case, "triton"))))
 
 
 @each_op
@@ -105,35 +79,9 @@ def test_dtypes(op):
 @each_op
 def test_float64(op):
     with jax.enable_x64(True):
-        check(Case(op, dtype="float64"), "xla", limit=1e-13)
+        check(Case(op, dtype="float64"), "xla", tolerance=1e-13)
         with pytest.raises(ValueError, match=r"implementation='triton' cannot run this call: .*float64"):
             call(Case(op), build(Case(op, dtype="float64"))[0], "triton")
-
-
-@kernels
-@each_op
-@pytest.mark.parametrize("vectors", [False, True])
-def test_vmap(op, vectors):
-    """Over tokens with vectors shared, and over both."""
-    case = Case(op, B=1)
-    cases = [build(case), build(Case(**(vars(case) | dict(seed=1))))]
-    mapped = [name for name in cases[0][0] if vectors or name in TOKENS[op]]
-    cases[1] = (
-        {name: x if name in mapped else cases[0][0][name] for name, x in cases[1][0].items()},
-        cases[1][1],
-    )
-    axes = {name: 0 if name in mapped else None for name in cases[0][0]}
-    arrays = {n: jnp.stack([x[n] for x, _ in cases]) if n in mapped else cases[0][0][n] for n in axes}
-    cotangents = {n: jnp.stack([c[n] for _, c in cases]) for n in cases[0][1]}
-
-    def local(arrays, cotangents):
-        results, pull = jax.vjp(lambda arrays: call(case, arrays, "triton"), arrays)
-        return results, pull(cotangents)[0]
-
-    got = jax.device_get(jax.jit(jax.vmap(local, in_axes=(axes, 0)))(arrays, cotangents))
-    for i, one in enumerate(cases):
-        for mine, want in zip(got, heads_cases.expected(case, *one)):
-            assert max(heads_cases.errors({n: y[i] for n, y in mine.items()}, want).values()) < 1e-6
 
 
 def test_the_default_on_a_cpu_is_plain_jax():

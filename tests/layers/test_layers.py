@@ -251,3 +251,28 @@ def test_errors_name_the_argument(change, error, message):
 def test_feed_forward_errors():
     with pytest.raises(ValueError, match="shift must have shape"):
         RWKV7FeedForward(**FIELDS).init(jax.random.key(0), X, X)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"hidden_size": 16.0}, ValueError, "hidden_size must be a positive integer, got 16.0"),
+        ({"num_layers": 0}, ValueError, "num_layers must be a positive integer, got 0"),
+        ({"head_dim": 512, "hidden_size": 512}, ValueError, "head_dim must be at most 256, got 512"),
+        ({"dtype": jnp.int32}, TypeError, "dtype must be a floating-point dtype"),
+        ({"param_dtype": None}, TypeError, "param_dtype must be a floating-point dtype"),
+        ({"logical_axes": 1}, TypeError, "logical_axes must be a bool, got 1"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be one of"),
+        ({"chunk_size": 48}, ValueError, "chunk_size must be a power of two"),
+        ({"decay_low_rank_dim": 0}, ValueError, "decay_low_rank_dim must be a positive integer, got 0"),
+    ],
+)
+@pytest.mark.parametrize("cls", [RWKV6Attention, RWKV7Attention])
+def test_fields_are_checked_when_a_layer_is_made(cls, change, error, message):
+    with pytest.raises(error, match=message):
+        cls(**{**FIELDS, "head_dim": N, **change})
+
+
+def test_fields_of_feed_forwards_are_checked():
+    with pytest.raises(ValueError, match="intermediate_size must be a positive integer, got '64'"):
+        RWKV7FeedForward(**FIELDS, intermediate_size="64")

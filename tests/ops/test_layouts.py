@@ -29,28 +29,6 @@ PACKED = {  # seven sequences each, so that one compilation serves them; and a s
 }
 
 
-@each_implementation
-@each_op
-@pytest.mark.parametrize("name", SEGMENTS)
-def test_segments(op, implementation, name):
-    check(Case(op, T=52, layout="segments", lengths=SEGMENTS[name], decay="smooth"), implementation)
-
-
-@each_implementation
-@each_op
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_sequences(op, implementation, name):
-    check(Case(op, layout="packed", lengths=PACKED[name], decay="smooth"), implementation)
-
-
-@each_implementation
-@each_op
-@pytest.mark.parametrize("layout", ["segments", "packed"])
-def test_layouts_at_any_decay(op, implementation, layout):
-    lengths = SEGMENTS["few"] if layout == "segments" else PACKED["several"]
-    check(Case(op, T=52, layout=layout, lengths=lengths, decay="mixed"), implementation)
-
-
 @each_op
 def test_recurrent_form_takes_the_layouts(op):
     check(Case(op, layout="packed", lengths=(3, 0, 9), decay="mixed"), None, form="fused_recurrent")

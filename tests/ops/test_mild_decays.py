@@ -16,14 +16,6 @@ PROMISE = dict(decay="layer", lower_bound=-0.61)
 
 
 @each_op
-@pytest.mark.parametrize(
-    "layout, lengths", [("segments", (5, 9, 1, 17, 16)), ("packed", (0, 7, 16, 0, 1, 20, 0))]
-)
-def test_promise_with_layouts(op, layout, lengths):
-    check(Case(op, T=40, layout=layout, lengths=lengths, **PROMISE), "xla")
-
-
-@each_op
 def test_promise_in_float64(op):
     with jax.enable_x64(True):
         check(Case(op, T=37, dtype="float64", **PROMISE), "xla", tol=cases.DOUBLE)

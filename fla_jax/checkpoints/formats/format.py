@@ -27,6 +27,17 @@ class Format:
         write: ``write(path, tensors, fields)`` writes arrays by name, whole or not at all; ``fields`` are
             what a ``config.json`` would say of the model. Raises OSError with the path.
         namings: those that it is written with, one for each family.
+
+    Example:
+        >>> import numpy as np
+        >>> from fla_jax.checkpoints import FORMATS, Format, stored
+        >>> from fla_jax.checkpoints.namings import OFFICIAL6, OFFICIAL7
+        >>> is_npz = lambda path: path.suffix == ".npz"
+        >>> read_npz = lambda path: {name: stored(name, x) for name, x in np.load(path).items()}
+        >>> write_npz = lambda path, tensors, fields: np.savez(path, **tensors)
+        >>> npz = Format("an .npz file", is_npz, is_npz, read_npz, write_npz, (OFFICIAL6, OFFICIAL7))
+        >>> FORMATS.append(npz)  # from here on load_checkpoint and save_checkpoint know .npz files
+        >>> FORMATS.remove(npz)
     """
 
     name: str

@@ -225,6 +225,14 @@ def write_pth(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
         TypeError: an argument has another type, or an array another dtype; the message names the tensor.
         ValueError: a name is no valid Unicode.
         OSError: the file cannot be written; the error names it.
+
+    Example:
+        >>> import ml_dtypes, numpy as np, tempfile
+        >>> from fla_jax.checkpoints import read_pth, write_pth
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_pth(folder + "/a.pth", {"x": np.ones(3, ml_dtypes.bfloat16)})
+        ...     print(read_pth(folder + "/a.pth")["x"].dtype)
+        bfloat16
     """
     path = as_path(path)
     if not isinstance(tensors, Mapping):

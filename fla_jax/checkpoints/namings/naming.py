@@ -23,6 +23,13 @@ class Layout(NamedTuple):
     """How a file holds a parameter: ``load`` makes the file's array ours, ``save`` ours the file's.
 
     They give views where possible.
+
+    Example:
+        >>> import numpy as np
+        >>> from fla_jax.checkpoints.namings import OFFICIAL7
+        >>> layout = OFFICIAL7.place("blocks/att/receptance/kernel", layer=0).layout
+        >>> layout.load(np.zeros((3, 5))).shape  # a projection, [out, in] in files
+        (5, 3)
     """
 
     load: Callable[[np.ndarray], np.ndarray]
@@ -36,14 +43,26 @@ UNIT_AXES = Layout(lambda x: x.reshape(-1), lambda x: x[None, None])  # [1, 1, C
 
 
 class Place(NamedTuple):
-    """Where a file holds a parameter: its name, ``{}`` for the number of the layer, and its layout."""
+    """Where a file holds a parameter: its name, ``{}`` for the number of the layer, and its layout.
+
+    Example:
+        >>> from fla_jax.checkpoints.namings import OFFICIAL7
+        >>> OFFICIAL7.place("emb/embedding").name
+        'emb.weight'
+    """
 
     name: str
     layout: Layout = SAME
 
 
 class Size(NamedTuple):
-    """Where a field of the configuration comes from: ``shape[axis] // parts`` of a parameter in a layer."""
+    """Where a field of the configuration comes from: ``shape[axis] // parts`` of a parameter in a layer.
+
+    Example:
+        >>> from fla_jax.checkpoints.namings import OFFICIAL7
+        >>> OFFICIAL7.family.sizes["head_dim"]
+        Size(path='blocks/att/r_k', axis=1, parts=1, layer=0)
+    """
 
     path: str
     axis: int
@@ -52,7 +71,13 @@ class Size(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A kind of model: its classes, and where the sizes in its configuration come from."""
+    """A kind of model: its classes, and where the sizes in its configuration come from.
+
+    Example:
+        >>> from fla_jax.checkpoints.namings import OFFICIAL7
+        >>> OFFICIAL7.family.name, OFFICIAL7.family.model.__name__
+        ('RWKV-7', 'RWKV7ForCausalLM')
+    """
 
     name: str
     config: type[RWKVConfig]
@@ -97,6 +122,12 @@ class Naming:
             that are named like ``x_bias[0]`` are written as one tensor, others as tensors of their own.
         fields: what a ``config.json`` beside the tensors says, from the configuration, no size None, and the
             embedding's dtype.
+
+    Example:
+        >>> from fla_jax.checkpoints.namings import FLA7, OFFICIAL7
+        >>> path = "blocks/att/receptance/kernel"
+        >>> OFFICIAL7.place(path, layer=3).name, FLA7.place(path, layer=3).name
+        ('blocks.3.att.receptance.weight', 'model.layers.3.attn.r_proj.weight')
     """
 
     name: str

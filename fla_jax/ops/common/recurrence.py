@@ -7,7 +7,10 @@ from typing import Any, TypedDict
 import jax
 import jax.numpy as jnp
 
+from ...core.call import Call
+from ...core.gpu import Mendable
 from ...core.names import FINAL, OUT, STATES
+from ...pallas.run import triton
 from ..op import Op
 from .validate import check
 
@@ -32,6 +35,7 @@ class Options(TypedDict, total=False):
     segment_ids: jax.Array | None
     cu_seqlens: jax.Array | None
     implementation: str | None
+    sequence_axis: str | None
 
 
 class ChunkOptions(Options, total=False):
@@ -41,8 +45,27 @@ class ChunkOptions(Options, total=False):
     lower_bound: float | None
 
 
+def triton_supports(call: Call) -> str | None:
+    """None where the chunked Triton kernels can serve ``call``, else the reason."""
+    reason = triton.supports(call)
+    if reason is not None or call.shards == 1:
+        return reason
+    _, T, _, K = call.inputs.r.shape
+    if T % (16 * call.shards):
+        reason = f"of rows that {call.shards} devices share it takes {16 * call.shards} tokens, or any "
+        reason += f"multiple, got T = {T}"
+        return Mendable(reason) if triton.automatic(call) else reason
+    return None if K <= 128 else f"for rows that devices share it takes K up to 128, got {K}"
+
+
 def run(
-    op: Op, tokens: dict[str, Any], *, output_final_state: bool, implementation: str | None, **options: Any
+    op: Op,
+    tokens: dict[str, Any],
+    *,
+    output_final_state: bool,
+    implementation: str | None,
+    sequence_axis: str | None,
+    **options: Any,
 ) -> Any:
     """Checks the arguments of a public function and runs its op: ``(o, final_state or None)``."""
     arrays, settings = check(tokens, warn_layout=op.name.startswith("chunk"), **options)
@@ -50,5 +73,5 @@ def run(
     if 0 in x.v.shape:
         o, final = jnp.zeros_like(x.v), x.initial_state
     else:
-        o, final = op(x, settings, implementation)
+        o, final = op(x, settings, implementation, sequence_axis)
     return o, (final if output_final_state else None)

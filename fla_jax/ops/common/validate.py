@@ -1,4 +1,4 @@
-"""Argument checks of the public ops: every error names the argument, what came and what was wanted."""
+"""Argument checks of the recurrences: every error names the argument, what came and what was wanted."""
 
 from __future__ import annotations
 
@@ -13,34 +13,7 @@ import numpy as np
 
 from ...core.call import Recurrence
 from ...core.chunks import zeros
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _shape(name: str, x: jax.Array, want: tuple[int, ...], axes: str, hint: str = "") -> None:
-    if tuple(x.shape) != want:
-        raise ValueError(f"{name} must have shape {axes} = {list(want)}, got {list(x.shape)}{hint}")
-
-
-def _floating(name: str, x: Any) -> jax.Array:
-    if not _is_array(x):
-        raise TypeError(f"{name} must be a floating-point array, got {type(x).__name__}")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
-    if jnp.dtype(x.dtype).itemsize < 2:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
-    return jnp.asarray(x)
-
-
-def _integers(name: str, x: Any) -> jax.Array:
-    x = np.asarray(x) if isinstance(x, list | tuple) else x
-    if not _is_array(x) or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(
-            f"{name} must be an integer array (int32), got {getattr(x, 'dtype', type(x).__name__)}"
-        )
-    return jnp.asarray(x)
+from .arrays import check_shape, floating, integers
 
 
 def _check_cu_seqlens(cu: jax.Array, B: int, T: int) -> None:
@@ -101,33 +74,33 @@ def check(
         All arrays by name, the initial state made where none was given and in the compute dtype, and the
         settings.
     """
-    arrays = {name: _floating(name, x) for name, x in tokens.items()}
+    arrays = {name: floating(name, x) for name, x in tokens.items()}
     B, T, H, K, V = _sizes(arrays)
     if u is not ...:
-        arrays["u"] = u = _floating("u", u)
+        arrays["u"] = u = floating("u", u)
         hint = "; r, k, v, w seem to be [B, H, T, D]: swap their axes 1 and 2"
-        _shape("u", u, (H, K), "[H, K]", hint if tuple(u.shape) == (T, K) else "")
+        check_shape("u", u, (H, K), "[H, K]", hint if tuple(u.shape) == (T, K) else "")
     if segment_ids is not None and cu_seqlens is not None:
         raise ValueError(
             "segment_ids and cu_seqlens are two ways to say the same thing: give one of them, got both"
         )
     rows = B
     if segment_ids is not None:
-        segment_ids = _integers("segment_ids", segment_ids)
-        _shape("segment_ids", segment_ids, (B, T), "[B, T]")
+        segment_ids = integers("segment_ids", segment_ids)
+        check_shape("segment_ids", segment_ids, (B, T), "[B, T]")
     if cu_seqlens is not None:
-        cu_seqlens = _integers("cu_seqlens", cu_seqlens)
+        cu_seqlens = integers("cu_seqlens", cu_seqlens)
         _check_cu_seqlens(cu_seqlens, B, T)
         rows = cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        initial_state = _floating("initial_state", initial_state)
+        initial_state = floating("initial_state", initial_state)
         hint = ""
         if tuple(initial_state.shape) == (rows, T, K, V):
             hint = "; r, k, v, ... seem to be [B, H, T, D]: swap their axes 1 and 2"
         elif K != V and tuple(initial_state.shape) == (rows, H, V, K):
             hint = "; it seems to be [B, H, V, K] (RWKV-LM's order): swap its last two axes"
         axes = "[B, H, K, V]" if cu_seqlens is None else "[N, H, K, V]"
-        _shape("initial_state", initial_state, (rows, H, K, V), axes, hint)
+        check_shape("initial_state", initial_state, (rows, H, K, V), axes, hint)
     elif warn_layout and u is ... and _fewer(1, T) and _fewer(T, H):
         warnings.warn(
             f"r has T = {T} < H = {H}: if it is [B, H, T, D], swap axes 1 and 2 (the layout is [B, T, H, D])",
@@ -166,7 +139,7 @@ def _sizes(arrays: Mapping[str, jax.Array]) -> tuple[Any, Any, int, int, int]:
     for name, x in arrays.items():
         want, axes = ((B, T, H, V), "[B, T, H, V]") if name == "v" else ((B, T, H, K), "[B, T, H, K]")
         swapped = x.ndim == 4 and tuple(x.shape) == (B, H, T, want[-1])
-        _shape(name, x, want, axes, "; is it [B, H, T, D]? Swap axes 1 and 2" if swapped else "")
+        check_shape(name, x, want, axes, "; is it [B, H, T, D]? Swap axes 1 and 2" if swapped else "")
     for name, size in (("K", K), ("V", V)):
         if not 1 <= size <= 256:
             owner = "r" if name == "K" else "v"

@@ -140,7 +140,10 @@ KEYS = Op(
     KeysInputs,
     Keys,
     {"residual": "m"} | dict.fromkeys(TOKENS, "b t h k") | dict.fromkeys(VECTORS, "h k"),
-    [Implementation("triton", _triton, supports, automatic, opaque=True), Implementation("xla", _xla)],
+    [
+        Implementation("triton", _triton, supports, automatic, opaque=True, sequences=True),
+        Implementation("xla", _xla, sequences=True),
+    ],
 )
 
 
@@ -161,6 +164,7 @@ def rwkv7_keys(
     rate_scale: float = 1.0,
     decay_dtype: Any = None,
     implementation: str | None = None,
+    sequence_axis: str | None = None,
 ) -> Keys:
     """What RWKV-7 makes of its projections before the recurrence, in one pass over memory on an NVIDIA GPU.
 
@@ -199,6 +203,8 @@ def rwkv7_keys(
         implementation: ``"triton"`` (NVIDIA GPUs, heads of up to 256 channels, no float64) or ``"xla"``
             (plain JAX); None for the first, where it can run and there is more than one token, else the
             second.
+        sequence_axis: the mesh axis whose devices share the tokens of each row (see
+            `fla_jax.ops.chunk_rwkv7`), for automatic meshes; no token sees another one here.
 
     Returns:
         `Keys`: ``w`` in ``decay_dtype``, ``k`` in k's dtype, ``v`` and ``v_first`` in v's, ``a`` and ``b`` in
@@ -211,6 +217,15 @@ def rwkv7_keys(
 
     Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025; RWKV-LM
     ``RWKV-v7/train_temp/src/model.py``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops.layer import rwkv7_keys
+        >>> decay, rate, k, v = jax.random.normal(jax.random.key(0), (4, 1, 8, 2, 16))
+        >>> zeros, ones = jnp.zeros((2, 16)), jnp.ones((2, 16))
+        >>> keys = rwkv7_keys(decay, rate, k, v, w0=zeros, a0=zeros, k_k=ones, k_a=ones)
+        >>> keys.w.shape, bool(keys.w.max() <= 0)
+        ((1, 8, 2, 16), True)
     """
     trio = {"mix": mix, "v_first": v_first, "v0": v0}
     absent = [name for name, array in trio.items() if array is None]
@@ -244,4 +259,4 @@ def rwkv7_keys(
         jnp.dtype(x.k.dtype).name if rate_scale <= 1 else compute,
         compute,
     )
-    return KEYS(x, settings, implementation)
+    return KEYS(x, settings, implementation, sequence_axis)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from ...core.call import Call, Mix, Mixed, MixInputs
 from ...pallas.run import triton
-from ..common.validate import _floating, _integers, _shape
+from ..common.arrays import check_shape, floating, integers
 from ..op import Implementation, Op
+from .norm_mix_sequence import OverSequence
 
 MOST_CHANNELS, MOST_MIXES = 16384, 6  # that a kernel takes
 
@@ -27,13 +28,13 @@ AXES = {
 def _plain() -> Any:
     from . import norm_mix_plain
 
-    return norm_mix_plain
+    return OverSequence(norm_mix_plain)
 
 
 def _triton() -> Any:
     from ...pallas.layer.norm_mix import launcher
 
-    return launcher
+    return OverSequence(launcher)
 
 
 def _supports(call: Call[Mix]) -> str | None:
@@ -60,8 +61,8 @@ def _results(call: Call[Mix]) -> Mixed:
     )
 
 
-TRITON = Implementation("triton", _triton, _supports, triton.automatic, opaque=True)
-XLA = Implementation("xla", _plain)
+TRITON = Implementation("triton", _triton, _supports, triton.automatic, opaque=True, sequences=True)
+XLA = Implementation("xla", _plain, sequences=True)
 NORM_SHIFT_MIX = Op(
     "norm_shift_mix", MixInputs, Mixed, AXES, [TRITON, XLA], shardable=("b",), results=_results
 )
@@ -80,6 +81,7 @@ def norm_shift_mix(
     segment_ids: jax.Array | None = None,
     normalised: bool = False,
     implementation: str | None = None,
+    sequence_axis: str | None = None,
 ) -> Mixed:
     r"""What stands between a residual stream and the projections of an RWKV layer, in one pass over memory.
 
@@ -110,6 +112,9 @@ def norm_shift_mix(
         implementation: None for the best that qualifies, or by name: ``"xla"`` (plain JAX, anywhere) or
             ``"triton"`` (on NVIDIA GPUs of compute capability 8.0 and up, not for float64; the default
             there).
+        sequence_axis: the mesh axis whose devices share the tokens of each row, see
+            `fla_jax.ops.chunk_rwkv7`; one row [C] crosses from device to device. ``last`` is that of whole
+            rows, on every device.
 
     Returns:
         ``Mixed(mixed, last, x, normalised)`` in x's dtype: ``mixed`` a tuple of M arrays [B, T, C]; ``last``
@@ -133,7 +138,7 @@ def norm_shift_mix(
     inputs = _check(MixInputs(x, tuple(mixes), y, scale, bias, last, moves, segment_ids))
     double = any(array.dtype == jnp.float64 for array in jax.tree.leaves(inputs))
     settings = Mix(float(eps), normalised, "float64" if double else "float32")
-    return NORM_SHIFT_MIX(inputs, settings, implementation)
+    return NORM_SHIFT_MIX(inputs, settings, implementation, sequence_axis)
 
 
 def _check(x: MixInputs) -> MixInputs:
@@ -142,7 +147,7 @@ def _check(x: MixInputs) -> MixInputs:
     Raises:
         ValueError, TypeError: one does not fit; the message names it.
     """
-    tokens = _floating("x", x.x)
+    tokens = floating("x", x.x)
     if tokens.ndim != 3:
         raise ValueError(f"x must have shape [B, T, C], got {list(tokens.shape)}")
     B, T, C = tokens.shape
@@ -158,8 +163,8 @@ def _check(x: MixInputs) -> MixInputs:
     def array(name: str, given: Any, shape: tuple[int, ...], axes: str) -> Any:
         if given is None:
             return None
-        given = _floating(name, given)
-        _shape(name, given, shape, axes)
+        given = floating(name, given)
+        check_shape(name, given, shape, axes)
         return given
 
     checked = MixInputs(
@@ -170,10 +175,10 @@ def _check(x: MixInputs) -> MixInputs:
         bias=array("bias", x.bias, (C,), "[C]"),
         last=array("last", x.last, (B, C), "[B, C]"),
         moves=array("moves", x.moves, (len(x.mixes), B, T, C), "[M, B, T, C]"),
-        segment_ids=None if x.segment_ids is None else _integers("segment_ids", x.segment_ids),
+        segment_ids=None if x.segment_ids is None else integers("segment_ids", x.segment_ids),
     )
     if checked.y is not None and checked.y.dtype != tokens.dtype:
         raise TypeError(f"y must have the dtype of x, {tokens.dtype}, got {checked.y.dtype}")
     if checked.segment_ids is not None:
-        _shape("segment_ids", checked.segment_ids, (B, T), "[B, T]")
+        check_shape("segment_ids", checked.segment_ids, (B, T), "[B, T]")
     return checked

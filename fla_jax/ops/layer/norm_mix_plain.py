@@ -21,19 +21,30 @@ def shift(h: jax.Array, last: jax.Array | None, segment_ids: jax.Array | None) -
     return jnp.where(begins[..., None], 0, before)
 
 
+def summed(x: jax.Array, y: jax.Array | None, wide: jnp.dtype) -> jax.Array:
+    """``x + y`` in ``wide``, rounded as the result x is."""
+    h = x.astype(wide)
+    if y is None:
+        return h
+    info = jnp.finfo(x.dtype)  # XLA would drop a cast there and back
+    return jax.lax.reduce_precision(h + y.astype(wide), info.nexp, info.nmant)
+
+
+def norm(h: jax.Array, scale: jax.Array | None, bias: jax.Array | None, eps: float) -> jax.Array:
+    """The layer norm of h [..., C]; h without ``scale``."""
+    if scale is None or bias is None:
+        return h
+    h = h - jnp.mean(h, -1, keepdims=True)
+    h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
+    return h * scale.astype(h.dtype) + bias.astype(h.dtype)
+
+
 def compute(settings: Mix, x: MixInputs) -> Mixed:
     """The results; one rounding each, to the dtype of ``x.x``."""
     dtype, wide = x.x.dtype, jnp.dtype(settings.compute_name)
-    h = x.x.astype(wide)
-    if x.y is not None:
-        # rounded as the result x is; XLA would drop a cast there and back
-        info = jnp.finfo(dtype)
-        h = jax.lax.reduce_precision(h + x.y.astype(wide), info.nexp, info.nmant)
+    h = summed(x.x, x.y, wide)
     total = h.astype(dtype)
-    if x.scale is not None:
-        h = h - jnp.mean(h, -1, keepdims=True)
-        h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + settings.eps)
-        h = h * x.scale.astype(wide) + x.bias.astype(wide)
+    h = norm(h, x.scale, x.bias, settings.eps)
     difference = shift(h, x.last, x.segment_ids) - h
     mixed = []
     for n, mu in enumerate(x.mixes):

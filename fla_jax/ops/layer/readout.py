@@ -93,8 +93,8 @@ def _triton() -> Any:
 
 TOKENS, VECTORS = ("o", "gate", "r", "k", "v", "y"), ("scale", "bias", "r_k")
 AXES = dict.fromkeys(TOKENS, "b t h k") | dict.fromkeys(VECTORS, "h k")
-TRITON = Implementation("triton", _triton, supports, automatic, opaque=True)
-XLA = Implementation("xla", _xla)
+TRITON = Implementation("triton", _triton, supports, automatic, opaque=True, sequences=True)
+XLA = Implementation("xla", _xla, sequences=True)
 RWKV6 = Op("rwkv6_readout", ReadoutInputs, Readout, AXES, [TRITON, XLA])
 RWKV7 = Op("rwkv7_readout", ReadoutInputs, Readout, AXES, [TRITON, XLA])
 
@@ -111,6 +111,7 @@ def rwkv7_readout(
     r_k: jax.Array,
     eps: float = EPS,
     implementation: str | None = None,
+    sequence_axis: str | None = None,
 ) -> jax.Array:
     """RWKV-7's readout in one pass over memory (on a GPU): ``(group_norm(o) + (sum_n r k r_k) v) gate``.
 
@@ -133,6 +134,8 @@ def rwkv7_readout(
         implementation: ``"triton"`` (NVIDIA GPUs, heads of up to 256 channels, no float64) or ``"xla"``
             (plain JAX); None for the first, where it can run and there is more than one token, else the
             second.
+        sequence_axis: the mesh axis whose devices share the tokens of each row (see
+            `fla_jax.ops.chunk_rwkv7`), for automatic meshes; no token sees another one here.
 
     Returns:
         [B, T, H, N] in o's dtype.
@@ -142,10 +145,19 @@ def rwkv7_readout(
         TypeError: a dtype does not fit, or the call is differentiated in forward mode.
 
     Source: RWKV-LM ``RWKV-v7/train_temp/src/model.py``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops.layer import rwkv7_readout
+        >>> o, r, k, v, gate = jax.random.normal(jax.random.key(0), (5, 1, 8, 2, 16))
+        >>> zeros, ones = jnp.zeros((2, 16)), jnp.ones((2, 16))
+        >>> rwkv7_readout(o, r, k, v, gate, scale=ones, bias=zeros, r_k=zeros).shape
+        (1, 8, 2, 16)
     """
     tokens = {"o": o, "r": r, "k": k, "v": v, "gate": gate}
     arrays, compute = check_heads(tokens, {"scale": scale, "bias": bias, "r_k": r_k})
-    return RWKV7(ReadoutInputs(**arrays), ReadoutSettings(float(eps), False, compute), implementation).y
+    settings = ReadoutSettings(float(eps), False, compute)
+    return RWKV7(ReadoutInputs(**arrays), settings, implementation, sequence_axis).y
 
 
 def rwkv6_readout(
@@ -156,13 +168,21 @@ def rwkv6_readout(
     bias: jax.Array,
     eps: float = EPS,
     implementation: str | None = None,
+    sequence_axis: str | None = None,
 ) -> jax.Array:
     """RWKV-6's readout, in one pass over memory on an NVIDIA GPU: ``group_norm(o) silu(gate)``.
 
     `rwkv7_readout` documents the arguments, the result, the arithmetic and the errors; here ``gate`` is what
     silu is applied to.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops.layer import rwkv6_readout
+        >>> o, gate = jax.random.normal(jax.random.key(0), (2, 1, 8, 2, 16))
+        >>> rwkv6_readout(o, gate, scale=jnp.ones((2, 16)), bias=jnp.zeros((2, 16))).shape
+        (1, 8, 2, 16)
     """
     arrays, compute = check_heads({"o": o, "gate": gate}, {"scale": scale, "bias": bias})
     absent: dict[str, Any] = dict.fromkeys(("r", "k", "v", "r_k"))
     settings = ReadoutSettings(float(eps), True, compute)
-    return RWKV6(ReadoutInputs(**(absent | arrays)), settings, implementation).y
+    return RWKV6(ReadoutInputs(**(absent | arrays)), settings, implementation, sequence_axis).y

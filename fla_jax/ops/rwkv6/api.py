@@ -9,20 +9,21 @@ import jax
 from ...core.call import Call, Outputs, RWKV6Inputs
 from ...pallas.run import pallas, triton
 from ..common import check
-from ..common.recurrence import AXES, NAMES, ChunkOptions, Options, run
+from ..common.recurrence import AXES, NAMES, ChunkOptions, Options, run, triton_supports
+from ..common.sequence import OverSequence
 from ..op import Implementation, Op
 
 
 def _reference() -> Any:
     from . import reference
 
-    return reference
+    return OverSequence(reference)
 
 
 def _chunked() -> Any:
     from . import chunked
 
-    return chunked
+    return OverSequence(chunked)
 
 
 def _triton() -> Any:
@@ -42,9 +43,9 @@ def _several_tokens(call: Call) -> bool:
     return call.inputs.r.shape[1] > 1 and pallas.automatic(call)
 
 
-REFERENCE = Implementation("reference", _reference)
-XLA = Implementation("xla", _chunked)
-TRITON = Implementation("triton", _triton, triton.supports, triton.automatic, opaque=True)
+REFERENCE = Implementation("reference", _reference, sequences=True)
+XLA = Implementation("xla", _chunked, sequences=True)
+TRITON = Implementation("triton", _triton, triton_supports, triton.automatic, opaque=True, sequences=True)
 PALLAS = Implementation("pallas", _pallas, pallas.supports, _several_tokens, opaque=True)
 
 # The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones
@@ -100,6 +101,7 @@ def chunk_rwkv6(
     chunk_size: int | None = None,
     lower_bound: float | None = None,
     implementation: str | None = None,
+    sequence_axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     r"""RWKV-6 (data-dependent decay with a bonus for the current token), parallel within chunks of tokens.
 
@@ -111,9 +113,9 @@ def chunk_rwkv6(
     Differentiable in reverse mode in every array, u and the initial state included, from the cotangents of
     ``o`` and of the final state; the rule is written by hand and keeps a state and the scores of each chunk.
     Forward mode (``jax.jvp``, ``jax.linearize``) raises a TypeError. Devices may share rows and heads (B, H),
-    in every sharding mode without communication but for the sum of u's gradient. T, K and V must be whole:
-    with automatic axes XLA gathers them, explicit ones are refused; inside `jax.shard_map` a call is about
-    the tokens of its own device, which nothing can check there.
+    in every sharding mode without communication but for the sum of u's gradient, and the tokens of rows, T,
+    which takes one gather of two small matrices for each head, forward and backward (``sequence_axis``). K
+    and V must be whole: with automatic axes XLA gathers them, explicit ones are refused.
 
     Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6
     whatever the decays, the gradient of w channel by channel included. ``"reference"``, ``"pallas"`` and,
@@ -155,6 +157,11 @@ def chunk_rwkv6(
             bfloat16 operands where r, v, k all have 16 bits, else float32 ones (three TF32 passes, about
             three times slower), and ``"pallas"`` (token by token in float32). Inside `jax.jit`, None goes by
             JAX's default device, not by where the arrays will be.
+        sequence_axis: the mesh axis whose devices share the tokens of each row, T being split evenly between
+            them; None for whole rows. Inside `jax.shard_map` it must be named: arrays are then those of one
+            device, and without it every device starts from ``initial_state``, silently. In `jax.jit` on a
+            mesh with explicit axes the arrays' types say it; on any other mesh, name it. States are those of
+            whole rows on every device. Not with cu_seqlens.
 
     Returns:
         ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32
@@ -189,6 +196,7 @@ def chunk_rwkv6(
         chunk_size=chunk_size,
         lower_bound=lower_bound,
         implementation=implementation,
+        sequence_axis=sequence_axis,
     )
 
 
@@ -227,11 +235,23 @@ def fused_recurrent_rwkv6(
     segment_ids: jax.Array | None = None,
     cu_seqlens: jax.Array | None = None,
     implementation: str | None = None,
+    sequence_axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """RWKV-6 token by token: for decoding, short sequences, and exact checks.
 
     The same op as `chunk_rwkv6`, which documents every argument, result and error; only the choice that
     ``implementation=None`` makes differs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops import fused_recurrent_rwkv6
+        >>> r, k, v, x = jax.random.normal(jax.random.key(0), (4, 1, 3, 2, 16))
+        >>> u, state = jnp.ones((2, 16)), jnp.zeros((1, 2, 16, 16))
+        >>> for t in range(3):  # decoding: one token a call
+        ...     token = (y[:, t : t + 1] for y in (r, k, v, -jnp.exp(x)))
+        ...     o, state = fused_recurrent_rwkv6(*token, u, initial_state=state, output_final_state=True)
+        >>> o.shape, state.shape
+        ((1, 1, 2, 16), (1, 2, 16, 16))
     """
     return run(
         RECURRENT,
@@ -243,4 +263,5 @@ def fused_recurrent_rwkv6(
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
         implementation=implementation,
+        sequence_axis=sequence_axis,
     )

@@ -35,6 +35,11 @@ def _reach(x: Scores, seg: Segments | None):
     )
 
 
+def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
+    """See `fla_jax.ops.op`: what the forward keeps, by chunk."""
+    return {"states": "chunk b h k v", "A": "chunk b h i j"}
+
+
 def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """See `fla_jax.ops.op`: outputs and what the backward reads."""
     cfg, chunks = call.settings, chunk_plan(call.settings, x.r, x.cu_seqlens)

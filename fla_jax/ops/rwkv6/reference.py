@@ -34,6 +34,11 @@ def _step6(u):
     return step, back
 
 
+def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
+    """See `fla_jax.ops.op`: what the forward keeps, by chunk."""
+    return {"states": "chunk b h k v"}
+
+
 def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """See `fla_jax.ops.op`: outputs and what the backward reads."""
     cfg = call.settings

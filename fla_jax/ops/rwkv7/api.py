@@ -9,20 +9,21 @@ import jax
 from ...core.call import Outputs, RWKV7Inputs
 from ...pallas.run import pallas, triton
 from ..common import check
-from ..common.recurrence import AXES, NAMES, ChunkOptions, Options, run
+from ..common.recurrence import AXES, NAMES, ChunkOptions, Options, run, triton_supports
+from ..common.sequence import OverSequence
 from ..op import Implementation, Op
 
 
 def _reference() -> Any:
     from . import reference
 
-    return reference
+    return OverSequence(reference)
 
 
 def _chunked() -> Any:
     from . import chunked
 
-    return chunked
+    return OverSequence(chunked)
 
 
 def _triton() -> Any:
@@ -37,9 +38,9 @@ def _pallas() -> Any:
     return launcher
 
 
-REFERENCE = Implementation("reference", _reference)
-XLA = Implementation("xla", _chunked)
-TRITON = Implementation("triton", _triton, triton.supports, triton.automatic, opaque=True)
+REFERENCE = Implementation("reference", _reference, sequences=True)
+XLA = Implementation("xla", _chunked, sequences=True)
+TRITON = Implementation("triton", _triton, triton_supports, triton.automatic, opaque=True, sequences=True)
 PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.automatic, opaque=True)
 
 # The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones
@@ -98,6 +99,7 @@ def chunk_rwkv7(
     chunk_size: int | None = None,
     lower_bound: float | None = None,
     implementation: str | None = None,
+    sequence_axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     r"""RWKV-7 (generalised delta rule), parallel within chunks of tokens.
 
@@ -112,9 +114,9 @@ def chunk_rwkv7(
     Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o``
     and of the final state; the rule is written by hand and keeps one state per chunk. Forward mode
     (``jax.jvp``, ``jax.linearize``) raises a TypeError. Devices may share rows and heads (B, H), in every
-    sharding mode and without communication. T, K and V must be whole: with automatic axes XLA gathers them,
-    explicit ones are refused; inside `jax.shard_map` a call is about the tokens of its own device, which
-    nothing can check there.
+    sharding mode and without communication, and the tokens of rows, T, which takes one gather of two small
+    matrices for each head, forward and backward (``sequence_axis``). K and V must be whole: with automatic
+    axes XLA gathers them, explicit ones are refused.
 
     Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6
     whatever the decays, the gradient of w channel by channel included. ``"reference"``, ``"pallas"`` and,
@@ -159,6 +161,11 @@ def chunk_rwkv7(
             bfloat16 operands where r, v, k, a, b all have 16 bits, else float32 ones (three TF32 passes,
             about three times slower), and ``"pallas"`` (token by token in float32). Inside `jax.jit`, None
             goes by JAX's default device, not by where the arrays will be.
+        sequence_axis: the mesh axis whose devices share the tokens of each row, T being split evenly between
+            them; None for whole rows. Inside `jax.shard_map` it must be named: arrays are then those of one
+            device, and without it every device starts from ``initial_state``, silently. In `jax.jit` on a
+            mesh with explicit axes the arrays' types say it; on any other mesh, name it. States are those of
+            whole rows on every device. Not with cu_seqlens.
 
     Returns:
         ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32
@@ -193,6 +200,7 @@ def chunk_rwkv7(
         chunk_size=chunk_size,
         lower_bound=lower_bound,
         implementation=implementation,
+        sequence_axis=sequence_axis,
     )
 
 
@@ -234,11 +242,24 @@ def fused_recurrent_rwkv7(
     segment_ids: jax.Array | None = None,
     cu_seqlens: jax.Array | None = None,
     implementation: str | None = None,
+    sequence_axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """RWKV-7 token by token: for decoding, short sequences, and exact checks.
 
     The same op as `chunk_rwkv7`, which documents every argument, result and error; only the choice that
     ``implementation=None`` makes differs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops import fused_recurrent_rwkv7
+        >>> r, k, v, kk = jax.random.normal(jax.random.key(0), (4, 1, 3, 2, 16))
+        >>> kk = kk / jnp.linalg.norm(kk, axis=-1, keepdims=True)
+        >>> state = jnp.zeros((1, 2, 16, 16))
+        >>> for t in range(3):  # decoding: one token a call
+        ...     token = (y[:, t : t + 1] for y in (r, -jnp.exp(k), k, v, -kk, 0.5 * kk))
+        ...     o, state = fused_recurrent_rwkv7(*token, initial_state=state, output_final_state=True)
+        >>> o.shape, state.shape
+        ((1, 1, 2, 16), (1, 2, 16, 16))
     """
     return run(
         RECURRENT,
@@ -249,4 +270,5 @@ def fused_recurrent_rwkv7(
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
         implementation=implementation,
+        sequence_axis=sequence_axis,
     )

@@ -52,6 +52,11 @@ def _intra(cfg: Recurrence, mild: bool, r, w, k, a, b, seg: Segments | None) -> 
     return _Intra(x, rows, cols, through, A, T, tree.flat(readers))
 
 
+def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
+    """See `fla_jax.ops.op`: what the forward keeps, by chunk."""
+    return {"states": "chunk b h k v", "U": "chunk b h i v"}
+
+
 def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """See `fla_jax.ops.op`: outputs and what the backward reads."""
     cfg, chunks = call.settings, chunk_plan(call.settings, x.r, x.cu_seqlens)

@@ -39,6 +39,11 @@ def _back7(ds, x):
     return jnp.where(restart[..., None], 0, ds), grads
 
 
+def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
+    """See `fla_jax.ops.op`: what the forward keeps, by chunk."""
+    return {"states": "chunk b h k v"}
+
+
 def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """See `fla_jax.ops.op`: outputs and what the backward reads."""
     cfg = call.settings

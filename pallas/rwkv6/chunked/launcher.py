@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV6Inputs
-from ...plan.chunked import ChunkedPlan, LaunchTable, make_plan, partial_shapes, stretches_of, total
+from ....core.sequence import part_of
+from ...plan.chunked import (
+    ChunkedPlan,
+    LaunchTable,
+    make_plan,
+    partial_shapes,
+    stretches_here,
+    stretches_of,
+    total,
+)
 from ...plan.kept_states import KeptStates, keep_states
 from ...plan.shapes import like
 from ...plan.stretches import enter, enter_backward
@@ -49,7 +58,7 @@ def _states(x: RWKV6Inputs) -> KeptStates:
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """What the forward keeps, and its axes."""
     axes = _states(call.inputs).axes
-    return axes | {"M": "b s h k", "reads": "b t h k"} if stretches_of(call) > 1 else axes
+    return axes | {"M": "b stretch h k", "reads": "b t h k"} if stretches_of(call) > 1 else axes
 
 
 def _tokens(x: RWKV6Inputs) -> dict[str, jax.Array]:
@@ -78,13 +87,14 @@ def _transfer(plan: ChunkedPlan, x: RWKV6Inputs) -> dict[str, jax.Array]:
 
 def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """Outputs and what the backward reads."""
-    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_of(call)
+    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call)
+    part, final = part_of(call, x.segment_ids), None
     states, s0 = _states(x), x.initial_state
     plan = make_plan("forward", LAUNCH, call, x, splits)
     kept: dict[str, jax.Array] = {}
-    if splits > 1:
+    if stretches_of(call) > 1:
         whole = _transfer(make_plan("transfer", LAUNCH, call, x, splits), x)
-        s0 = enter(whole["M_"], whole["N_"], s0, splits)
+        s0, final = enter(whole["M_"], whole["N_"], s0, splits, part)
         kept = {"M": whole["M_"].reshape(B, splits, H, K), "reads": whole["reads_"]}
     made = launch(
         rwkv6_fwd_kernel,
@@ -94,7 +104,9 @@ def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, 
         ARRAYS=states.arrays,
         **plan.options,
     )
-    outputs = Outputs(made["y_"], made["sT_"].reshape(-1, splits, H, K, V)[:, -1])
+    if final is None:
+        final = made["sT_"].reshape(-1, splits, H, K, V)[:, -1]
+    outputs = Outputs(made["y_"], final)
     return outputs, kept | states.kept(made) if call.keep else {}
 
 
@@ -103,11 +115,12 @@ def backward(
 ) -> RWKV6Inputs:
     """Gradients of all inputs, that of u per row."""
     do, ds = cotangents
-    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_of(call)
+    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call)
     states = _states(x)
     plan = make_plan("backward", LAUNCH, call, x, splits)
-    if splits > 1:
-        ds = enter_backward(plan, kept["M"].reshape(-1, H, K), kept["reads"], do, ds)
+    part = part_of(call, x.segment_ids)
+    if stretches_of(call) > 1:
+        ds = enter_backward(plan, kept["M"].reshape(-1, H, K), kept["reads"], do, ds, part)
     dr, dk, dw = partial_shapes(plan.parts, x.r, x.k, x.w)
     (dv,) = partial_shapes(1, x.v)
     # one for each block of values and stretch: no atomics
@@ -121,11 +134,14 @@ def backward(
         TAKEN=states.taken,
         **plan.options,
     )
+    ds0 = made["ds0_"].reshape(-1, splits, H, K, V)[:, 0]
+    if part is not None:
+        ds0 = jnp.where(part.is_first, ds0, 0)
     return RWKV6Inputs(
         r=total(made["dr_"], x.r),
         k=total(made["dk_"], x.k),
         v=made["dv_"][0],
         w=total(made["dw_"], x.w),
         u=jnp.sum(made["du_"].reshape(plan.parts, B, -1, H, K), (0, 2)),
-        initial_state=made["ds0_"].reshape(-1, splits, H, K, V)[:, 0],
+        initial_state=ds0,
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV7Inputs
+from ....core.sequence import part_of
 from ...plan.chunked import (
     CHUNK,
     ChunkedPlan,
@@ -16,6 +17,7 @@ from ...plan.chunked import (
     launch_options,
     make_plan,
     partial_shapes,
+    stretches_here,
     stretches_of,
     total,
 )
@@ -73,11 +75,11 @@ def _states(x: RWKV7Inputs) -> KeptStates:
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """What the forward keeps, and its axes."""
-    axes = _states(call.inputs).axes | {"inverses": "b c h x y"}  # (I - A_ab)^-1
+    axes = _states(call.inputs).axes | {"inverses": "b chunk h x y"}  # (I - A_ab)^-1
     if _two_kernels(call.inputs):
         axes["U"] = "b t h v"
     if stretches_of(call) > 1:
-        axes |= {"M": "b s h k j", "reads": "b t h k"}
+        axes |= {"M": "b stretch h k j", "reads": "b t h k"}
     return axes
 
 
@@ -109,13 +111,14 @@ def _transfer(plan: ChunkedPlan, x: RWKV7Inputs) -> dict[str, jax.Array]:
 
 def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """Outputs and what the backward reads."""
-    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_of(call)
+    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call)
+    part, final = part_of(call, x.segment_ids), None
     states, keep_u, s0 = _states(x), call.keep and _two_kernels(x), x.initial_state
     plan = make_plan("forward", LAUNCH, call, x, splits)
     kept: dict[str, jax.Array] = {}
-    if splits > 1:
+    if stretches_of(call) > 1:
         whole = _transfer(make_plan("transfer", LAUNCH, call, x, splits), x)
-        s0 = enter(whole["M_"], whole["N_"], s0, splits)
+        s0, final = enter(whole["M_"], whole["N_"], s0, splits, part)
         kept = {"M": whole["M_"].reshape(B, splits, H, K, K), "reads": whole["reads_"]}
     out = dict(
         y_=like(x.v),
@@ -133,7 +136,9 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
         KEEP_U=keep_u,
         **plan.options,
     )
-    outputs = Outputs(made["y_"], made["sT_"].reshape(-1, splits, H, K, V)[:, -1])
+    if final is None:
+        final = made["sT_"].reshape(-1, splits, H, K, V)[:, -1]
+    outputs = Outputs(made["y_"], final)
     kept |= states.kept(made) | {"inverses": made["inv_"], "U": made["u_"]}
     return outputs, kept if call.keep else {}
 
@@ -206,11 +211,14 @@ def backward(
 ) -> RWKV7Inputs:
     """Gradients of all inputs."""
     do, ds = cotangents
-    (H, K), V, splits = x.r.shape[2:], x.v.shape[-1], stretches_of(call)
+    (H, K), V, splits = x.r.shape[2:], x.v.shape[-1], stretches_here(call)
     two = _two_kernels(x)
     plan = make_plan("carry" if two else "backward", LAUNCH, call, x, splits)
-    if splits > 1:
-        ds = enter_backward(plan, kept["M"].reshape(-1, H, K, K), kept["reads"], do, ds)
+    part = part_of(call, x.segment_ids)
+    if stretches_of(call) > 1:
+        ds = enter_backward(plan, kept["M"].reshape(-1, H, K, K), kept["reads"], do, ds, part)
     gradients = (_backward_by_two if two else _backward_by_one)(plan, x, kept, do, ds)
     first = gradients.initial_state.reshape(-1, splits, H, K, V)[:, 0]
+    if part is not None:
+        first = jnp.where(part.is_first, first, 0)
     return gradients._replace(initial_state=first)

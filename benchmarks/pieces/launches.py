@@ -1,0 +1,109 @@
+"""Launch options of the pieces' Triton kernels, tried one by one: ``python benchmarks/layers.py --sweep``.
+
+Every launcher has tables of launches by pass and size. Here an entry is replaced, the piece compiled and
+timed again, and the table put back as it was. What wins belongs into the launcher's table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from running.timing import jax_ms
+
+from pieces.ours import functions
+from pieces.piece import Piece, Shape
+
+KERNELS = {"fwd": "forward", "bwd": "backward"}
+
+
+class Option(NamedTuple):
+    """One launch to try: the entries of tables that it takes; an entry None is taken out."""
+
+    name: str
+    entries: tuple[tuple[dict[Any, Any], Any, Any], ...]
+
+
+def options(piece: Piece, shape: Shape, passes: str, quick: bool) -> list[Option]:
+    """What there is to try for a pass; nothing where the piece has no kernels."""
+    if piece.op == "norm_shift_mix":
+        return _mixes(piece, shape, KERNELS[passes], quick)
+    if piece.op in ("rwkv7_keys", "rwkv7_readout", "rwkv6_readout"):
+        return _heads(piece, shape, KERNELS[passes], quick)
+    return []
+
+
+def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]:
+    """On whole tokens, where a program's registers may hold them, and by tiles of channels."""
+    from fla_jax.pallas.layer.norm_mix import launcher
+
+    M, padded = sum(name.startswith("mu") for name in piece.inputs(shape)), 1 << (shape[2] - 1).bit_length()
+    key = (kernel, "few" if M <= launcher.FEW else "many", padded)
+    spans, stages, hoists = ((64,), (2,), (True,)) if quick else ((32, 64, 128), (1, 2, 3), (True, False))
+    found = []
+    if "scale" in piece.inputs(shape):  # else nothing is summed over channels
+        # 4 or 8 channels a thread
+        for warps in (w for w in (padded // 128, padded // 256) if 1 <= w <= 32):
+            for rest in itertools.product(spans, stages, hoists):
+                launch = launcher.Launch(padded, warps, *rest)
+                found.append(Option(f"whole {launch}", ((launcher.WHOLE, key, launch),)))
+    for channels, *rest in itertools.product((128, 256, 512, 1024), spans, stages):
+        launch = launcher.Launch(channels, channels // 128, *rest)
+        entries = ((launcher.WHOLE, key, None), (launcher.TILES, kernel, launch))
+        found.append(Option(f"tiles {launch}", entries))
+    return found
+
+
+def _heads(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]:
+    """Tokens and heads of a tile, warps, stages, programs; for heads of 64 channels."""
+    from fla_jax.pallas.layer import keys_launcher, readout_launcher
+    from fla_jax.pallas.plan.heads import Tile
+
+    table = (keys_launcher if piece.op == "rwkv7_keys" else readout_launcher).LAUNCH
+    tiles = [(4, 1, 4), (8, 1, 4), (16, 1, 4), (32, 1, 4), (8, 2, 4), (16, 1, 8), (8, 1, 2)]
+    stages, programs = ((2,), (2112,)) if quick else ((1, 2, 3), (1056, 2112, 4224))
+    made = [Tile(*one, *rest) for one, *rest in itertools.product(tiles, stages, programs)]
+    return [Option(str(tile), ((table, (kernel, 64), tile),)) for tile in made]
+
+
+@contextlib.contextmanager
+def taken(option: Option) -> Iterator[None]:
+    """The tables with these entries, and afterwards as they were."""
+    import jax
+
+    before = [dict(table) for table, _, _ in option.entries]
+    try:
+        for table, key, value in option.entries:
+            table.pop(key, None)
+            if value is not None:
+                table[key] = value
+        jax.clear_caches()
+        yield
+    finally:
+        for (table, _, _), old in zip(option.entries, before):
+            table.clear()
+            table.update(old)
+        jax.clear_caches()
+
+
+def sweep(piece: Piece, shape: Shape, dtype: str, copied: float, quick: bool) -> None:
+    """Prints milliseconds and the part of a copy's rate of every launch, the fastest first, after the one
+    that is in the table.
+    """
+    import jax
+
+    moved = piece.moved(shape, jax.numpy.dtype(dtype).itemsize)
+    for passes in (name for name in moved if name in KERNELS):
+        usual, found = Option("as it is", ()), []
+        for option in [usual, *options(piece, shape, passes, quick)]:
+            try:
+                with taken(option):
+                    compiled, arguments = functions(piece, shape, dtype, "triton", (passes,))[passes]
+                    found.append((jax_ms(compiled, *arguments), option.name))
+            except Exception as error:  # a launch that does not fit the device
+                print(f"{option.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        print(f"\n{piece.label} {'x'.join(map(str, shape))} {passes}")
+        for ms, name in found[:1] + sorted(found[1:]):
+            print(f"  {ms:.4f} ms  {moved[passes] / ms / 1e6 / copied:.2f} of copy  {name}", flush=True)

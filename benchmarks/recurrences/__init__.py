@@ -1,0 +1,1 @@
+"""The insides of ops.py: what is measured, the peers, and the processes that measure them."""

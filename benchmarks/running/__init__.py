@@ -1,0 +1,1 @@
+"""How benchmarks run things: processes, times, results files."""

@@ -1,0 +1,97 @@
+"""A profile of some steps, and what their kernels take, summed by name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from running import results
+
+STEPS = 3
+# the first that matches; names of cuBLAS's and XLA's kernels, then of this library's
+KINDS = {
+    "products": r"gemm|nvjet|cutlass|cublas|xmma|splitK",
+    "recurrences": r"rwkv[67]_|combine_kernel|gather_kernel",
+    "fused pieces": r"^(mix|norm|statistics|keys|readout)\w*_kernel",
+    "copies": r"memcpy|memset|copy",
+    "reductions": r"reduce",
+    "other fusions": r"",
+}
+
+
+class Kernel(NamedTuple):
+    """All calls of the kernels of one name."""
+
+    name: str
+    ms: float
+    calls: int
+
+
+def kernels(folder: Path) -> list[Kernel]:
+    """What ran on GPUs in the newest profile of a folder, by name, the longest first. Numbers at the end of a
+    name, by which XLA tells equal kernels apart, are left out.
+
+    Raises:
+        FileNotFoundError: there is no ``*.trace.json.gz`` in it.
+    """
+    files = sorted(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        raise FileNotFoundError(f"{folder} has no profile (*.trace.json.gz)")
+    events = json.loads(gzip.decompress(files[-1].read_bytes()))["traceEvents"]
+    names = {
+        (event["name"], event["pid"], event.get("tid")): event["args"].get("name", "")
+        for event in events
+        if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name")
+    }
+    devices = {pid for (_, pid, _), name in names.items() if "/device:GPU" in name}
+    # other lines of a device tell the same once more, by operation or module
+    streams = {
+        (pid, tid)
+        for (what, pid, tid), name in names.items()
+        if what == "thread_name" and pid in devices and name.startswith("Stream")
+    }
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
+            times[re.sub(r"([._]\d+)+$", "", event["name"])].append(event["dur"] / 1e3)
+    found = [Kernel(name, sum(each), len(each)) for name, each in times.items()]
+    return sorted(found, key=lambda kernel: -kernel.ms)
+
+
+def by_kind(found: Iterable[Kernel]) -> dict[str, float]:
+    """Milliseconds of each of `KINDS` that there is."""
+    sums: dict[str, float] = defaultdict(float)
+    for kernel in found:
+        kinds = (kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.name, re.I))
+        sums[next(kinds)] += kernel.ms
+    return dict(sums)
+
+
+def table(found: list[Kernel], steps: int) -> str:
+    """As text, for one step: kinds, then names."""
+    total = sum(kernel.ms for kernel in found) or 1.0
+    lines = [("ms a step", "share", "calls", "kernel")]
+    for kind, ms in by_kind(found).items():
+        lines.append((f"{ms / steps:.3f}", f"{ms / total:.1%}", "", f"all {kind}"))
+    for kernel in found:
+        calls = f"{kernel.calls / steps:g}"
+        lines.append((f"{kernel.ms / steps:.3f}", f"{kernel.ms / total:.1%}", calls, kernel.name))
+    return results.table(lines)
+
+
+def profiled(folder: Path, step: Callable[[], object]) -> dict[str, float]:
+    """Profiles some steps into a folder, with a table ``kernels.txt``: milliseconds a step by kind."""
+    import jax
+
+    jax.profiler.start_trace(str(folder))
+    for _ in range(STEPS):
+        step()
+    jax.profiler.stop_trace()
+    found = kernels(folder)
+    (folder / "kernels.txt").write_text(table(found, STEPS) + "\n")
+    return {kind: round(ms / STEPS, 3) for kind, ms in by_kind(found).items()}

@@ -1,0 +1,35 @@
+"""What is made while the site is built: tables and charts of what was measured, pictures of what is computed.
+
+A page asks for a table by a line ``{{ table NAME }}`` and for a picture by its path in ``pictures/``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pictures
+import tables
+
+ROOT = Path(__file__).parents[1]
+
+
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    """Adds the pictures, and the changelog, which lies at the root."""
+    for name, draw in pictures.PICTURES.items():
+        files.append(File.generated(config, f"pictures/{name}.svg", content=draw()))
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    files.append(File.generated(config, "changelog.md", content=changelog))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Puts tables in the place of their names."""
+    return re.sub(r"^\{\{ table (\w+) \}\}$", lambda m: tables.TABLES[m[1]](), markdown, flags=re.MULTILINE)

@@ -1,0 +1,59 @@
+"""Checkpoints in repositories at Hugging Face, named like ``hf://owner/name``.
+
+huggingface_hub downloads what is not in its cache yet; its variables (``HF_HOME``, ``HF_HUB_CACHE``,
+``HF_HUB_OFFLINE``, ``HF_TOKEN``) mean what they mean everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from .files import as_path
+from .tensors import printable, quoted
+
+PREFIX = "hf://"
+# A model's files, all of them at the top: repositories may hold copies of other formats beside it.
+_FILES = ["config.json", "model.safetensors.index.json", "*.safetensors"]
+_PART = r"[\w.-]+"
+_NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^@]+?))?(?:/(?P<file>[^@]+))?")
+
+
+def located(path: Any) -> Path:
+    """The argument ``path`` as a path of this machine, fetched first where it names a repository.
+
+    Raises:
+        TypeError: it is no path. ValueError: it names no repository, or one without safetensors.
+        OSError: what it names is neither in the cache nor within reach. ImportError: there is no
+            huggingface_hub.
+    """
+    if not (isinstance(path, str) and path.startswith(PREFIX)):
+        return as_path(path)
+    found = _NAME.fullmatch(path.removeprefix(PREFIX))
+    if found is None:
+        form = "hf://owner/name, with @revision and /file behind it if need be"
+        raise ValueError(f"path must be {form}, got {quoted(path)}")
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import EntryNotFoundError
+    except ImportError:
+        what = "needs the package huggingface_hub: pip install 'fla-jax[hub]'"
+        raise ImportError(f"{path} {what}") from None
+    repo, revision, file = found["repo"], found["revision"], found["file"]
+    try:
+        if file is not None:
+            return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision))
+        options: dict[str, Any] = {"allow_patterns": _FILES, "ignore_patterns": ["*/*"]}
+        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, **options))
+    except OSError as error:  # not there, not allowed, no network and not in the cache
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        raise kind(f"{path}: {printable(error)}") from error
+    except EntryNotFoundError as error:  # the repository lacks the file
+        raise FileNotFoundError(f"{path}: {printable(error)}") from error
+    except ValueError as error:  # no name that a repository could have
+        raise ValueError(f"{path}: {printable(error)}") from None
+    if not any(folder.glob("*.safetensors")):
+        what = "holds no safetensors; name one of its files, such as"
+        raise ValueError(f"{path} {what} {PREFIX}{repo}/NAME.pth")
+    return folder

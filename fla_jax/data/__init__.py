@@ -1,0 +1,21 @@
+"""Data for pretraining: the binidx format, text to tokens, documents packed into rows, batches.
+
+data = open_binidx("corpus.idx")
+rows = PackedRows(data, 4096, vocab_size=65536)
+for batch in batches(rows, range(len(rows)), 32, seed=0):
+    batch["tokens"], batch["labels"], batch["segment_ids"], batch["mask"]
+"""
+
+from .binidx import BinIdx, BinIdxWriter, open_binidx
+from .packing import PackedRows, batches, split_rows
+from .text import tokenize
+
+__all__ = [
+    "BinIdx",
+    "BinIdxWriter",
+    "PackedRows",
+    "batches",
+    "open_binidx",
+    "split_rows",
+    "tokenize",
+]

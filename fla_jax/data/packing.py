@@ -1,0 +1,207 @@
+"""Documents packed into rows of one length, and batches of them in an order that seed and step determine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core.arguments import check_integer, check_number
+from .binidx import BinIdx
+
+
+class PackedRows:
+    """All documents one after the other, cut into rows: no token is padding, none is there twice.
+
+    Row i is a dict of arrays [length] of tokens i * length to i * length + length - 1:
+
+    * ``tokens`` int32 and ``labels`` int32, the token after each;
+    * ``segment_ids`` int32, 0 for the row's first document, 1 for the next, ...: models restart their state
+      there;
+    * ``mask`` float32, 0 where the label is another document's first token, else 1.
+
+    A document that reaches beyond a row goes on in the next one, as a document of its own.
+
+    Example:
+        >>> import os, tempfile
+        >>> from fla_jax.data import BinIdxWriter, PackedRows, open_binidx
+        >>> name = os.path.join(tempfile.mkdtemp(), "small")
+        >>> with BinIdxWriter(name) as writer:
+        ...     writer.add([5, 6, 0])
+        ...     writer.add([7, 8, 0])
+        >>> row = PackedRows(open_binidx(name), 4)[0]
+        >>> row["tokens"].tolist(), row["segment_ids"].tolist(), row["mask"].tolist()
+        ([5, 6, 0, 7], [0, 0, 0, 1], [1.0, 1.0, 0.0, 1.0])
+    """
+
+    def __init__(self, data: BinIdx, length: int, vocab_size: int | None = None):
+        """Reads nothing yet.
+
+        Args:
+            data: from `open_binidx`.
+            length: tokens in a row, T.
+            vocab_size: of the model, to refuse tokens outside of it when they are read; None: they are not
+                checked.
+
+        Raises:
+            ValueError: ``length`` is no positive integer, or the data have not a single row.
+        """
+        self.data, self.length = data, check_integer("length", length, 1)
+        self.vocab_size = vocab_size
+        if not len(self):
+            raise ValueError(
+                f"length must be less than the number of tokens in {data.path}, {len(data.tokens)}, "
+                f"got {length}"
+            )
+
+    def __len__(self) -> int:
+        return (len(self.data.tokens) - 1) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        begin = int(index) % len(self) * self.length
+        end = begin + self.length + 1
+        tokens = self.data.tokens[begin:end].astype(np.int64)
+        if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            at = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
+            offset = (begin + at) * self.data.tokens.itemsize
+            raise ValueError(
+                f"{self.data.path}: tokens must be below the vocabulary's size {self.vocab_size}, got "
+                f"{tokens[at]} at offset {offset}"
+            )
+        starts = self.data.starts
+        first, last = np.searchsorted(starts, (begin, end - 1), "right")
+        starting = np.zeros(self.length + 1, np.int32)
+        starting[starts[first:last] - begin] = 1  # documents without tokens begin nothing
+        starting[0] = 0
+        ids = np.cumsum(starting, dtype=np.int32)
+        tokens = tokens.astype(np.int32)
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "segment_ids": ids[:-1],
+            "mask": (1 - starting[1:]).astype(np.float32),
+        }
+
+
+class RowNumbers(Sequence[int]):
+    """Numbers of rows: ``take`` from ``first`` on in each of several blocks of ``size`` rows, not stored."""
+
+    def __init__(self, blocks: int, size: int, first: int, take: int):
+        """See `split_rows`."""
+        self._blocks, self._size, self._first, self._take = blocks, size, first, take
+
+    def __len__(self) -> int:
+        return self._blocks * self._take
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        block, inside = divmod(int(index) % len(self), self._take)
+        return block * self._size + self._first + inside
+
+
+def split_rows(rows: int, share: float, blocks: int = 8) -> tuple[RowNumbers, RowNumbers]:
+    """Rows to learn, and rows to hold out: the last ones of each of a few blocks of the data.
+
+    Args:
+        rows: how many there are.
+        share: part of them that is held out, from 0 to less than 1; at least a row, but for 0.
+        blocks: at most this many; up to ``blocks - 1`` rows at the end are in neither part.
+
+    Returns:
+        ``(training, held_out)``.
+
+    Raises:
+        ValueError: a number does not fit, or there are too few rows.
+
+    Example:
+        >>> from fla_jax.data import split_rows
+        >>> [list(part) for part in split_rows(10, 0.2, blocks=2)]
+        [[0, 1, 2, 3, 5, 6, 7, 8], [4, 9]]
+    """
+    rows = check_integer("rows", rows, 1)
+    share = check_number("share", share, 0)
+    blocks = check_integer("blocks", blocks, 1)
+    if share >= 1:
+        raise ValueError(f"share must be below 1, got {share:g}")
+    if share == 0:
+        return RowNumbers(1, rows, 0, rows), RowNumbers(1, rows, 0, 0)
+    held = max(1, round(rows * share))
+    if held >= rows:
+        raise ValueError(f"rows must be more than the {held} that share = {share:g} holds out, got {rows}")
+    blocks = min(blocks, held, rows - held)
+    size, take = rows // blocks, held // blocks
+    return RowNumbers(blocks, size, 0, size - take), RowNumbers(blocks, size, size - take, take)
+
+
+def batches(
+    rows: PackedRows,
+    numbers: Sequence[int],
+    size: int,
+    *,
+    seed: int | None = None,
+    part: slice | None = None,
+    threads: int = 2,
+) -> Any:
+    """Batches of rows, by `grain`: read ahead in threads, and with an iterator whose state can be saved.
+
+    Batch i holds the same rows wherever and with however many processes it is made; the iterator's state,
+    ``iterator.get_state()``, is the number of the next one, and ``iterator.set_state(state)`` goes on from
+    there.
+
+    Args:
+        rows: what is read.
+        numbers: which of them.
+        size: rows in a batch, B.
+        seed: of the order, from 0 to 2**32 - 1: another one in each epoch, without an end. None: each row
+            once and in order; what is missing in the last batch is filled up with a mask of 0.
+        part: which rows of each batch to read, where several processes share them; None for all.
+        threads: that read ahead.
+
+    Returns:
+        A `grain.IterDataset` of dicts of arrays [B, length], see `PackedRows`.
+
+    Raises:
+        ImportError: grain is missing.
+        ValueError: an argument does not fit.
+
+    Example:
+        >>> import os, tempfile
+        >>> from fla_jax.data import BinIdxWriter, PackedRows, batches, open_binidx
+        >>> name = os.path.join(tempfile.mkdtemp(), "small")
+        >>> with BinIdxWriter(name) as writer:
+        ...     writer.add(range(100))
+        >>> rows = PackedRows(open_binidx(name), 8)
+        >>> iterator = iter(batches(rows, range(len(rows)), 4, seed=0))
+        >>> next(iterator)["tokens"].shape, iterator.get_state()
+        ((4, 8), {'next_index': 1})
+    """
+    try:
+        import grain
+    except ImportError as error:
+        raise ImportError("batches are made by the package grain: pip install grain") from error
+    size = check_integer("size", size, 1)
+    if not len(numbers):
+        raise ValueError("numbers must name a row at least, got none")
+
+    def read(chosen: np.ndarray) -> dict[str, np.ndarray]:
+        missing = size - len(chosen)
+        wanted = np.concatenate([chosen, np.repeat(chosen[:1], missing)])
+        there = np.arange(size) < len(chosen)
+        kept = slice(None) if part is None else part
+        found = [rows[i] for i in wanted[kept]]
+        batch = {name: np.stack([row[name] for row in found]) for name in found[0]}
+        batch["mask"] *= there[kept, None]
+        return batch
+
+    order = grain.MapDataset.source(numbers)
+    if seed is not None:
+        # the epochs are joined before batches are made of them, so that no row is left out
+        order = order.shuffle(seed=check_integer("seed", seed, 0, 2**32 - 1)).repeat()
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 1))
+    return order.batch(size).map(read).to_iter_dataset(options)

@@ -1,0 +1,209 @@
+"""What decodes: a model, its weights in the form that is read fastest, the dtype of its states."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core.arguments import check_integer, shown
+from ..core.gpu import platform_of
+from ..layers.state import RWKVState, check_state
+from ..models import RWKV6ForCausalLM, RWKV7ForCausalLM
+from ..ops import decode
+from ..pallas.run import triton
+from .prepared import prepare
+from .prompts import check_params
+from .steps import FastStep, ModelStep
+
+# Whether kernels are taken unasked (in an interpreter never). Not before they have been measured on a GPU.
+_AUTOMATIC = False
+_STATE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Decoder:
+    """One token of every row at a time: what `generate`, `stream` and `Engine` run, for loops of one's own.
+
+    A call of the model with one token is the definition. On an NVIDIA GPU a fast path computes the same, to
+    rounding, in five kernels a layer (RWKV-6: seven) from weights that are laid out anew here, once, as
+    `fla_jax.generation.prepared` says: they take as much memory as the parameters in the compute dtype. It
+    can run with parameters on one device, no mesh in context, float32, bfloat16 or float16. It has not been
+    measured on a GPU yet, and is therefore taken where it is asked for by name alone.
+
+    States of 16 bits halve what a large batch reads and writes, weights of 8 bits what a small one reads.
+    What they cost (``benchmarks/decode_precision.py``: RWKV-7, 3 x 128, trained on the reference that Python
+    ships, 4096 held-out bytes read one by one; error of the logits in units of their spread, loss in nats a
+    byte):
+
+    ===================  =====  ===============  ======  ===================
+    option               error  last 512 tokens  loss    other greedy tokens
+    ===================  =====  ===============  ======  ===================
+    float32                                      1.5678
+    state float16        1e-4   1e-4             1.5678  0.02 %
+    state bfloat16       2e-3   2e-3             1.5679  0.12 %
+    int8, groups of 128  3e-3   3e-3             1.5680  0.32 %
+    int8, groups of 64   3e-3   3e-3             1.5678  0.34 %
+    ===================  =====  ===============  ======  ===================
+
+    RWKV-6 of that size: 2e-4 in float16, 3e-3 in bfloat16, the same loss. The error does not grow with the
+    tokens read: decays forget what was rounded. float16 overflows above
+    65504; where a model's states come near that, take bfloat16.
+
+    Attributes:
+        model: as given.
+        implementation: ``"triton"`` or ``"plain"`` (the fast path), or ``"model"``.
+        weights: what the step reads.
+        step: the step, `fla_jax.generation.steps`.
+        state_dtype: of the states [L, B, H, K, V].
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import Decoder, prefill
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> decoder = Decoder(model, params)
+        >>> logits, state = prefill(model, params, [[1, 2, 3], [4]])
+        >>> logits, state = decoder(jnp.argmax(logits, -1), state)
+        >>> logits.shape
+        (2, 100)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        params: Any,
+        *,
+        implementation: str | None = None,
+        state_dtype: Any = None,
+        int8_group: int | None = None,
+    ) -> None:
+        """Prepares the weights.
+
+        Args:
+            model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+            params: its parameters.
+            implementation: ``"triton"`` (NVIDIA GPUs), ``"plain"`` (the same in plain JAX), ``"model"``; None
+                for "model", and with ``int8_group`` for "plain".
+            state_dtype: float32, bfloat16 or float16; None for the model's own, at least float32. Arithmetic
+                is float32 in any case: states are rounded when they are written, once a token.
+            int8_group: weights in int8 with a factor for so many of them along a row, a power of two such as
+                128; None for the compute dtype. For few rows, whose time is that of reading the weights.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
+        check_params(model, params)
+        if int8_group is not None:
+            _check_group(check_integer("int8_group", int8_group, 16), model, params)
+        if implementation not in (None, "model", *decode.IMPLEMENTATIONS):
+            raise ValueError(
+                f"implementation must be 'triton', 'plain', 'model' or None, got {shown(implementation)}"
+            )
+        if implementation is None:
+            fast = _AUTOMATIC and unsupported("triton", model, params) is None and not triton.INTERPRET
+            implementation = "triton" if fast else "model" if int8_group is None else "plain"
+        reason = None if implementation == "model" else unsupported(implementation, model, params)
+        if reason is not None:
+            raise ValueError(f"{implementation=} cannot decode with this model here: {reason}")
+        if implementation == "model" and int8_group is not None:
+            raise ValueError(f"int8_group must be None with implementation='model', got {int8_group}")
+        self.model, self.implementation = model, implementation
+        self.state_dtype = _state_dtype(state_dtype, model)
+        self.step: ModelStep | FastStep
+        if implementation == "model":
+            self.step, self.weights = ModelStep(model), params
+        else:
+            self.step, self.weights = FastStep(model, implementation), prepare(model, params, int8_group)
+
+    def state(self, state: RWKVState) -> RWKVState:
+        """``state`` with the dtype that is decoded with."""
+        if state.wkv.dtype == self.state_dtype:
+            return state
+        return state.replace(wkv=state.wkv.astype(self.state_dtype))
+
+    def init_state(self, batch: int) -> RWKVState:
+        """The state before the first token."""
+        return self.state(self.model.init_state(batch))
+
+    def __call__(
+        self, tokens: jax.Array, state: RWKVState, alive: jax.Array | None = None
+    ) -> tuple[jax.Array, RWKVState]:
+        """Reads one token of every row.
+
+        Args:
+            tokens: [B] integers.
+            state: of the tokens before. It is donated: its memory is that of the new one.
+            alive: [B] booleans: rows that are not keep their state, and their logits mean nothing. None for
+                all.
+
+        Returns:
+            ``(logits [B, V], state)``.
+        """
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers [B], got {tokens.dtype}{list(tokens.shape)}")
+        check_state(state, jax.eval_shape(lambda: self.model.init_state(tokens.shape[0])))
+        alive = jnp.ones(tokens.shape, bool) if alive is None else alive
+        return _call(self.step, self.weights, tokens, self.state(state), alive)
+
+
+def check_decoder(decoder: Any, model: Any) -> Decoder:
+    """``decoder``, if it decodes with ``model``."""
+    if not isinstance(decoder, Decoder):
+        raise TypeError(f"decoder must be a Decoder or None, got {shown(decoder)}")
+    if decoder.model != model:
+        raise ValueError("decoder must be one of the same model")
+    return decoder
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _call(step: Any, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array) -> Any:
+    return step(weights, tokens, state, alive)
+
+
+def _state_dtype(dtype: Any, model: Any) -> Any:
+    own = jnp.promote_types(model.config.dtype, jnp.float32)
+    if dtype is None:
+        return own
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in _STATE_DTYPES:
+        raise TypeError(f"state_dtype must be float32, bfloat16, float16 or None, got {shown(dtype)}")
+    return dtype
+
+
+def _check_group(group: int, model: Any, params: Any) -> None:
+    widths = (model.config.hidden_size, _intermediate_size(params))
+    if group & (group - 1) or any(width % group for width in widths):
+        raise ValueError(
+            f"int8_group must be a power of two that divides the widths {widths[0]} and {widths[1]}, "
+            f"got {group}"
+        )
+
+
+def unsupported(implementation: str, model: Any, params: Any) -> str | None:
+    """None where an implementation of the fast path can decode with ``model``, else the reason."""
+    if type(model) not in (RWKV6ForCausalLM, RWKV7ForCausalLM):
+        return "it knows RWKV6ForCausalLM and RWKV7ForCausalLM only"
+    config = model.config
+    if config.implementation not in (None, "triton"):
+        return f"the model asks for implementation={config.implementation!r}"
+    if config.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"it has no {config.dtype}"
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    if any(len(x.sharding.device_set) > 1 for x in arrays) or not jax.sharding.get_abstract_mesh().empty:
+        return "the parameters lie on several devices"
+    widths = config.hidden_size, config.head_dim, _intermediate_size(params)
+    return decode.supports(implementation, platform_of(arrays), *widths)
+
+
+def _intermediate_size(params: Any) -> int:
+    """Width of the feed-forward's hidden layer."""
+    block = params["blocks"] if "blocks" in params else params["blocks_0"]
+    (kernel,) = jax.tree.leaves(block["ffn"]["key"])
+    return kernel.shape[-1]

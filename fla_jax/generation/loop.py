@@ -1,0 +1,166 @@
+"""The decoding loop that `generate`, `stream` and `Engine` share: tokens of a batch of rows, one program.
+
+A row is over when it has chosen a stop token or has as many tokens as it may have. It then stays in the
+batch: it keeps the state that it stopped with, and whatever else is computed for it is thrown away.
+
+Nothing here waits for the device. A call starts up to `STEPS_PER_CALL` steps and gives back arrays that are
+still being computed; the caller starts the next call first and reads the tokens of the one before then
+(`Results`), so the device always has work. Rows that are over by themselves are therefore noticed one call
+late; calls whose rows are all over run no step.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from ..core.arguments import as_integer, as_integers, shown
+from ..layers.state import RWKVState
+from .prompts import beside
+from .sampling import UNDEFINED, Occurrences, Rules, sample
+
+STEPS_PER_CALL = 32
+_SEEDS = -(2**63), 2**64 - 1
+
+
+class Step(Hashable, Protocol):
+    """One token of every row: ``(weights, tokens [B], state, alive [B]) -> (logits [B, V], state)``.
+
+    Rows that are not ``alive`` keep their state to the last bit; their logits mean nothing.
+
+    Attributes:
+        sampling: the implementation of `sample` that goes with it.
+        together: how many steps are run at a time. On a GPU the host waits for the device to tell whether
+            there is another round of a loop whose end is not known, and starts its kernels only then.
+    """
+
+    @property
+    def sampling(self) -> str:
+        """See the class."""
+
+    @property
+    def together(self) -> int:
+        """See the class."""
+
+    def __call__(
+        self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array
+    ) -> tuple[jax.Array, RWKVState]:
+        """See the class."""
+
+
+class Carry(struct.PyTreeNode):
+    """What the loop hands on: the logits [B, V] of the next token and all that its choice depends on."""
+
+    logits: jax.Array
+    state: RWKVState
+    occurrences: Occurrences
+    keys: jax.Array  # [B]
+    step: jax.Array  # [B] int32, tokens that the row has chosen
+    limit: jax.Array  # [B] int32, tokens that it may have
+    done: jax.Array  # [B]
+
+
+def begin(params: Any, logits: jax.Array, state: RWKVState, keys: jax.Array, limit: Any) -> Carry:
+    """The carry before the first new token of rows whose prompts are read, where the parameters are."""
+    batch, vocab_size = logits.shape
+    limit = np.broadcast_to(np.minimum(limit, 2**31 - 1).astype(np.int32), (batch,))
+    step = np.zeros(batch, np.int32)
+    new = (Occurrences.none(batch, vocab_size), keys, step, limit, step >= limit)
+    return Carry(logits, state, *beside(params, new))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)
+def decode(
+    step: Step, weights: Any, rules: Rules, carry: Carry, count: jax.Array, together: int = 1
+) -> tuple[Carry, jax.Array]:
+    """Up to ``count`` <= STEPS_PER_CALL more tokens a row: a multiple of ``together``, or all they may have.
+
+    [STEPS_PER_CALL, B]: -1 where a row is over; `UNDEFINED` where it has no logits to choose from, which
+    ends all.
+    """
+
+    def more(loop: Any) -> jax.Array:
+        i, carry, _ = loop
+        return (i < count) & ~jnp.all(carry.done)
+
+    def some(loop: Any) -> Any:
+        return one(0, loop) if together == 1 else jax.lax.fori_loop(0, together, one, loop)
+
+    def one(_: Any, loop: Any) -> Any:
+        i, carry, out = loop
+        keys = jax.vmap(jax.random.fold_in)(carry.keys, carry.step)
+        tokens = jnp.where(carry.done, 0, sample(rules, carry.logits, carry.occurrences, keys, step.sampling))
+        over = carry.done | rules.stop[tokens] | jnp.any(tokens == UNDEFINED)
+        logits, state = step(weights, tokens, carry.state, ~over)
+        new = carry.step + 1
+        carry = carry.replace(
+            logits=logits,
+            state=state,
+            occurrences=carry.occurrences.add(rules, tokens),
+            step=new,
+            done=over | (new >= carry.limit),
+        )
+        return i + 1, carry, out.at[i].set(jnp.where(over & (tokens != UNDEFINED), -1, tokens))
+
+    out = jnp.full((STEPS_PER_CALL, carry.done.shape[0]), -1, jnp.int32)
+    _, carry, out = jax.lax.while_loop(more, some, (jnp.int32(0), carry, out))
+    return carry, out
+
+
+class Results:
+    """The tokens of calls of `decode` that are under way, read in order, one call late."""
+
+    def __init__(self) -> None:
+        self._calls: collections.deque[tuple[jax.Array, int, Any]] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, out: jax.Array, count: int, about: Any) -> None:
+        """A call for ``count`` steps; what is said ``about`` it comes back with its tokens."""
+        out.copy_to_host_async()
+        self._calls.append((out, count, about))
+
+    def ready(self, late: int) -> Iterator[tuple[np.ndarray, Any]]:
+        """The tokens [count, B] of all calls but the last ``late`` ones; waits for them."""
+        while len(self._calls) > late:
+            out, count, about = self._calls.popleft()
+            yield np.asarray(out)[:count], about
+
+
+def undefined(row: int, token: int) -> FloatingPointError:
+    """The error for a row whose logits are not to be chosen from."""
+    return FloatingPointError(
+        f"row {row}: the logits for new token {token} hold NaN or no finite largest one. Either params or "
+        "state hold NaN or infinity, or an activation has overflowed; fla_jax.checked around model.apply "
+        "names the op"
+    )
+
+
+def row_seeds(seed: Any, batch: int) -> tuple[int, ...]:
+    """The seed of each row.
+
+    Raises:
+        ValueError: ``seed`` is neither an integer nor one for each row, or not from -2**63 to 2**64 - 1.
+    """
+    first = as_integer(seed)
+    seeds = as_integers(seed) if first is None else tuple(range(first, first + batch))
+    if seeds is None or len(seeds) != batch:
+        raise ValueError(f"seed must be an integer or one for each of the {batch} prompts, got {shown(seed)}")
+    wrong = [row for row in seeds if not _SEEDS[0] <= row <= _SEEDS[1]]
+    if wrong:
+        raise ValueError(f"seed must be from -2**63 to 2**64 - 1 for every row, got {shown(wrong[0])}")
+    return seeds
+
+
+def row_keys(seeds: Sequence[int]) -> jax.Array:
+    """The random key of each row, [batch]."""
+    with jax.enable_x64(True):  # without it JAX takes the lower 32 bits
+        return jax.vmap(jax.random.key)(np.array([row % 2**64 for row in seeds], np.uint64))

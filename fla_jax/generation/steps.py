@@ -1,0 +1,112 @@
+"""The programs that compute a decoded token: the model itself, and the fast path that equals it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..layers.state import RWKVState
+from ..models import RWKV7ForCausalLM
+from ..ops import decode
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelStep:
+    """The definition of a decoded token: a call of the model with one token.
+
+    Attributes:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+    """
+
+    model: Any
+    sampling: ClassVar[str] = "xla"
+    together: ClassVar[int] = 1
+
+    def __call__(
+        self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array
+    ) -> tuple[jax.Array, RWKVState]:
+        """See `fla_jax.generation.loop.Step`; ``weights`` are the model's parameters."""
+        logits, new = self.model.apply({"params": weights}, tokens[:, None], state)
+
+        def kept(x: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(of_rows(alive, x), x.astype(old.dtype), old)
+
+        return logits[:, -1], jax.tree.map(kept, new, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class FastStep:
+    """The same in a few large pieces (`fla_jax.ops.decode`), with the states of all layers written in place.
+
+    Attributes:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+        implementation: of the pieces, ``"triton"`` or ``"plain"``.
+    """
+
+    model: Any
+    implementation: str
+
+    @property
+    def sampling(self) -> str:
+        """See `fla_jax.generation.loop.Step`."""
+        return "triton" if self.implementation == "triton" else "xla"
+
+    @property
+    def together(self) -> int:
+        """See `fla_jax.generation.loop.Step`."""
+        return 4 if self.implementation == "triton" else 1
+
+    def __call__(
+        self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array
+    ) -> tuple[jax.Array, RWKVState]:
+        """See `fla_jax.generation.loop.Step`; ``weights`` are what `prepare` made."""
+        pieces, rows = decode.pieces(self.implementation), alive.astype(jnp.int32)
+        x, wkv = weights.table[tokens], state.wkv
+        layer = self._layer7 if isinstance(self.model, RWKV7ForCausalLM) else self._layer6
+        shifts, first = [], None
+        for i, p in enumerate(weights.layers):
+            last = (state.att_shift, state.ffn_shift)
+            x, wkv, shift, made = layer(pieces, p, x, wkv, last, i, rows, first)
+            first = made if first is None else first
+            shifts.append(shift)
+        logits, _ = pieces.project(weights.head, x, norm=weights.norm)
+        att_shift, ffn_shift = (jnp.stack(of_layers) for of_layers in zip(*shifts))
+        return logits, RWKVState(att_shift, ffn_shift, wkv)
+
+    def _layer7(
+        self, pieces: Any, p: Any, x: Any, wkv: Any, last: Any, i: int, alive: Any, first: Any
+    ) -> Any:
+        at = {"layer": i, "alive": alive}
+        made, shift = pieces.project(p.into, x, norm=p.norm, mixes=p.mixes, last=last[0], **at)
+        first, scale = made if first is None else first, self.model.config.rate_scale
+        y, wkv = pieces.advance7(p, made, first, wkv, i, alive, scale, x.dtype)
+        x, _ = pieces.project(p.output, y, add=x, dtype=x.dtype)
+        hidden, ffn_shift = pieces.project(
+            p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=last[1], dtype=x.dtype, **at
+        )
+        x, _ = pieces.project(p.value, hidden, add=x, dtype=x.dtype)
+        return x, wkv, (shift, ffn_shift), made
+
+    def _layer6(
+        self, pieces: Any, p: Any, x: Any, wkv: Any, last: Any, i: int, alive: Any, first: Any
+    ) -> Any:
+        at = {"layer": i, "alive": alive}
+        z, shift = pieces.project(p.first, x, norm=p.norm, mixes=p.mix_x, last=last[0], **at)
+        mixed = pieces.moves6(p, shift, last[0], i, z, x.dtype)
+        made, _ = pieces.project(p.into, mixed)
+        y, wkv = pieces.advance6(p, made, wkv, i, alive, x.dtype)
+        x, _ = pieces.project(p.output, y, add=x, dtype=x.dtype)
+        hidden, ffn_shift = pieces.project(
+            p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=last[1], dtype=x.dtype, **at
+        )
+        gate_at = hidden.shape[1] - x.shape[1]
+        x, _ = pieces.project(p.value, hidden, gate=hidden, gate_at=gate_at, add=x, dtype=x.dtype)
+        return x, wkv, (shift, ffn_shift), made
+
+
+def of_rows(rows: jax.Array, x: jax.Array) -> jax.Array:
+    """[B] as something that goes with a leaf [L, B, ...] of a state."""
+    return rows.reshape(1, -1, *(1,) * (x.ndim - 2))

@@ -1,0 +1,54 @@
+"""Checks of one array: every error names the argument, what came and what was wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def floating(name: str, x: Any) -> jax.Array:
+    """``x`` as a JAX array.
+
+    Raises:
+        TypeError: it is no array of float16, bfloat16, float32 or float64.
+    """
+    if not _is_array(x):
+        raise TypeError(f"{name} must be a floating-point array, got {type(x).__name__}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
+    if jnp.dtype(x.dtype).itemsize < 2:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    return jnp.asarray(x)
+
+
+def integers(name: str, x: Any) -> jax.Array:
+    """``x`` as a JAX array; lists and tuples are taken too.
+
+    Raises:
+        TypeError: it is no array of integers.
+    """
+    x = np.asarray(x) if isinstance(x, list | tuple) else x
+    if not _is_array(x) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(
+            f"{name} must be an integer array (int32), got {getattr(x, 'dtype', type(x).__name__)}"
+        )
+    return jnp.asarray(x)
+
+
+def check_rank(name: str, x: jax.Array, axes: str) -> None:
+    """Raises ValueError unless ``x`` has as many axes as ``axes`` ("[B, T, H, N]") names."""
+    if len(x.shape) != len(axes.split(",")):
+        raise ValueError(f"{name} must have shape {axes}, got {list(x.shape)}")
+
+
+def check_shape(name: str, x: jax.Array, want: tuple[int, ...], axes: str, hint: str = "") -> None:
+    """Raises ValueError unless ``x`` has the shape ``want``, whose axes are called ``axes``."""
+    if tuple(x.shape) != want:
+        raise ValueError(f"{name} must have shape {axes} = {list(want)}, got {list(x.shape)}{hint}")

@@ -1,0 +1,84 @@
+"""Recurrences whose rows are split between devices, out of implementations for whole rows: for the plain
+forms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...core.call import Call, Outputs, Recurrence
+from ...core.sequence import part_of
+from ...core.sharding import vary, varying_axes
+
+Kept = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class OverSequence:
+    """A module with ``forward`` and ``backward`` (see `fla_jax.ops.op`) that follows ``call.sequence``.
+
+    A device finds the map (M, N) of its own tokens by running the recurrence on values [v, 0] from the state
+    [0, I]: what comes out is [N, M]. Of the forward only M and the state that enters here are kept.
+
+    Attributes:
+        module: the implementation for whole rows.
+    """
+
+    module: Any
+
+    def kept_axes(self, call: Call[Recurrence]) -> dict[str, str]:
+        """See `fla_jax.ops.op`."""
+        if call.shards == 1:
+            return self.module.kept_axes(call)
+        return {"entering": "b stretch h k v", "M": "b stretch h k j"}
+
+    def forward(self, call: Call[Recurrence], x: Any) -> tuple[Outputs, Kept]:
+        """See `fla_jax.ops.op`."""
+        part = part_of(call, x.segment_ids)
+        if part is None:
+            outputs, kept = self.module.forward(call, x)
+            return outputs, kept if call.shards == 1 else self._nothing(call, x)
+        M, N = (array[:, None] for array in self._map(call, x))
+        entering, final = part.enter(M, N, x.initial_state)
+        outputs, _ = self.module.forward(call, x._replace(initial_state=entering))
+        return outputs._replace(final_state=final), {"entering": entering[:, None], "M": M}
+
+    def backward(self, call: Call[Recurrence], x: Any, kept: Kept, cotangents: Outputs) -> Any:
+        """See `fla_jax.ops.op`."""
+        if call.shards == 1:
+            return self.module.backward(call, x, kept, cotangents)
+        part = part_of(call, x.segment_ids)
+        if part is not None:
+            x = x._replace(initial_state=kept["entering"][:, 0])
+        _, states = self.module.forward(call, x)
+        if part is None:
+            return self.module.backward(call, x, states, cotangents)
+        nothing = vary(
+            jnp.zeros_like(cotangents.final_state), varying_axes(*jax.tree.leaves((x, cotangents)))
+        )
+        alone = cotangents._replace(final_state=nothing)
+        D = self.module.backward(call, x, states, alone).initial_state
+        leaving = part.enter_backward(kept["M"], D[:, None], cotangents.final_state)
+        gradients = self.module.backward(call, x, states, cotangents._replace(final_state=leaving))
+        first = jnp.where(part.is_first, gradients.initial_state, 0)
+        return gradients._replace(initial_state=first)
+
+    def _map(self, call: Call[Recurrence], x: Any) -> tuple[jax.Array, jax.Array]:
+        """(M, N) of the tokens here, [B, H, K, K] and [B, H, K, V]."""
+        s0, V = x.initial_state, x.v.shape[-1]
+        eye = jnp.broadcast_to(jnp.eye(s0.shape[2], dtype=s0.dtype), (*s0.shape[:2], *(s0.shape[2],) * 2))
+        start = vary(jnp.concatenate([jnp.zeros_like(s0), eye], -1), varying_axes(*jax.tree.leaves(x)))
+        wide = jnp.concatenate([x.v, jnp.zeros_like(x.k, x.v.dtype)], -1)
+        both = self.module.forward(call, x._replace(v=wide, initial_state=start))[0].final_state
+        return both[..., V:], both[..., :V]
+
+    def _nothing(self, call: Call[Recurrence], x: Any) -> Kept:
+        """What is kept where one device has whole rows after all: shapes."""
+        B, H, K, V = x.initial_state.shape
+        zeros = x.initial_state[0, 0, 0, 0] * 0
+        shape = (B, call.shards, H, K)
+        return {"entering": jnp.broadcast_to(zeros, (*shape, V)), "M": jnp.broadcast_to(zeros, (*shape, K))}

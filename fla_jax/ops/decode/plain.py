@@ -1,0 +1,190 @@
+"""The pieces of a decoded token in plain JAX: the definition of what the kernels compute.
+
+Arithmetic is float32, but for the operands of products, which have the weights' dtype. Rows that are not
+``alive`` [B] int32 keep what they have; what else is computed for them means nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .arrays import GROUP_EPS, KEY_EPS, NORM_EPS, SIGMOID, SQUARE, TANH, Layer6, Layer7, Matrix
+
+DECAY_SCALE = -math.exp(-0.5)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def layer_norm(x: jax.Array, norm: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Of x [..., C], float32."""
+    x = _wide(x)
+    x = x - jnp.mean(x, -1, keepdims=True)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + NORM_EPS)
+    return x * _wide(norm[0]) + _wide(norm[1])
+
+
+def finish(x: jax.Array, kind: int) -> jax.Array:
+    """What is done with sums."""
+    if kind == TANH:
+        return jnp.tanh(x)
+    if kind == SIGMOID:
+        return jax.nn.sigmoid(x)
+    return jnp.square(jax.nn.relu(x)) if kind == SQUARE else x
+
+
+def mix(
+    x: jax.Array, last: jax.Array, layer: int, norm: Any, mixes: jax.Array, alive: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Norm, token shift and mixes: ``(planes [M, B, C] float32, shift [B, C])``."""
+    h, before = layer_norm(x, norm), _wide(last[layer])
+    shift = jnp.where(alive[:, None] != 0, h, before).astype(last.dtype)
+    return h + (before - h) * _wide(mixes)[:, None], shift
+
+
+def project(
+    matrix: Matrix,
+    x: jax.Array,
+    *,
+    norm: tuple[jax.Array, jax.Array] | None = None,
+    mixes: jax.Array | None = None,
+    last: jax.Array | None = None,
+    layer: int = 0,
+    alive: jax.Array | None = None,
+    add: jax.Array | None = None,
+    gate: jax.Array | None = None,
+    gate_at: int = 0,
+    dtype: Any = jnp.float32,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Products of one input stage: norm, token shift, mixes, all matrices that read them, what follows.
+
+    Args:
+        matrix: [N, K]; `Matrix` says which plane its rows read and what is done with the sums.
+        x: [B, K], or planes [M, B, K]; more channels than K are not read.
+        norm: scale and bias [K] of the layer norm of x first, or None.
+        mixes: [M, K], with ``last``, ``alive`` and ``norm``: x is moved towards the token before.
+        last: [L, B, K], normalised tokens before, of all layers.
+        layer: which of them.
+        alive: [B] int32.
+        add: [B, N], added at the end.
+        gate: [B, more than N], its channels from ``gate_at`` on are multiplied with before that.
+        gate_at: first channel.
+        dtype: of the result.
+
+    Returns:
+        ``(y [B, N], shift)``: shift [B, K] is what ``last`` is for the next token, None without mixes.
+    """
+    shift, (N, K) = None, matrix.weight.shape
+    x = x[..., :K]
+    if norm is not None and mixes is not None:
+        assert last is not None and alive is not None
+        x, shift = mix(x, last, layer, norm, mixes, alive)
+    elif norm is not None:
+        x = layer_norm(x, norm)
+    operand = x.dtype if matrix.scale is not None else matrix.weight.dtype
+    weight, x = matrix.dense(operand), x.astype(operand)
+    parts, at = [], 0
+    for rows, plane, kind in matrix.segments:
+        by = x[plane] if x.ndim == 3 else x
+        sums = jnp.einsum("bk,nk->bn", by, weight[at : at + rows], preferred_element_type=jnp.float32)
+        parts.append(finish(sums, kind))
+        at += rows
+    y = jnp.concatenate(parts, 1)
+    if gate is not None:
+        y = y * _wide(gate[:, gate_at : gate_at + N])
+    if add is not None:
+        y = y + _wide(add)
+    return y.astype(dtype), shift
+
+
+def _group_norm(o: jax.Array, norm: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Of o [B, H, N]; [B, C]."""
+    o = o - jnp.mean(o, -1, keepdims=True)
+    o = o * jax.lax.rsqrt(jnp.mean(o * o, -1, keepdims=True) + GROUP_EPS)
+    return o.reshape(o.shape[0], -1) * _wide(norm[0]) + _wide(norm[1])
+
+
+def _kept(new: jax.Array, state: jax.Array, layer: int, alive: jax.Array) -> jax.Array:
+    """``state`` [L, B, H, N, N] with a layer's new one, where rows are alive."""
+    new = jnp.where(alive[:, None, None, None] != 0, new.astype(state.dtype), state[layer])
+    return state.at[layer].set(new)
+
+
+def advance7(
+    p: Layer7,
+    made: jax.Array,
+    first: jax.Array,
+    state: jax.Array,
+    layer: int,
+    alive: jax.Array,
+    rate_scale: float,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """RWKV-7's second low-rank stage, gates, keys, step and readout.
+
+    Args:
+        p: the layer.
+        made: [B, 3 C + 4 R] float32, what ``p.into`` gave.
+        first: the same of layer 0.
+        state: [L, B, H, N, N], of all layers, in any floating-point dtype.
+        layer: which of them.
+        alive: [B] int32.
+        rate_scale: see `fla_jax.layers.RWKV7Attention`.
+        dtype: of y.
+
+    Returns:
+        ``(y [B, C], state)``: y is what the output projection reads.
+    """
+    (C, R), (H, N), B = p.second.shape[1:], state.shape[2:4], made.shape[0]
+    heads = lambda x: x.reshape(-1, H, N)
+    r, k, v = (made[:, i * C : (i + 1) * C] for i in range(3))
+    low = made[:, 3 * C :].reshape(B, 4, R).astype(p.second.dtype)
+    decay, rate, share, gate = jnp.einsum("bpr,pcr->pbc", low, p.second, preferred_element_type=jnp.float32)
+    decay = jnp.exp(DECAY_SCALE * jax.nn.sigmoid(_wide(p.w0) + decay))
+    rate = jax.nn.sigmoid(_wide(p.a0) + rate)
+    if layer:
+        v = v + (first[:, 2 * C : 3 * C] - v) * jax.nn.sigmoid(_wide(p.v0) + share)
+    kk = heads(k * _wide(p.k_k))
+    square = jnp.sum(kk * kk, -1, keepdims=True)
+    kk = kk * jnp.where(square > KEY_EPS**2, jax.lax.rsqrt(jnp.maximum(square, 1e-38)), 1 / KEY_EPS)
+    k = k * (1 + (rate - 1) * _wide(p.k_a))
+    r, k, v, decay = heads(r), heads(k), heads(v), heads(decay)
+    S = _wide(state[layer])
+    read = jnp.einsum("bhk,bhkv->bhv", kk, S)
+    S = S * decay[..., None] + k[..., None] * v[..., None, :]
+    S = S - (kk * heads(rate) * rate_scale)[..., None] * read[..., None, :]
+    o = _group_norm(jnp.einsum("bhk,bhkv->bhv", r, S), p.group_norm)
+    bonus = jnp.sum(r * k * _wide(p.r_k).reshape(H, N), -1, keepdims=True) * v
+    return ((o + bonus.reshape(o.shape)) * gate).astype(dtype), _kept(S, state, layer, alive)
+
+
+def moves6(p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, dtype: Any) -> jax.Array:
+    """RWKV-6's mixed tokens [5, B, C], from the normalised token x [B, C] and z [B, 5 R and more]."""
+    _, R, _ = p.moves.shape
+    z = z[:, : 5 * R].reshape(-1, 5, R).astype(p.moves.dtype)
+    by = jnp.einsum("bpr,prc->pbc", z, p.moves, preferred_element_type=jnp.float32)
+    x, before = _wide(x), _wide(last[layer])
+    return (x + (before - x) * (_wide(p.mixes)[:, None] + by)).astype(dtype)
+
+
+def advance6(
+    p: Layer6, made: jax.Array, state: jax.Array, layer: int, alive: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """RWKV-6's decay, step and readout; ``made`` [B, 4 C + D] is what ``p.into`` gave. Else as `advance7`."""
+    (C, _), (H, N) = p.second.shape, state.shape[2:4]
+    heads = lambda x: x.reshape(-1, H, N)
+    r, k, v, gate = (made[:, i * C : (i + 1) * C] for i in range(4))
+    low = made[:, 4 * C :].astype(p.second.dtype)
+    decay = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32) + _wide(p.base)
+    decay = heads(jnp.exp(-jnp.exp(jnp.minimum(decay, 20))))
+    r, k, v = heads(r), heads(k), heads(v)
+    S = _wide(state[layer])
+    o = jnp.einsum("bhk,bhkv->bhv", r, S)
+    o = o + jnp.sum(r * k * _wide(p.bonus).reshape(H, N), -1, keepdims=True) * v
+    S = S * decay[..., None] + k[..., None] * v[..., None, :]
+    return (_group_norm(o, p.group_norm) * jax.nn.silu(gate)).astype(dtype), _kept(S, state, layer, alive)

@@ -1,0 +1,103 @@
+"""Norm, token shift and mixes of rows that are split between devices, out of implementations for whole
+rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...core.call import Call, Mix, Mixed, MixInputs
+from ...core.sequence import Part, from_left, from_right, part_of
+from ...core.sharding import vary, varying_axes
+from .norm_mix_plain import norm, summed
+
+Kept = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class OverSequence:
+    """A module with ``forward`` and ``backward`` (see `fla_jax.ops.op`) that follows ``call.sequence``.
+
+    The first token of a device sees the last one of its left neighbour. What crosses is that token before the
+    norm, in its own dtype, so that nothing is rounded which would not be in a whole row.
+
+    Attributes:
+        module: the implementation for whole rows.
+    """
+
+    module: Any
+
+    def kept_axes(self, call: Call[Mix]) -> dict[str, str]:
+        """See `fla_jax.ops.op`."""
+        return self.module.kept_axes(call)
+
+    def forward(self, call: Call[Mix], x: MixInputs) -> tuple[Mixed, Kept]:
+        """See `fla_jax.ops.op`."""
+        part = part_of(call, x.segment_ids)
+        if part is None:
+            return self.module.forward(call, x)
+        x = _varying(x, x)
+        entering, _ = _entering(call.settings, part, x)
+        outputs, kept = self.module.forward(call, x._replace(last=entering))
+        last = jnp.where(part.is_last, outputs.last, 0)
+        return outputs._replace(last=jax.lax.psum(last, part.axis)), kept
+
+    def backward(self, call: Call[Mix], x: MixInputs, kept: Kept, cotangents: Mixed) -> MixInputs:
+        """See `fla_jax.ops.op`."""
+        part = part_of(call, x.segment_ids)
+        if part is None:
+            return self.module.backward(call, x, kept, cotangents)
+        x, cotangents = _varying(x, x), _varying(cotangents, x)
+        entering, pull = _entering(call.settings, part, x)
+        last = jnp.where(part.is_last, cotangents.last, 0)
+        own = self.module.backward(call, x._replace(last=entering), kept, cotangents._replace(last=last))
+        crossed = part.continued(jnp.where(part.is_first, 0, own.last))
+        row, *norm_gradients = pull(crossed.astype(entering.dtype))
+        row = from_right(row, part.axis)
+
+        def with_row(gradient: jax.Array) -> jax.Array:
+            return gradient.at[:, -1].add(row.astype(gradient.dtype))
+
+        def add(gradient: jax.Array | None, more: jax.Array) -> jax.Array | None:
+            return None if gradient is None else gradient + (more if gradient.ndim > 1 else jnp.sum(more, 0))
+
+        scale, bias = (add(g, more) for g, more in zip((own.scale, own.bias), norm_gradients))
+        return own._replace(
+            x=with_row(own.x),
+            y=None if x.y is None else with_row(own.y),
+            scale=scale,
+            bias=bias,
+            last=None if x.last is None else jnp.where(part.is_first, own.last, 0).astype(x.last.dtype),
+        )
+
+
+def _varying(tree: Any, x: MixInputs) -> Any:
+    """In a checked `jax.shard_map`: every array as each device's own, so that gradients are, too."""
+    axes = varying_axes(*jax.tree.leaves(x))
+    return jax.tree.map(lambda array: vary(array, axes), tree)
+
+
+def _entering(settings: Mix, part: Part, x: MixInputs) -> tuple[jax.Array, Any]:
+    """What the first token of every row here sees [B, C], unrounded; and the pullback to the neighbour's last
+    token, and to scale and bias by row.
+    """
+    wide = jnp.dtype(settings.compute_name)
+    row = from_left(
+        summed(x.x[:, -1], None if x.y is None else x.y[:, -1], wide).astype(x.x.dtype), part.axis
+    )
+    B, C = row.shape
+    by_row = (
+        None if x.scale is None else (jnp.broadcast_to(x.scale, (B, C)), jnp.broadcast_to(x.bias, (B, C)))
+    )
+    scale, bias = (None, None) if by_row is None else by_row
+
+    def normalise(row: jax.Array, scale: Any, bias: Any) -> jax.Array:
+        return norm(row, scale, bias, settings.eps)
+
+    h, pull = jax.vjp(normalise, row.astype(wide), scale, bias)
+    first = jnp.zeros_like(h) if x.last is None else x.last.astype(wide)
+    return jnp.where(part.is_first, first, part.continued(h)), pull

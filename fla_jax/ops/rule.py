@@ -1,0 +1,137 @@
+"""How an op runs: its implementation on each device's own part of the arrays, and its gradient.
+
+The parts of `fla_jax.ops.op.Op` that JAX calls: ``op`` is an `Op`, ``implementation`` one of its
+`Implementation`s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core.call import Call
+from ..core.names import name_arrays
+from ..core.sharding import ROWS, TOKENS, is_explicit, is_manual, reduce_like, sharded
+
+Arrays = dict[str, jax.Array]
+
+
+def _by_device(implementation: Any, module: Any, call: Call) -> bool:
+    """Whether an implementation is called on each device's own part of the arrays."""
+    return implementation.opaque or ((is_explicit() or call.shards > 1) and hasattr(module, "kept_axes"))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _forward(op: Any, implementation: Any, call: Call, x: Any) -> tuple[Any, Arrays]:
+    """Outputs, and what the implementation keeps; jitted, so that calls outside jit find what the first
+    compiled.
+    """
+    module = implementation.load()
+    if not _by_device(implementation, module, call):
+        return module.forward(call, x)
+    kept_axes = module.kept_axes(call) if call.keep else {}
+    arrays, tree = jax.tree.flatten(x)
+    results, outputs_tree = jax.tree.flatten(op.axes_of_results(call))
+
+    def on(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        outputs, kept = module.forward(call, jax.tree.unflatten(tree, arrays))
+        return (*jax.tree.leaves(outputs), *(kept[name] for name in kept_axes))
+
+    left, right = [axes for _, axes in op.given(x)], [*results, *kept_axes.values()]
+    made = _over_devices(op, call, on, left, right)(*arrays)
+    outputs = jax.tree.unflatten(outputs_tree, made[: len(results)])
+    return outputs, dict(zip(kept_axes, made[len(results) :]))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _backward(op: Any, implementation: Any, call: Call, x: Any, kept: Arrays, cotangents: Any) -> Any:
+    """Gradients like ``x``, None for integers; those of arrays without rows may have a leading axis of
+    rows, and where devices share tokens those of arrays without tokens one of devices before that.
+    """
+    module = implementation.load()
+    if not _by_device(implementation, module, call):
+        return module.backward(call, x, kept, cotangents)
+    inputs, results = [axes for _, axes in op.given(x)], jax.tree.leaves(op.axes_of_results(call))
+    kept_axes = module.kept_axes(call)
+    floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in jax.tree.leaves(x)]
+    arrays, tree = jax.tree.flatten((x, cotangents, tuple(kept[name] for name in kept_axes)))
+
+    def on(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        x, cotangents, kept = jax.tree.unflatten(tree, arrays)
+        gradients = jax.tree.leaves(module.backward(call, x, dict(zip(kept_axes, kept)), cotangents))
+        rows = next(
+            a.shape[axes.split().index(ROWS)] for a, axes in zip(arrays, left) if ROWS in axes.split()
+        )
+        return tuple(_with_axes(call, g, axes.split(), rows) for g, axes in zip(gradients, right))
+
+    left = [*inputs, *results, *kept_axes.values()]
+    summed = [_summed_axes(call, axes.split()) for axes in inputs]
+    right = [axes for axes, is_floating in zip(summed, floating) if is_floating]
+    if call.sequence is not None and is_manual():
+        # inside jax.shard_map every device has a cotangent of its own for what is the same on all
+        for i in range(len(inputs), len(inputs) + len(results)):
+            if TOKENS not in left[i].split():
+                arrays[i] = jax.lax.psum(arrays[i], call.sequence)
+    made = _over_devices(op, call, on, left, right)(*arrays)
+    remaining = iter(made)
+    return jax.tree.unflatten(jax.tree.structure(x), [next(remaining) if f else None for f in floating])
+
+
+def _over_devices(op: Any, call: Call, on: Callable[..., Any], left: list[str], right: list[str]) -> Any:
+    """``on(call, *arrays)`` on every device's own part of the arrays."""
+    whole = functools.partial(on, dataclasses.replace(call, sequence=None))
+    name = op.name if any(one.sequences for one in op.implementations) else ""
+    return sharded(functools.partial(on, call), left, right, op.shardable, call.sequence, whole, name)
+
+
+def _summed_axes(call: Call, axes: list[str]) -> str:
+    """The axes of a gradient, with those in front that the op sums over."""
+    rows = [] if ROWS in axes or "n" in axes else [ROWS]
+    return " ".join([*(["device"] if call.shards > 1 and TOKENS not in axes else []), *rows, *axes])
+
+
+def _with_axes(call: Call, gradient: jax.Array, axes: list[str], rows: int) -> jax.Array:
+    """A gradient with the axes that `_summed_axes` names."""
+    split = call.shards > 1 and axes[0] == "device"
+    if gradient.ndim < len(axes) - split:  # one for all rows here: the first row's
+        gradient = jnp.pad(gradient[None], ((0, rows - 1), *((0, 0),) * gradient.ndim))
+    if split and call.sequence is None:  # made from whole rows: the first device's is all of it
+        return jnp.pad(gradient[None], ((0, call.shards - 1), *((0, 0),) * gradient.ndim))
+    return gradient[None] if split else gradient
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def run(op: Any, implementation: Any, call: Call, x: Any) -> Any:
+    """The outputs of an `Op` by one of its implementations; differentiable in reverse mode."""
+    return _forward(op, implementation, dataclasses.replace(call, keep=False), x)[0]
+
+
+def _run_fwd(op: Any, implementation: Any, call: Call, x: Any) -> tuple[Any, Any]:
+    outputs, kept = _forward(op, implementation, call, x)
+    # named inside the rule, so that a policy can keep them: see core/names.py
+    names = op.output_names or (None,) * len(outputs)
+    outputs = op.outputs(*(name_arrays(y, name) for y, name in zip(outputs, names)))
+    return outputs, (x, name_arrays(kept, op.kept_name))
+
+
+def _run_bwd(op: Any, implementation: Any, call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
+    x, kept = residuals
+    gradients = _backward(op, implementation, call, x, kept, cotangents)
+
+    def like(primal: jax.Array, gradient: jax.Array | None) -> jax.Array | None:
+        if gradient is None:
+            return None
+        if gradient.ndim > primal.ndim:  # one per row, or for each of the devices that share rows
+            more = tuple(range(gradient.ndim - primal.ndim))
+            gradient = jnp.sum(gradient, more).astype(primal.dtype)
+        return reduce_like(gradient, primal)
+
+    return (jax.tree.map(like, x, gradients),)
+
+
+run.defvjp(_run_fwd, _run_bwd)

@@ -1,0 +1,35 @@
+"""Training on many devices: meshes, shardings, a compiled step.
+
+mesh = make_mesh(fsdp=-1)
+step = TrainStep(model, rwkv_optimizer(6e-4), mesh)
+state = step.init(jax.random.key(0))
+for tokens in batches:
+    state, loss = step(state, step.shard(tokens))
+"""
+
+from .flags import overlap_flags, overlap_options, set_overlap_flags
+from .mesh import make_mesh
+from .rules import (
+    axis_rules,
+    batch_sharding,
+    optimizer_shardings,
+    over_sequence,
+    parameter_shardings,
+    state_shardings,
+)
+from .step import TrainStep, next_token_loss
+
+__all__ = [
+    "TrainStep",
+    "axis_rules",
+    "batch_sharding",
+    "make_mesh",
+    "next_token_loss",
+    "optimizer_shardings",
+    "over_sequence",
+    "overlap_flags",
+    "overlap_options",
+    "parameter_shardings",
+    "set_overlap_flags",
+    "state_shardings",
+]

@@ -1,0 +1,85 @@
+"""Options of XLA that let communication run beside computation on GPUs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+
+
+def overlap_options() -> dict[str, Any]:
+    """Options for ``TrainStep(..., compiler_options=overlap_options())``: for that program alone, at any
+    time.
+
+    All of them are off, or smaller, by default, and do nothing on one device:
+
+    * ``xla_gpu_enable_latency_hiding_scheduler``: starts every collective as early and waits for it as late
+      as the data allow, and takes more memory for it; what follows relies on it. Collectives are asynchronous
+      without being asked.
+    * ``xla_gpu_pipeline_all_gather`` (before jax 0.11 ``xla_gpu_enable_pipelined_all_gather``): in the loop
+      over layers, weights of the next layer are gathered while this one computes.
+    * The same of ``reduce_scatter`` and ``all_reduce``: a layer's gradients are summed while the next one
+      computes.
+    * ``xla_gpu_enable_while_loop_double_buffering``: two layers an iteration, so that what came early is not
+      copied.
+    * ``xla_gpu_{all_gather,reduce_scatter,all_reduce}_combine_threshold_bytes``: collectives that are ready
+      together become one up to this size, 1 GiB: a layer's matrices travel at once.
+
+    Example:
+        >>> from fla_jax.parallel import overlap_options
+        >>> all(name.startswith("xla_gpu") for name in overlap_options())
+        True
+    """
+    collectives = ("all_gather", "reduce_scatter", "all_reduce")
+    if jax.__version_info__ < (0, 11):
+        pipelined: dict[str, Any] = {f"xla_gpu_enable_pipelined_{name}": True for name in collectives}
+    else:
+        pipelined = {f"xla_gpu_pipeline_{name}": "COLLECTIVE_PIPELINING_MODE_ON" for name in collectives}
+    return {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        **pipelined,
+        "xla_gpu_enable_while_loop_double_buffering": True,
+        **{f"xla_gpu_{name}_combine_threshold_bytes": 1 << 30 for name in collectives},
+    }
+
+
+def overlap_flags() -> str:
+    """`overlap_options` as the environment variable XLA_FLAGS takes them.
+
+    Example:
+        >>> from fla_jax.parallel import overlap_flags
+        >>> overlap_flags().split()[0]
+        '--xla_gpu_enable_latency_hiding_scheduler=true'
+    """
+    spelled = {"COLLECTIVE_PIPELINING_MODE_ON": "on"}  # flags spell it differently
+    return " ".join(f"--{name}={spelled.get(x, str(x).lower())}" for name, x in overlap_options().items())
+
+
+def set_overlap_flags() -> None:
+    """Adds `overlap_flags` to XLA_FLAGS, for every program of this process; what is set there already stays
+    as it is.
+
+    Raises:
+        RuntimeError: JAX has started its devices and reads XLA_FLAGS no more.
+
+    Example:
+        >>> import jax
+        >>> from fla_jax.parallel import set_overlap_flags
+        >>> device = jax.devices()[0]  # too late from here on
+        >>> set_overlap_flags()
+        Traceback (most recent call last):
+        ...
+        RuntimeError: set_overlap_flags must be called before JAX starts its devices...
+    """
+    from jax._src import xla_bridge  # there is no public way to ask
+
+    if xla_bridge.backends_are_initialized():
+        raise RuntimeError(
+            "set_overlap_flags must be called before JAX starts its devices, so before the first array and "
+            "before jax.devices(); TrainStep(..., compiler_options=overlap_options()) works at any time"
+        )
+    before = os.environ.get("XLA_FLAGS", "").split()
+    named = {flag.split("=")[0] for flag in before}
+    new = [flag for flag in overlap_flags().split() if flag.split("=")[0] not in named]
+    os.environ["XLA_FLAGS"] = " ".join(before + new)

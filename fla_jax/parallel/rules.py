@@ -1,0 +1,229 @@
+"""Which axis of what is split over which axis of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..core.sharding import entries, is_explicit, place
+from ..layers.state import RWKVState
+from .mesh import ROWS, check_axes, row_parts
+
+Rules = tuple[tuple[str, Any], ...]
+
+
+def axis_rules(model: Any, mesh: Mesh, *, rows: int | None = None) -> Rules:
+    """The logical axis rules (`flax.linen.logical_axis_rules`) that train ``model`` on ``mesh``, or run it.
+
+    Parameters: ``embed``, the channels between layers, over fsdp; ``heads``, ``mlp`` and ``vocab`` over
+    tensor. Vectors over the channels between layers have no name and are whole everywhere. Activations:
+    ``batch`` over data and fsdp, ``length`` over sequence, ``act_heads``, ``act_mlp`` and ``act_vocab`` over
+    tensor, ``act_embed`` whole: matrices are gathered, and activations never move but for two sums a layer
+    over tensor.
+
+    A vocabulary that tensor does not divide, and ranks of low-rank pairs that fsdp does not divide, are
+    whole.
+
+    Args:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+        mesh: from `make_mesh`.
+        rows: how many rows are read at a time, by `fla_jax.generation.generate` say, which reads pieces of
+            any length: ``length`` is then whole, and ``batch`` where the mesh does not divide it. None for
+            training.
+
+    Returns:
+        Pairs of a logical axis and a mesh axis, or several, or None.
+
+    Raises:
+        ValueError: the mesh does not divide the model's channels, heads or hidden channels; the message names
+            the size and the mesh axis.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.parallel import axis_rules, make_mesh
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> dict(axis_rules(model, make_mesh()))["embed"]
+        'fsdp'
+    """
+    check_axes(mesh)
+    config, fsdp, tensor = model.config, mesh.shape["fsdp"], mesh.shape["tensor"]
+    widths = _widths(model)
+    heads = config.hidden_size // config.head_dim
+    for what, size, axis in (
+        ("hidden_size", config.hidden_size, "fsdp"),
+        (f"hidden_size / head_dim = {config.hidden_size} / {config.head_dim}, the heads,", heads, "tensor"),
+        *(("intermediate_size", size, "tensor") for size in sorted(widths["mlp"])),
+    ):
+        if size % mesh.shape[axis]:
+            raise ValueError(
+                f"{what} must be a multiple of mesh axis {axis} = {mesh.shape[axis]}, got {size}"
+            )
+    vocab = None if config.vocab_size % tensor else "tensor"
+    batch: Any = ROWS if rows is None or rows % row_parts(mesh) == 0 else None
+    return (
+        ("batch", batch),
+        ("length", "sequence" if rows is None else None),
+        ("embed", "fsdp"),
+        ("heads", "tensor"),
+        ("mlp", "tensor"),
+        ("vocab", vocab),
+        ("rank", None if any(size % fsdp for size in widths["rank"]) else "fsdp"),
+        ("kv", None),
+        ("layers", None),
+        ("act_embed", None),
+        ("act_heads", "tensor"),
+        ("act_mlp", "tensor"),
+        ("act_vocab", vocab),
+    )
+
+
+def parameter_shardings(model: Any, mesh: Mesh) -> Any:
+    """How each parameter is stored: a tree of `jax.sharding.NamedSharding` like
+    ``model.init(...)["params"]``.
+
+    Raises:
+        ValueError: see `axis_rules`.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from fla_jax.parallel import make_mesh, parameter_shardings
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> shardings = parameter_shardings(model, make_mesh())
+        >>> shardings["blocks_0"]["att"]["key"]["kernel"].spec == P("fsdp", "tensor")
+        True
+    """
+    rules = axis_rules(model, mesh)
+
+    def one(box: Any) -> NamedSharding:
+        return NamedSharding(mesh, nn.logical_to_mesh_axes(box.names, rules) or P())
+
+    return jax.tree.map(one, _boxed(model), is_leaf=_is_box)
+
+
+def optimizer_shardings(
+    optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
+) -> Any:
+    """How an optimiser's state is stored: what mirrors a parameter like the parameter, everything else whole.
+
+    Args:
+        optimizer: any optax transformation.
+        params: the parameters, or their shapes (`jax.ShapeDtypeStruct`).
+        shardings: theirs, from `parameter_shardings`.
+        mesh: of the shardings.
+
+    Returns:
+        A tree of shardings like ``optimizer.init(params)``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> from fla_jax.parallel import make_mesh, optimizer_shardings
+        >>> mesh = make_mesh()
+        >>> params = {"kernel": jnp.zeros((8, 8))}
+        >>> shardings = {"kernel": NamedSharding(mesh, PartitionSpec("fsdp"))}
+        >>> made = optimizer_shardings(optax.adam(1e-3), params, shardings, mesh)
+        >>> tuple(made[0].mu["kernel"].spec), tuple(made[0].count.spec)
+        (('fsdp',), ())
+    """
+    whole = NamedSharding(mesh, P())
+
+    def mirrored(x: Any, param: Any, sharding: NamedSharding) -> NamedSharding:
+        return sharding if x.shape == param.shape else whole
+
+    state = jax.eval_shape(optimizer.init, params)
+    return optax.tree_map_params(
+        optimizer, mirrored, state, params, shardings, transform_non_params=lambda _: whole
+    )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of tokens, masks and everything else [B, ...] that comes with a batch: rows over data and fsdp.
+
+    Example:
+        >>> from fla_jax.parallel import batch_sharding, make_mesh
+        >>> batch_sharding(make_mesh()).spec[0]
+        ('data', 'fsdp')
+    """
+    check_axes(mesh)
+    return NamedSharding(mesh, P(ROWS))
+
+
+def over_sequence(x: jax.Array) -> jax.Array:
+    """Tokens or anything [B, T, ...] like them, T split over ``sequence``: for losses of one's own.
+
+    On meshes with explicit axes, where the model follows the types of its tokens; elsewhere it follows the
+    rules, and ``x`` comes back as it is.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.parallel import make_mesh, over_sequence
+        >>> with jax.set_mesh(make_mesh(sequence=1, explicit=True)):
+        ...     over_sequence(jnp.zeros((2, 8), jnp.int32)).shape
+        (2, 8)
+    """
+    size = jax.sharding.get_abstract_mesh().shape.get("sequence", 1)
+    if not is_explicit() or size == 1 or x.shape[1] % size:
+        return x  # the model says what does not fit
+    rows, _, *others = entries(x)
+    return place(x, rows, "sequence", *others)
+
+
+def state_shardings(mesh: Mesh) -> Any:
+    """Of a model's recurrent state: rows over data and fsdp, heads over tensor.
+
+    Returns:
+        An `RWKVState` of shardings, for ``jax.device_put(model.init_state(batch), state_shardings(mesh))``.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> import jax
+        >>> from fla_jax.parallel import make_mesh, state_shardings
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> state = jax.device_put(model.init_state(jax.device_count()), state_shardings(make_mesh()))
+        >>> state.wkv.sharding.spec[2]
+        'tensor'
+    """
+    check_axes(mesh)
+    shift, wkv = NamedSharding(mesh, P(None, ROWS)), NamedSharding(mesh, P(None, ROWS, "tensor"))
+    fields: dict[str, Any] = {"att_shift": shift, "ffn_shift": shift, "wkv": wkv}
+    return RWKVState(**fields)
+
+
+def parameter_shapes(model: Any) -> Any:
+    """Shapes and dtypes of the parameters, without boxes."""
+    return jax.tree.map(lambda box: box.value, _boxed(model), is_leaf=_is_box)
+
+
+@functools.lru_cache(maxsize=4)
+def _boxed(model: Any) -> Any:
+    """The parameters' shapes, boxed with the names of their axes."""
+    named = model.clone(config=dataclasses.replace(model.config, logical_axes=True))
+    return jax.eval_shape(named.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, nn.LogicallyPartitioned)
+
+
+def _widths(model: Any) -> dict[str, set[int]]:
+    """The sizes that hidden channels, and ranks where nothing else of a matrix is over fsdp, have in the
+    model.
+    """
+    found: dict[str, set[int]] = {"mlp": set(), "rank": set()}
+    for box in jax.tree.leaves(_boxed(model), is_leaf=_is_box):
+        for name, size in zip(box.names, box.value.shape):
+            if name == "mlp" or (name == "rank" and "embed" not in box.names):
+                found[name].add(size)
+    return found

@@ -1,0 +1,195 @@
+"""Training steps on a mesh: one compiled program that owns parameters, moments and gradients in parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..training import chunked_cross_entropy
+from .mesh import ROWS, is_explicit_mesh, row_parts
+from .rules import (
+    axis_rules,
+    batch_sharding,
+    optimizer_shardings,
+    over_sequence,
+    parameter_shapes,
+    parameter_shardings,
+)
+
+Loss = Callable[[Any, Any], Any]
+
+
+def next_token_loss(model: Any, **options: Any) -> Loss:
+    """The loss of the official recipe: mean cross-entropy of the next token, with L2Wrap, without all logits
+    in memory.
+
+    Args:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+        options: of `fla_jax.training.chunked_cross_entropy`: ``l2wrap``, ``block_tokens``.
+
+    Returns:
+        ``loss(params, batch)``; a batch is tokens [B, T + 1], or a pair of them and a mask [B, T] of the
+        labels.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.parallel import next_token_loss
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> tokens = jnp.arange(9)[None]
+        >>> params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]  # shapes will do here
+        >>> jax.eval_shape(next_token_loss(model), params, tokens).shape
+        ()
+    """
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        tokens, mask = batch if isinstance(batch, tuple | list) else (batch, None)
+        hidden, _ = model.apply({"params": params}, over_sequence(tokens[:, :-1]), method="hidden")
+        return chunked_cross_entropy(hidden, params["head"]["kernel"], tokens[:, 1:], mask, **options)
+
+    return loss
+
+
+class TrainStep:
+    """One optimiser step on a mesh, compiled once.
+
+    Parameters, their gradients and the optimiser's moments are stored as `parameter_shardings` says; rows are
+    split over data and fsdp. The state that goes in is donated: its memory becomes the new one's.
+
+    Attributes:
+        mesh: the mesh.
+        rules: its `axis_rules` for the model.
+        shardings: a `flax.training.train_state.TrainState` of shardings, that of its states.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.parallel import TrainStep, make_mesh
+        >>> from fla_jax.training import rwkv_optimizer
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
+        >>> step = TrainStep(model, rwkv_optimizer(6e-4), make_mesh())
+        >>> state = step.init(jax.random.key(0))
+        >>> state, loss = step(state, step.shard(jnp.zeros((jax.device_count(), 9), jnp.int32)))
+        >>> int(state.step)
+        1
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        loss: Loss | None = None,
+        *,
+        has_aux: bool = False,
+        compiler_options: Mapping[str, Any] | None = None,
+    ):
+        """Checks that the mesh fits the model; compiles nothing.
+
+        Args:
+            model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+            optimizer: any optax transformation, such as `fla_jax.training.rwkv_optimizer`'s.
+            mesh: from `make_mesh`.
+            loss: ``loss(params, batch) -> scalar``, a mean over the whole batch; None for `next_token_loss`.
+                It is written for whole arrays, as on one device.
+            has_aux: whether the loss returns ``(scalar, anything)``.
+            compiler_options: of XLA, for the step's program alone, such as `overlap_options`.
+
+        Raises:
+            ValueError: see `axis_rules`.
+        """
+        self.model, self.mesh, self.rules = model, mesh, axis_rules(model, mesh)
+        self._optimizer, self._loss, self._has_aux = optimizer, loss or next_token_loss(model), has_aux
+        shapes, params = parameter_shapes(model), parameter_shardings(model, mesh)
+        stored: Any = {"step": NamedSharding(mesh, P()), "params": params}
+        stored["opt_state"] = optimizer_shardings(optimizer, shapes, params, mesh)
+        self.shardings = TrainState(apply_fn=model.apply, tx=optimizer, **stored)
+        # on a mesh with explicit axes the types say it already
+        out: Any = {} if is_explicit_mesh(mesh) else {"out_shardings": (self.shardings, None)}
+        options = None if compiler_options is None else dict(compiler_options)
+        self._compiled = jax.jit(self._step, donate_argnums=(0,), compiler_options=options, **out)
+
+    def init(self, key: jax.Array) -> TrainState:
+        """A new state, made in parts where it will lie. ``key``: from `jax.random.key`."""
+
+        def create(key: jax.Array) -> TrainState:
+            params = self.model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
+            return self._state(nn.meta.unbox(params))
+
+        # XLA splits the work by what is wanted in the end; on a mesh with explicit axes the whole would come
+        # first
+        devices, names = self.mesh.devices, self.mesh.axis_names
+        automatic = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+        shardings = jax.tree.map(lambda s: NamedSharding(automatic, s.spec), self.shardings)
+        return jax.device_put(jax.jit(create, out_shardings=shardings)(key), self.shardings)
+
+    def start(self, params: Any) -> TrainState:
+        """A new state from existing parameters, such as a checkpoint's; they stay as they are."""
+        params = jax.device_put(nn.meta.unbox(params), self.shardings.params, may_alias=False)
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self._state, out_shardings=self.shardings)(params)
+
+    def shard(self, batch: Any) -> Any:
+        """A batch on its devices: arrays [B, ...], each with its rows over data and fsdp.
+
+        Where several processes train together, each gives its own rows.
+
+        Raises:
+            ValueError: the mesh does not divide the rows.
+        """
+        sharding = batch_sharding(self.mesh)
+
+        def put(x: Any) -> jax.Array:
+            if jax.process_count() == 1:
+                self._check_rows(np.shape(x)[0])
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+        return jax.tree.map(put, batch)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        """One step.
+
+        Args:
+            state: from `init` or `start`, or from the step before. Donated: it cannot be used again.
+            batch: from `shard`: what the loss takes.
+
+        Returns:
+            ``(state, loss)``, or ``(state, (loss, aux))``.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._compiled(state, batch)
+
+    def lower(self, state: TrainState, batch: Any) -> Any:
+        """What `jax.jit` calls lower: for ``.compile().as_text()``, ``memory_analysis()``. Shapes will do."""
+        with jax.set_mesh(self.mesh):
+            return self._compiled.lower(state, batch)
+
+    def _state(self, params: Any) -> TrainState:
+        state = TrainState.create(apply_fn=self.model.apply, params=params, tx=self._optimizer)
+        return state.replace(step=jnp.int32(0))
+
+    def _check_rows(self, rows: int) -> None:
+        if rows % row_parts(self.mesh):
+            sizes = [self.mesh.shape[axis] for axis in ROWS]
+            what = f"{' * '.join(ROWS)} = {' * '.join(map(str, sizes))} = {row_parts(self.mesh)}"
+            raise ValueError(
+                f"batch must have a number of rows that is a multiple of mesh axes {what}, got {rows}"
+            )
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        for x in jax.tree.leaves(batch):
+            self._check_rows(x.shape[0])
+        explicit = is_explicit_mesh(self.mesh)
+        with contextlib.nullcontext() if explicit else nn.logical_axis_rules(self.rules):
+            loss, grads = jax.value_and_grad(self._loss, has_aux=self._has_aux)(state.params, batch)
+        return state.apply_gradients(grads=grads), loss

@@ -1,0 +1,188 @@
+"""The pieces of a decoded token on NVIDIA GPUs, with the arguments of `fla_jax.ops.decode.plain`: the
+products (`products_launcher`), the step of every head, and the choice of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..run.triton import launch
+from .choose import choose_kernel
+from .heads import moves_kernel, rwkv6_kernel, rwkv7_kernel
+from .products_launcher import FEW, layer_code, project
+
+__all__ = ["advance6", "advance7", "choose", "moves6", "project"]
+_GROUP_EPS, _KEY_EPS, _DECAY_SCALE = 64e-5, 1e-12, -math.exp(-0.5)
+
+
+def _terms(second: Any, N: int) -> int:
+    """Terms of the second low-rank stages, for the N channels of a head, that a program has under way.
+
+    A program of 256 threads has registers for four times 32 KB of them and little else; where that is not all
+    of them, what it has under way while it sums up is as much again.
+    """
+    R, most = second.shape[-1], 32768 // (N * second.dtype.itemsize)
+    return min(most if most >= R else most // 2, 1 << (R - 1).bit_length())
+
+
+def advance7(
+    p: Any, made: Any, first: Any, state: Any, layer: int, alive: Any, rate_scale: float, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """See `fla_jax.ops.decode.plain.advance7`; the state is written in place."""
+    (_, C, R), (B, H, N) = p.second.shape, state.shape[1:4]
+    few, second = B <= FEW, jnp.zeros(1, jnp.int32)
+    if not few:
+        low = made[:, 3 * C :].reshape(B, 4, R).astype(p.second.dtype)
+        second = jnp.einsum("bpr,pcr->pbc", low, p.second, preferred_element_type=jnp.float32)
+    results = launch(
+        rwkv7_kernel,
+        dict(
+            state_=state,
+            made_=made,
+            first_=first,
+            second_=second,
+            w2_=p.second,
+            w0_=p.w0,
+            a0_=p.a0,
+            v0_=p.v0,
+            k_k_=p.k_k,
+            k_a_=p.k_a,
+            r_k_=p.r_k,
+            scale_=p.group_norm[0],
+            bias_=p.group_norm[1],
+            alive_=alive,
+            layer=layer_code(layer),
+        ),
+        _step_results(state, dtype),
+        aliases={"state_": "new_"},
+        grid=(H, B),
+        num_warps=8 if few else 4,
+        num_stages=1,
+        B=B,
+        H=H,
+        N=N,
+        R=R,
+        BR=_terms(p.second, N),
+        WIDTH=made.shape[1],
+        FIRST=first.shape[1],
+        LOW_RANK=few,
+        RESIDUAL=layer > 0,
+        DECAY_SCALE=_DECAY_SCALE,
+        RATE_SCALE=float(rate_scale),
+        EPS=_KEY_EPS,
+        NORM_EPS=_GROUP_EPS,
+    )
+    return results["y_"], results["new_"]
+
+
+def _step_results(state: jax.Array, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of a head's step: outputs [B, C], and the stacked state [L, B, H, N, N], written in place."""
+    _, B, H, N, _ = state.shape
+    y = jax.ShapeDtypeStruct((B, H * N), dtype)
+    return dict(y_=y, new_=jax.ShapeDtypeStruct(state.shape, state.dtype))
+
+
+def moves6(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.Array:
+    """See `fla_jax.ops.decode.plain.moves6`."""
+    (_, R, C), B = p.moves.shape, x.shape[0]
+    if B > FEW:
+        low = z[:, : 5 * R].reshape(B, 5, R).astype(p.moves.dtype)
+        by = jnp.einsum("bpr,prc->pbc", low, p.moves, preferred_element_type=jnp.float32)
+        x, before = x.astype(jnp.float32), last[layer].astype(jnp.float32)
+        return (x + (before - x) * (p.mixes.astype(jnp.float32)[:, None] + by)).astype(dtype)
+    BC = 128
+    made = launch(
+        moves_kernel,
+        dict(x_=x, last_=last, z_=z, w_=p.moves, mixes_=p.mixes, layer=layer_code(layer)),
+        dict(planes_=jax.ShapeDtypeStruct((5, B, C), dtype)),
+        grid=(-(-C // BC), 5, B),
+        num_warps=4,
+        num_stages=1,
+        B=B,
+        C=C,
+        R=R,
+        WIDTH=z.shape[1],
+        BC=BC,
+        BR=1 << (R - 1).bit_length(),
+    )
+    return made["planes_"]
+
+
+def advance6(
+    p: Any, made: Any, state: Any, layer: int, alive: Any, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """See `fla_jax.ops.decode.plain.advance6`; the state is written in place."""
+    (C, R), (B, H, N) = p.second.shape, state.shape[1:4]
+    few, second = B <= FEW, jnp.zeros(1, jnp.int32)
+    if not few:
+        low = made[:, 4 * C :].astype(p.second.dtype)
+        second = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32)
+    results = launch(
+        rwkv6_kernel,
+        dict(
+            state_=state,
+            made_=made,
+            second_=second,
+            w2_=p.second,
+            base_=p.base,
+            bonus_=p.bonus,
+            scale_=p.group_norm[0],
+            bias_=p.group_norm[1],
+            alive_=alive,
+            layer=layer_code(layer),
+        ),
+        _step_results(state, dtype),
+        aliases={"state_": "new_"},
+        grid=(H, B),
+        num_warps=4,
+        num_stages=1,
+        B=B,
+        H=H,
+        N=N,
+        R=R,
+        BR=_terms(p.second, N),
+        WIDTH=made.shape[1],
+        LOW_RANK=few,
+        NORM_EPS=_GROUP_EPS,
+    )
+    return results["y_"], results["new_"]
+
+
+def choose(
+    logits: jax.Array, scores: jax.Array, top_p: Any, top_k: Any, temperature: Any, undefined: int
+) -> jax.Array:
+    """The token [B] int32 with the best score of those that top-p and top-k leave, see `choose_kernel`.
+
+    Args:
+        logits: [B, V] float32, -inf for what may not come.
+        scores: [B, V] float32, not read at temperature 0.
+        top_p: float32 scalar.
+        top_k: int32 scalar.
+        temperature: float32 scalar.
+        undefined: instead of a token where there is no finite largest logit, or NaN.
+    """
+    (B, V), one = logits.shape, lambda x, dtype: jnp.asarray(x, dtype).reshape(1)
+    BV = min(8192, 1 << (V - 1).bit_length())
+    made = launch(
+        choose_kernel,
+        dict(
+            x_=logits,
+            score_=scores,
+            top_p_=one(top_p, jnp.float32),
+            top_k_=one(top_k, jnp.int32),
+            temperature_=one(temperature, jnp.float32),
+        ),
+        dict(token_=jax.ShapeDtypeStruct((B,), jnp.int32)),
+        grid=(B,),
+        num_warps=16,
+        num_stages=2,
+        V=V,
+        BV=BV,
+        STAGES=2,
+        UNDEFINED=undefined,
+    )
+    return made["token_"]

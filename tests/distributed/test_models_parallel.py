@@ -1,0 +1,257 @@
+"""Training steps on meshes of eight fake devices: one device's numbers, and no communication but what each
+mode is.
+
+parallel_run.py does the work, in one process for each version.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_models as small
+from jax.sharding import PartitionSpec as P
+
+from fla_jax.parallel import (
+    TrainStep,
+    axis_rules,
+    make_mesh,
+    optimizer_shardings,
+    overlap_flags,
+    parameter_shardings,
+    set_overlap_flags,
+)
+from fla_jax.parallel.rules import parameter_shapes
+
+HERE = Path(__file__).parent
+MODES = [
+    *((7, mode) for mode in ("data", "fsdp", "tensor", "sequence", "all, explicit")),
+    *((6, mode) for mode in ("all", "fsdp, explicit", "sequence, explicit")),
+]
+
+
+@functools.cache
+def report(version):
+    flags = (
+        f"--xla_force_host_platform_device_count=8 {overlap_flags()}"  # an unknown one would end the process
+    )
+    path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    run = [sys.executable, str(HERE / "parallel_run.py"), str(version)]
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def talk(version, mode, *kinds):
+    """[where, shape] of all arrays of these kinds of collectives; all other kinds must be absent."""
+    found = report(version)[mode]["collectives"]
+    assert {kind for kind, _, _ in found} <= {*kinds}, found
+    return lambda kind: [(where, tuple(shape)) for k, where, shape in found if k == kind]
+
+
+def numbers(arrays, where):
+    return sum(int(np.prod(shape)) for place, shape in arrays if place == where)
+
+
+@pytest.mark.parametrize("version, mode", MODES)
+def test_numbers(version, mode):
+    """Loss, gradients and updated parameters are those of one device, and lie where they belong."""
+    found = report(version)[mode]
+    assert max(found[name] for name in ("loss", "gradients", "parameters")) < 1e-5, found
+    assert not found["misplaced"] and found["donated"], found
+
+
+def test_data_parallel_sums_gradients_and_nothing_else():
+    """One sum of each gradient, a layer's in the loop over layers, and of the loss."""
+    sizes = report(7)["sizes"]
+    arrays = talk(7, "data", "all-reduce")("all-reduce")
+    assert numbers(arrays, "loop") == sizes["layer"]
+    assert sizes["rest"] <= numbers(arrays, "once") <= sizes["rest"] + 4
+
+
+@pytest.mark.parametrize("version, mode", [(7, "fsdp"), (6, "fsdp, explicit")])
+def test_fsdp_gathers_matrices(version, mode):
+    """Matrices come twice, forward and backward, vectors not at all; activations stay; nothing is kept
+    gathered.
+
+    A gradient's sum and the choice of a part of it become one reduce-scatter on a GPU; a CPU's compiler
+    leaves two.
+    """
+    found, sizes = report(version)[mode], report(version)["sizes"]
+    arrays = talk(version, mode, "all-gather", "all-reduce")
+    matrices = [tuple(shape) for shape in sizes["matrices"] if shape != [2, 16]]  # a bonus [H, N] is a vector
+    if version == 7:  # ranks of 4, 5, 6 and 8 are too small for eight devices
+        matrices = [shape for shape in matrices if shape[0] >= 32]
+    gathered = arrays("all-gather")
+    assert sorted(s for where, s in gathered if where == "loop") == sorted(2 * matrices)
+    assert [s for where, s in gathered if where == "once"] == [(32, 32)] * 2  # embedding, head
+    sums = arrays("all-reduce")
+    assert numbers(sums, "loop") == sizes["layer"] and numbers(sums, "once") <= sizes["rest"] + 20
+    whole = {f"2,{','.join(map(str, shape))}" for shape in matrices if min(shape) >= 32}
+    assert not whole & {*found["stacked"]}, found["stacked"]
+    assert (
+        found["stored"] < (2 * sizes["layer"] + sizes["rest"]) / 8 * 2
+    )  # vectors weigh much in so small a model
+
+
+def test_fsdp_saves_memory():
+    """By the compiler's account: what is stored is a fifth (vectors are whole), and no more is needed beside
+    it.
+    """
+    (stored, beside), (whole, more) = (report(7)[mode]["bytes"] for mode in ("fsdp", "data"))
+    assert stored < whole / 4 and beside < more, (stored, whole, beside, more)
+
+
+def test_tensor_parallel_sums_twice_a_layer():
+    """Forward: after output and value projection (and the embedding). Backward: where its inputs branch."""
+    assert report(7)["forward"]["error"] < 1e-5
+    forward = talk(7, "forward", "all-reduce")("all-reduce")
+    assert sorted(forward) == [("loop", (2, 8, 32))] * 2 + [("once", (2, 8, 32))]
+    arrays = talk(7, "tensor", "all-reduce", "all-gather")
+    assert (
+        arrays("all-reduce").count(("loop", (2, 8, 32))) == 2 + 4
+    )  # backward: r, k, v and the feed-forward's key
+    assert all(
+        shape[-1] == 2 for _, shape in arrays("all-gather")
+    )  # greatest logits of two parts of the vocabulary
+
+
+@pytest.mark.parametrize("version, mode, rows", [(7, "sequence", 4), (6, "sequence, explicit", 4)])
+def test_sequences_move_states_and_rows(version, mode, rows):
+    """Of tokens over devices, (M, N) is gathered forward and backward in every layer and one row crosses at
+    each token shift; tokens stay.
+    """
+    arrays = talk(version, mode, "all-gather", "all-reduce", "collective-permute")
+    devices, heads = (4, 2) if version == 7 else (2, 1)
+    gathered = [shape for where, shape in arrays("all-gather") if where == "loop" and len(shape) == 5]
+    maps = [shape for shape in gathered if shape[-1] == 32]
+    assert maps == [(devices, rows, heads, 16, 16 + 16)] * 2
+    shifts = [shape for where, shape in arrays("collective-permute") if where == "loop"]
+    assert {*shifts} == {(rows, 32)} and len(shifts) <= 9
+    assert all(
+        len(shape) == 1 or shape[1] < 4 for _, shape in arrays("collective-permute") if shape not in shifts
+    )
+
+
+@pytest.mark.parametrize("version, mode", [(7, "all, explicit"), (6, "all")])
+def test_all_axes_at_once(version, mode):
+    """No activation is gathered and none changes its axes."""
+    arrays = talk(version, mode, "all-gather", "all-reduce")
+    assert all(shape[-1] == 2 or shape[:2] != (2, 8) for _, shape in arrays("all-gather"))
+
+
+def test_meshes_by_sizes():
+    assert report(6)["meshes"] == [[8, 1, 1, 1], [1, 8, 1, 1], [4, 1, 1, 2], [2, 2, 1, 2]]
+
+
+def test_what_a_mesh_must_divide():
+    """Errors come before anything compiles, with the sizes and the axis by name."""
+    hidden, heads, middle, rows, length, axes = report(6)["errors"]
+    assert hidden == "hidden_size must be a multiple of mesh axis fsdp = 8, got 36"
+    assert (
+        heads
+        == "hidden_size / head_dim = 32 / 16, the heads, must be a multiple of mesh axis tensor = 4, got 2"
+    )
+    assert middle == "intermediate_size must be a multiple of mesh axis tensor = 2, got 33"
+    assert (
+        rows
+        == "batch must have a number of rows that is a multiple of mesh axes data * fsdp = 2 * 4 = 8, got 6"
+    )
+    assert length.startswith(
+        "tokens must have a number of tokens T that is a multiple of mesh axis 'sequence' = 8, got T = 12"
+    )
+    assert axes.startswith("mesh must have the axes data, fsdp, sequence, tensor (see make_mesh), got ('x',)")
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (dict(data=-1, fsdp=-1), "only one size may be -1, got data and fsdp"),
+        (
+            dict(fsdp=-1, tensor=3),
+            "data * sequence * tensor = 1 * 1 * 3 = 3 must divide the number of devices, got 8",
+        ),
+        (
+            dict(data=3),
+            "= 3 * 1 * 1 * 1 = 3 must be the number of devices, got 8 devices; one size may be -1",
+        ),
+        (dict(fsdp=0), "fsdp must be a positive integer, or -1 for all devices that are left, got 0"),
+        (dict(tensor=2.0), "tensor must be a positive integer"),
+    ],
+)
+def test_sizes_that_make_no_mesh(sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_mesh(**sizes, devices=jax.devices() * 8)
+
+
+def test_optimizers_mirror_parameters():
+    """Also those whose state holds more than copies of the parameters."""
+    model, mesh = small.model(7), make_mesh()
+    shapes, stored = parameter_shapes(model), parameter_shardings(model, mesh)
+    for optimizer in (optax.adafactor(1e-3), optax.MultiSteps(optax.adamw(1e-3), 2), optax.sgd(1e-3)):
+        got = optimizer_shardings(optimizer, shapes, stored, mesh)
+        assert jax.tree.structure(got) == jax.tree.structure(jax.eval_shape(optimizer.init, shapes))
+
+
+def test_names_of_parameter_axes():
+    model, mesh = small.model(6, scan_layers=True), make_mesh()
+    specs = jax.tree.map(lambda sharding: sharding.spec, parameter_shardings(model, mesh))
+    block = specs["blocks"]
+    assert specs["emb"]["embedding"] == P("tensor", "fsdp") and specs["head"]["kernel"] == P("fsdp", "tensor")
+    assert block["att"]["key"]["kernel"] == P(None, "fsdp", "tensor")
+    assert block["ffn"]["value"]["kernel"] == P(None, "tensor", "fsdp")
+    for vector in (block["ln1"]["scale"], block["att"]["time_maa_x"], specs["ln_out"]["bias"]):
+        assert not any(vector)  # whole everywhere
+    rules = dict(axis_rules(model, mesh))
+    assert rules["embed"] == "fsdp" and rules["act_embed"] is None and rules["batch"] == ("data", "fsdp")
+
+
+def test_init_and_any_loss():
+    """On the one device here: a state from nothing, a loss with something beside it, steps that learn."""
+    model = small.model(7, num_layers=1, vocab_size=8)
+
+    def loss(params, batch):
+        logits, _ = model.apply({"params": params}, batch["tokens"][:, :-1])
+        right = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
+        return jnp.mean(right), {"worst": jnp.max(right)}
+
+    step = TrainStep(
+        model, optax.adam(1e-2), make_mesh(), loss, has_aux=True, compiler_options=small.FAST_COMPILE
+    )
+    state = step.init(jax.random.key(0))
+    batch, values = step.shard({"tokens": np.arange(10)[None] % 8}), []
+    for _ in range(5):
+        state, (value, aux) = step(state, batch)
+        values.append(float(value))
+    assert values[-1] < values[0] <= float(aux["worst"]) + values[0] and int(state.step) == 5
+
+
+def test_flags_after_start():
+    jax.devices()
+    with pytest.raises(RuntimeError, match="before JAX starts its devices"):
+        set_overlap_flags()
+
+
+def test_flags_before_start():
+    program = "import os, fla_jax.parallel as p; p.set_overlap_flags(); print(os.environ['XLA_FLAGS'])"
+    mine = "--xla_gpu_all_reduce_combine_threshold_bytes=7"
+    env = {**os.environ, "XLA_FLAGS": mine, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, cwd=HERE.parents[1]
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    flags = done.stdout.split()
+    assert flags[0] == mine and {*flags[1:]} == {
+        f for f in overlap_flags().split() if "all_reduce_combine" not in f
+    }

@@ -1,0 +1,91 @@
+"""Long contexts, state tuning and generation with parameters that lie in parts on eight fake devices; prints,
+as JSON, the largest differences to one device.
+
+Started by test_uses.py in a process of its own.
+"""
+
+import contextlib
+import functools
+import json
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import small_models as small
+from jax.sharding import PartitionSpec as P
+
+from fla_jax.generation import Sampling, generate
+from fla_jax.parallel import axis_rules, make_mesh, parameter_shardings
+from fla_jax.training import chunked_loss, truncated_value_and_grad, tune_states
+
+GREEDY = Sampling(temperature=0.0, presence_penalty=0.0, frequency_penalty=0.0)
+PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8]]
+
+
+def largest(got, want):
+    return max(jax.tree.leaves(jax.tree.map(small.error, jax.device_get(got), jax.device_get(want))))
+
+
+def long(model, params, tokens, mask, state):
+    """Exact loss with its gradient, and the truncated ones, which are the same for one group."""
+    exact = jax.value_and_grad(
+        lambda p, state: chunked_loss(model, p, tokens, mask, state, chunk_size=4)[0], (0, 1)
+    )
+    cut = truncated_value_and_grad(model, chunk_size=4, chunks_per_gradient=2)
+    run = lambda p, state: (exact(p, state), cut(p, tokens, mask, state))
+    return jax.jit(run, compiler_options=small.FAST_COMPILE)(params, state)
+
+
+def tuned(model, params, tokens, mask):
+    return tune_states(model, params, [(np.asarray(tokens), np.asarray(mask))] * 2, 2, learning_rate=0.1)
+
+
+def in_shard_map(model, params, tokens, mesh):
+    """Hidden states, and the gradients of their sum of squares, with the tokens of rows over four devices."""
+
+    def read(params, tokens):
+        return model.apply({"params": params}, tokens, method="hidden")[0]
+
+    def loss(read, params):
+        hidden = read(params, tokens)
+        return jnp.sum(hidden**2), hidden
+
+    split = P("fsdp", "sequence")
+    with jax.set_mesh(mesh), nn.logical_axis_rules((("length", "sequence"),)):
+        inside = jax.shard_map(read, in_specs=(P(), split), out_specs=split, check_vma=False)
+        run = jax.jit(
+            jax.grad(functools.partial(loss, inside), has_aux=True), compiler_options=small.FAST_COMPILE
+        )
+        got = jax.device_get(run(params))
+    return got, jax.grad(functools.partial(loss, read), has_aux=True)(params)
+
+
+def report(version):
+    model = small.model(version, vocab_size=32, scan_layers=True)
+    params, state = small.params(model), small.random_state(model, 4)
+    tokens = small.tokens(4, 9, seed=2)
+    mask = np.random.default_rng(0).uniform(0.5, 1, size=(4, 8)).astype(np.float32)
+    want = long(model, params, tokens, mask, state), tuned(model, params, tokens, mask)
+    text = generate(model, params, PROMPTS, 6, GREEDY)
+
+    mesh, found = make_mesh(fsdp=2, sequence=2, tensor=2), {}
+    put = jax.device_put(params, parameter_shardings(model, mesh))
+    with jax.set_mesh(mesh), nn.logical_axis_rules(axis_rules(model, mesh)):
+        found["long"] = largest(long(model, put, tokens, mask, state), want[0])
+        found["tuned"] = largest(tuned(model, put, tokens, mask), want[1])
+    for name, rules in (("no rules", ()), ("rules", axis_rules(model, mesh, rows=len(PROMPTS)))):
+        with jax.set_mesh(mesh), nn.logical_axis_rules(rules) if rules else contextlib.nullcontext():
+            got = generate(model, put, PROMPTS, 6, GREEDY)
+            assert [row.tolist() for row in got.tokens] == [row.tolist() for row in text.tokens], name
+            found[f"generated, {name}"] = largest(got.state, text.state)
+    with jax.enable_x64(True):  # what float32 rounds differently would say little of one layer's gradients
+        short = small.model(version, vocab_size=32, num_layers=1, dtype="float64", param_dtype="float64")
+        inside = in_shard_map(short, small.params(short), tokens[:, :8], make_mesh(fsdp=2, sequence=4))
+    found["in shard_map, float64"] = largest(*inside)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(report(int(sys.argv[1]))))

@@ -1,0 +1,86 @@
+"""Every Python block of every page runs as it is written, and does what the text around it says."""
+
+from __future__ import annotations
+
+import blocks
+import jax
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PAGES = sorted(
+    str(path.relative_to(blocks.ROOT))
+    for path in (blocks.ROOT / "docs").rglob("*.md")
+    if blocks.blocks(str(path.relative_to(blocks.ROOT)))
+)
+CHECKED_BELOW = ("docs/generation.md", "docs/tuning.md", "docs/long_contexts.md", "docs/start.md")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """Pages write files."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in CHECKED_BELOW])
+def test_page(page):
+    blocks.run(page)
+
+
+def test_start(capsys):
+    """Trained, saved, loaded and generating: the text comes back."""
+    names = blocks.run("docs/start.md")
+    assert names["loss"] < 1.5
+    out = capsys.readouterr().out
+    assert len(out.splitlines()[0]) == 20 and "chunk_rwkv7" in out
+
+
+def test_generation(capsys):
+    names = blocks.run("docs/generation.md")
+    assert [len(row) for row in names["rows"]] == [5, 5]
+    assert len(capsys.readouterr().out.splitlines()) >= 21
+
+
+def test_tuning():
+    """Tuned, saved, loaded, generating; tests/training says that states learn."""
+    names = blocks.run("docs/tuning.md", "State tuning")
+    assert names["losses"].shape == (20,) and np.isfinite(names["losses"]).all()
+    assert names["states"].shape == (2, 1, 64, 64) and len(names["rows"][0]) == 5
+
+
+def test_lora():
+    """The frozen parameters stay, the merged ones learn; at the start the product is 0; stacked layers and
+    one layer alike.
+    """
+    names = blocks.run("docs/tuning.md", "LoRA")
+    model, params, tokens, cross_entropy = (
+        names[name] for name in ("model", "params", "tokens", "cross_entropy")
+    )
+    loss = lambda p: float(cross_entropy(model.apply({"params": p}, tokens[:, :-1])[0], tokens[:, 1:]))
+    fresh = names["init_lora"](jax.random.key(1), params)
+    jax.tree.map(np.testing.assert_array_equal, names["merge"](params, fresh), params)
+    assert len(fresh) == 12 and all("att" in path or "ffn" in path for path in fresh)
+    assert loss(names["tuned"]) < loss(params) - 0.05
+    assert all(np.abs(matrix).max() > 0 for pair in names["lora"].values() for matrix in pair.values())
+    stacked = {"blocks": {"att": {"key": {"kernel": np.ones((3, 4, 5), np.float32)}}}}
+    merged = names["merge"](stacked, names["init_lora"](jax.random.key(0), stacked, rank=2))
+    assert merged["blocks"]["att"]["key"]["kernel"].shape == (3, 4, 5)
+
+
+def test_long_contexts():
+    names = blocks.run("docs/long_contexts.md")
+    assert np.isfinite(names["loss"]) and names["state"].wkv.shape == (2, 1, 1, 64, 64)
+    assert names["loss"] == pytest.approx(float(names["exact"](names["params"])[0][0]), rel=1e-5)
+
+
+def test_a_block_that_fails_is_found(tmp_path, monkeypatch):
+    """The extractor leaves nothing out: the pages' fences, and what is between them."""
+    monkeypatch.setattr(blocks, "ROOT", tmp_path)
+    (tmp_path / "page.md").write_text(
+        "# A\n\n```python\nx = 1\n```\n\n## B\n\n* list\n\n  ```python\n  assert x == 2, 'seen'\n  ```\n"
+    )
+    assert blocks.blocks("page.md") == ["x = 1\n", "assert x == 2, 'seen'\n"]
+    assert blocks.blocks("page.md", "B") == ["assert x == 2, 'seen'\n"]
+    with pytest.raises(AssertionError, match="seen"):
+        blocks.run("page.md")

@@ -1,0 +1,427 @@
+"""pretrain.py as a program, with a tiny model: killed and resumed on the same and on other devices, stopped,
+in two processes, with losses that are NaN; what it refuses, and what it says of memory.
+"""
+
+import csv
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from _pretrain import metrics as measured
+from _pretrain import program
+
+from fla_jax.checkpoints import load_checkpoint
+from fla_jax.data import BinIdxWriter, open_binidx
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "pretrain.py"
+TINY = ["--hidden-size", "32", "--head-dim", "16", "--num-layers", "2", "--sequence", "32", "--batch", "8"]
+TINY += ["--save-every", "10", "--eval-every", "20", "--eval-rows", "12", "--log-every", "5"]
+TINY += ["--held-out", "0.1"]
+STEPS = 60
+EXACT = ("step", "loss", "gradient_norm", "learning_rate", "evaluation_loss")
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("example_pretrain", PROGRAM)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pretrain():
+    return load()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compile():
+    """Compile time is most of the time here, in this process and in those that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers():
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Documents of counting bytes, of many lengths."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    with BinIdxWriter(folder / "d") as writer:
+        for _ in range(400):
+            begin, length = rng.integers(0, 200), rng.integers(2, 60)
+            writer.add([*(begin + np.arange(length)) % 200 + 1, 0])
+    return folder / "d.bin"
+
+
+def arguments(data, out, *more, steps=STEPS):
+    return [str(x) for x in ("--data", data, "--out", out, *TINY, "--steps", steps, *more)]
+
+
+def environment(devices):
+    return {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+
+
+def start(devices, *more):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, PROGRAM, *more], env=environment(devices), **pipes)
+
+
+def finish(process):
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    return output
+
+
+def wait_for(process, is_there):
+    deadline = time.time() + 120
+    while not is_there() and process.poll() is None and time.time() < deadline:
+        time.sleep(0.001)
+
+
+def metrics(out):
+    with open(out / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def exact(out):
+    """What two runs that are the same have in common, to the last bit."""
+    return [[row[name] for name in EXACT] for row in metrics(out)]
+
+
+def column(out, name):
+    return np.array([float(row[name]) for row in metrics(out) if row[name]])
+
+
+def saved(out, step=STEPS):
+    """Everything in a checkpoint, on this process' one device."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with ocp.CheckpointManager((out / "checkpoints").absolute()) as manager:
+        assert manager.latest_step() == step
+        items = {"state": ocp.args.StandardRestore(fallback_sharding=place), "data": ocp.args.JsonRestore()}
+        found = manager.restore(step, args=ocp.args.Composite(**items))
+    return found["state"], found["data"]
+
+
+def assert_same(out, other):
+    assert exact(out) == exact(other)
+    jax.tree.map(np.testing.assert_array_equal, saved(out), saved(other))
+
+
+def refusal(main, *more):
+    with pytest.raises(SystemExit) as error:
+        main([str(x) for x in more])
+    line = str(error.value)
+    assert "\n" not in line and line.startswith("pretrain.py: "), line
+    return line
+
+
+@pytest.fixture(scope="module")
+def straight(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("straight") / "run"
+    process = start(4, *arguments(data, out, "--mesh-fsdp", 2))
+    output = finish(process)
+    assert process.returncode == 0, output
+    return out
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_straight(data, straight, tmp_path):
+    """Killed while a checkpoint is written; resumed on the same mesh, and on two devices; stopped there."""
+    out, other = tmp_path / "run", tmp_path / "other"
+    more = arguments(data, out, "--mesh-fsdp", 2)
+    process = start(4, *more)
+    wait_for(process, lambda: any(path.name.startswith("20.") for path in out.glob("checkpoints/*tmp*")))
+    process.kill()
+    output = finish(process)
+    if process.returncode == 0:
+        pytest.skip("the run was over before the signal came")
+    assert process.returncode == -signal.SIGKILL, output
+    shutil.copytree(out, other)
+    process = start(4, *more, "--resume")
+    output = finish(process)
+    assert process.returncode == 0 and "resuming at step" in output, output
+    assert_same(out, straight)
+    # on two devices, which share no parameters: other orders of sums, and nothing else
+    process = start(2, *arguments(data, other), "--resume")
+    wait_for(process, (other / "checkpoints" / "30").exists)
+    process.terminate()
+    output = finish(process)
+    at = len(metrics(other))
+    for name in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(column(other, name), column(straight, name)[:at], rtol=2e-4)
+    assert saved(other, at)[1] == {"next_index": at}
+    if at < STEPS:
+        assert process.returncode == 128 + signal.SIGTERM, output
+        assert f"stopped at step {at} of {STEPS}, checkpoint saved. Go on with: python " in output
+
+
+@pytest.mark.slow
+def test_two_processes(data, straight, tmp_path):
+    """A mesh over two processes, two devices each, gives what one process with four gives."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    out = tmp_path / "run"
+    more = arguments(data, out, "--mesh-fsdp", 2, "--coordinator", f"localhost:{port}", "--num-processes", 2)
+    processes = [start(2, *more, "--process-id", i) for i in map(str, range(2))]
+    wait_for(processes[0], (out / "checkpoints" / "10").exists)
+    processes[1].terminate()  # it alone is told to stop
+    outputs = [finish(process) for process in processes]
+    at = len(metrics(out))
+    np.testing.assert_allclose(column(out, "loss"), column(straight, "loss")[:at], rtol=2e-4)
+    assert saved(out, at)[1] == {"next_index": at}
+    if at < STEPS:
+        assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, outputs
+        assert f"stopped at step {at} " in outputs[0] and "stopped" not in outputs[1]
+
+
+def held_out_loss(pretrain, data, params):
+    """Nats per token over the held-out rows: each document in them alone, in a row of its own."""
+    options = pretrain.completed(pretrain.Options(data=data, hidden_size=32, num_layers=2, head_dim=16))
+    documents = [document.tolist() for document in open_binidx(data)]
+    tokens = [token for document in documents for token in document]
+    owners = [i for i, document in enumerate(documents) for _ in document]
+    rows = (len(tokens) - 1) // 32
+    size, held = rows // 8, round(rows * 0.1) // 8  # the last ones of eight blocks
+    numbers = [block * size + i for block in range(8) for i in range(size - held, size)]
+    numbers = [numbers[i * len(numbers) // 12] for i in range(12)]
+    pieces = []
+    for row in numbers:
+        for owner in sorted(set(owners[row * 32 : row * 32 + 33])):
+            at = [t for t in range(row * 32, row * 32 + 33) if owners[t] == owner]
+            pieces.append([tokens[t] for t in at])
+    padded = np.array([piece + [0] * (33 - len(piece)) for piece in pieces])
+    model = program.build_model(options, "fp32")
+    logits = np.asarray(model.apply({"params": params}, padded[:, :-1])[0], np.float64)
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    losses = [-logs[i, t, piece[t + 1]] for i, piece in enumerate(pieces) for t in range(len(piece) - 1)]
+    return np.mean(losses)
+
+
+@pytest.mark.slow
+def test_pieces_profile_export_and_tensorboard(pretrain, data, straight, tmp_path, capsys):
+    """A batch in pieces has the loss and gradient of the whole; the files that a run leaves."""
+    out, path = tmp_path / "pieces", tmp_path / "model.pth"
+    more = ("--accumulate", 4, "--profile", 2, "--export", path, "--peak-tflops", 0.001)
+    pretrain.main(arguments(data, out, *more))
+    for name in ("loss", "gradient_norm", "evaluation_loss"):
+        np.testing.assert_allclose(column(out, name), column(straight, name), rtol=2e-4)
+    assert list((out / "trace").rglob("*.xplane.pb"))
+    assert (column(out, "share_of_6n") > 0).all() and (column(out, "memory_gb") > 0).all()
+    assert not column(straight, "share_of_6n").size
+    assert sum(file.stat().st_size for file in (out / "tensorboard").iterdir()) > 40 * STEPS
+    state, iterator = saved(out)
+    assert iterator == {"next_index": STEPS}
+    _, params = load_checkpoint(path)
+    np.testing.assert_array_equal(params["head"]["kernel"], state["params"]["head"]["kernel"])
+    wanted = held_out_loss(pretrain, data, state["params"])
+    assert column(out, "evaluation_loss")[-1] == pytest.approx(wanted, rel=1e-5)
+    printed = capsys.readouterr().out
+    for what in ("parameters", "held out", "tokens/s", "epochs", f"checkpoints/{STEPS}", "6N", "model.pth"):
+        assert what in printed
+
+
+@pytest.mark.slow
+def test_nan_stops_and_names_the_last_good_checkpoint(pretrain, data, tmp_path, monkeypatch, capsys):
+    out, batches = tmp_path / "run", program.Trainer.batches
+
+    def poisoned(self, rows, numbers, seed):
+        for i, batch in enumerate(batches(self, rows, numbers, seed)):
+            yield batch | {"mask": batch["mask"] * (np.nan if i == 23 and seed is not None else 1)}
+
+    class Iterator:
+        def __init__(self, trainer, *given):
+            self.given = poisoned(trainer, *given)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(self.given)
+
+        def get_state(self):
+            return {}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program.Trainer, "batches", lambda *given: Iterator(*given))
+        line = refusal(pretrain.main, *arguments(data, out))
+    assert "the loss is nan" in line and "at step 24; " in line
+    assert f"the last good checkpoint is {out}/checkpoints/20, and --resume goes on from there" in line
+    assert [row["loss"] for row in metrics(out)][-2:] == [metrics(out)[-2]["loss"], "nan"]
+    saved(out, 20)
+
+
+@pytest.mark.slow
+def test_another_run(pretrain, data, straight, tmp_path, capsys):
+    """What may change between a run and its resumption, and what may not."""
+    out = tmp_path / "run"
+    shutil.copytree(straight, out)
+    resumed = arguments(data, out, "--resume", steps=STEPS + 10)
+    line = refusal(pretrain.main, *resumed, "--batch", 4)
+    assert f"--resume: --batch was 8 in {out} and is 4 now" in line
+    line = refusal(pretrain.main, *resumed, "--hidden-size", 64)
+    tensor = "params/blocks/att/a0/ must have shape [2, 64] for these options, got [2, 32]"
+    assert f"--resume: {out}/checkpoints/{STEPS}: {tensor.replace('/ must', ' must')}" in line
+    line = refusal(pretrain.main, *arguments(data, out, "--resume"))
+    assert f"the run in {out} is at step {STEPS}, and --steps {STEPS}" in line
+    pretrain.main([*resumed, "--learning-rate", "1e-3"])
+    printed = capsys.readouterr().out
+    assert "--learning-rate was 0.003 before and is 0.001 from now on" in printed
+    assert f"--steps was {STEPS} before and is {STEPS + 10} from now on" in printed
+    assert (
+        len(metrics(out)) == STEPS + 10
+        and json.loads((out / "options.json").read_text())["steps"] == STEPS + 10
+    )
+
+
+@pytest.mark.slow
+def test_on_text(pretrain, tmp_path, monkeypatch, capsys):
+    """Tokens are made once; they do not change when the cache is gone."""
+    monkeypatch.chdir(tmp_path)
+    Path("texts/more").mkdir(parents=True)
+    Path("texts/a.txt").write_text("Every word of it is read.\n" * 200)
+    Path("texts/more/b.jsonl").write_text(json.dumps({"text": "And this as well. " * 200}) + "\n")
+    Path("texts/binary").write_bytes(bytes(100))
+    more = [*arguments("texts", "run"), "--cache", "cache", "--eval-data", "texts/a.txt"]
+    pretrain.main(more)
+    assert "making tokens" in capsys.readouterr().out
+    kept = sorted(path.name for path in Path("cache").glob("*.bin"))
+    assert len(kept) == 2
+    sizes = sorted(Path("cache", name).stat().st_size for name in kept)
+    assert sizes == [2 * (26 * 200 + 1), 2 * (26 * 200 + 1) + 2 * (18 * 200 + 1)]
+    pretrain.main(more)
+    assert "making tokens" not in capsys.readouterr().out and exact(Path("run")) == exact(Path("run-1"))
+
+
+@pytest.mark.slow
+def test_dry_run(pretrain, tmp_path, monkeypatch, capsys):
+    """The compiler's account of the state: three numbers a parameter, and the batch."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        pretrain.main([*TINY, "--model", "rwkv6", "--dry-run", "--memory-gb", "1"])
+    assert error.value.code == 0
+    printed = capsys.readouterr().out
+    with pytest.raises(SystemExit) as error:
+        pretrain.main([*TINY, "--model", "rwkv6", "--dry-run", "--memory-gb", "0.001"])
+    assert error.value.code == 1 and "fits              no, 0.00 GB" in capsys.readouterr().out
+    assert "fits              yes, 1.00 GB" in printed and not list(tmp_path.iterdir())
+    options = pretrain.completed(pretrain.Options(model="rwkv6", hidden_size=32, num_layers=2, head_dim=16))
+    model = program.build_model(options, "fp32")
+    shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
+    total, counted = program.count_parameters(shapes)
+    assert total - counted == 256 * 32 and f"parameters        {total:,}, {counted:,} without" in printed
+
+
+def test_accounts_of_the_official_sizes():
+    """Parameters by the formulas of the official layout."""
+    for name, wanted in {
+        "0.1B": 0.191e9,
+        "0.4B": 0.451e9,
+        "1.5B": 1.527e9,
+        "2.9B": 2.948e9,
+        "7B": 7.2e9,
+    }.items():
+        options = load().completed(load().Options(size=name))
+        model = program.build_model(options, "bf16")
+        shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
+        assert program.count_parameters(shapes)[0] == pytest.approx(wanted, rel=0.01), name
+
+
+def test_tensorboard_needs_no_torch(tmp_path):
+    """tensorboardX would import it, for seconds; whoever wants it later still gets it."""
+    code = "import sys, pathlib; from _pretrain.metrics import summary_writer; "
+    code += f"summary_writer(pathlib.Path({str(tmp_path)!r}), 1).close(); assert 'torch' not in sys.modules"
+    path = os.pathsep.join([str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=True)
+    assert list(tmp_path.glob("events*"))
+
+
+def test_peaks_by_name(monkeypatch):
+    for name, wanted in {
+        "NVIDIA H200": 989e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA GeForce RTX 4090": 165e12,
+        "NVIDIA RTX A4000": None,
+        "cpu": None,
+    }.items():
+        monkeypatch.setattr(jax, "devices", lambda name=name: [types.SimpleNamespace(device_kind=name)])
+        assert measured.peak_flops(None) == wanted, name
+    assert measured.peak_flops(2.5) == 2.5e12
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--data", "nowhere.bin"], "--data: nowhere.bin: No such file"),
+        (["--data", "nowhere"], "--data: there is no nowhere"),
+        (["--data", "cut.bin"], "--data: cut.bin ends at offset 100: cut.idx tells of 202 tokens"),
+        (["--data", "foreign.idx"], "--data: foreign.idx is no binidx index: it must begin with"),
+        (["--data", "empty"], "--data: empty holds no text"),
+        (["--data", "wrong.jsonl"], "--data: wrong.jsonl: the line at offset 14 is no JSON"),
+        (
+            ["--data", "small.bin", "--sequence", "202"],
+            "--data: small.bin has 202 tokens, and --sequence 202",
+        ),
+        (["--data", "small.bin", "--held-out", "0.99"], "--held-out 0.99 leaves nothing of the 6 rows"),
+        (
+            ["--data", "small.bin", "--vocab-size", "100"],
+            "--data: small.bin: tokens must be below the vocabulary",
+        ),
+        (["--data", "small.bin"], "--data has 5 rows, 0 steps of --batch 8: give --steps, above"),
+        (["--data", "small.bin", "--out", "file"], "--out: file is a file"),
+        (["--data", "small.bin", "--resume"], "--resume: there is no run in run (--out)"),
+        (["--resume", "--out", "begun"], "--resume: there is no checkpoint in begun (--out) yet"),
+        (["--batch", "0"], "--batch must be a finite number above 0, got 0"),
+        (["--accumulate", "3"], "--accumulate must divide --batch 8, got 3"),
+        (["--steps", "10"], "--steps must be above --warmup-steps 10, got 10"),
+        (["--seed", str(2**32)], "--seed must be below 2**32"),
+        (["--held-out", "1"], "--held-out must be below 1"),
+        (["--learning-rate", "nan"], "--learning-rate must be a finite number above 0, got nan"),
+        (["--head-dim", "7"], "--hidden-size 32, --head-dim 7: "),
+        (["--mesh-fsdp", "3"], "--mesh-...: "),
+        (["--coordinator", "localhost:1"], "--coordinator, --num-processes and --process-id must be given"),
+        (["--vocab-size", "300"], "--data: name must be given: a vocabulary of 300 tokens"),
+    ],
+)
+def test_refusals(pretrain, tmp_path, monkeypatch, more, message):
+    monkeypatch.chdir(tmp_path)
+    with BinIdxWriter("small") as writer:
+        writer.add([*range(1, 202), 0])
+    for name in ("cut", "foreign"):
+        for ending in (".bin", ".idx"):
+            shutil.copy(f"small{ending}", f"{name}{ending}")
+    Path("cut.bin").write_bytes(Path("cut.bin").read_bytes()[:100])
+    Path("foreign.idx").write_bytes(b"TNTIDX\0\0" + bytes(100))
+    Path("wrong.jsonl").write_text('{"text": "a"}\n{\n')
+    Path("empty").mkdir()
+    Path("file").write_text("")
+    Path("begun").mkdir()
+    Path("begun/options.json").write_text("{}")
+    out = [] if "--out" in more else ["--out", "run"]
+    assert message in refusal(pretrain.main, *TINY, "--cache", "cache", *out, *more)
+    assert not Path("run").exists() and not Path("begun/checkpoints").exists()

@@ -1,0 +1,223 @@
+"""The fast path of decoding against the model: in plain JAX, and its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_models as small
+
+from fla_jax.generation import Decoder, Sampling, generate
+from fla_jax.models import stack_layers
+from fla_jax.ops.decode import Matrix
+
+GREEDY = Sampling(temperature=0.0)
+SLOW = pytest.mark.slow
+PROMPTS = [[3, 1, 4, 1, 5], [9]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compile():
+    """Compile time is most of the time here."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def setup(version, **options):
+    # ranks that are no multiples of anything, and layers of different ranks would be filled up, too
+    model = small.model(version, hidden_size=64, head_dim=16, **options)
+    return model, small.params(model)
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_one_token_is_the_models(version):
+    """Logits and states; a row that is over keeps its state to the last bit. Layers stacked or not."""
+    model, params = setup(version)
+    rows = 4
+    tokens, alive = jnp.arange(rows) * 3, jnp.arange(rows) != 1
+    start = small.random_state(model, rows, 1)
+    copy = lambda: jax.tree.map(jnp.copy, start)
+    want, want_state = Decoder(model, params, implementation="model")(tokens, copy(), alive)
+    fast = Decoder(model, params, implementation="plain")
+    got, state = fast(tokens, copy(), alive)
+    assert small.error(got[alive], want[alive]) < 2e-6
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 2e-6), state, want_state)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 1], b[:, 1]), state, start)
+    scanned = type(model)(type(model.config)(**{**vars(model.config), "scan_layers": True}))
+    again, _ = Decoder(scanned, stack_layers(params), implementation="plain")(tokens, copy(), alive)
+    np.testing.assert_array_equal(again, got)
+
+
+@pytest.mark.parametrize("version", [7, pytest.param(6, marks=SLOW)])
+def test_greedy_tokens_are_the_models(version):
+    """512 of two rows, in float32."""
+    model, params = setup(version)
+    want = generate(model, params, PROMPTS, 512, GREEDY)
+    got = generate(
+        model, params, PROMPTS, 512, GREEDY, decoder=Decoder(model, params, implementation="plain")
+    )
+    np.testing.assert_array_equal(np.stack(want.tokens), np.stack(got.tokens))
+    assert len(set(want.tokens[0].tolist())) > 3, "a loop of few tokens tests nothing"
+
+
+@pytest.mark.parametrize(
+    "version, rows", [(7, 1), pytest.param(6, 1, marks=SLOW), pytest.param(7, 5, marks=SLOW), (6, 5)]
+)
+def test_kernels(version, rows, monkeypatch):
+    """Greedy tokens through Triton's interpreter; one row ends early. Few rows, and more."""
+    launcher = pytest.importorskip("fla_jax.pallas.decode.products_launcher")
+    if not launcher.launch.__globals__["INTERPRET"]:
+        pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
+    monkeypatch.setattr(launcher, "_PROGRAMS", 8)  # fewer and larger programs: the interpreter is slow
+    # a vocabulary that is no multiple of anything, and with one row a width that is no power of two
+    sizes = {"vocab_size": 23, "num_layers": 2 if version == 7 else 1}
+    model = small.model(version, hidden_size=192 if rows == 1 else 64, head_dim=16, **sizes)
+    params = small.params(model)
+    prompts = [[3, 1, 4], [9], [2, 6], [5], [3, 5]][:rows]
+    plain = generate(model, params, prompts, 3, GREEDY)
+    stop = Sampling(temperature=0.0, stop=(int(plain.tokens[-1][1]),))
+    want = generate(model, params, prompts, 3, stop)
+    got = generate(model, params, prompts, 3, stop, decoder=Decoder(model, params, implementation="triton"))
+    for a, b in zip(want.tokens, got.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 5e-6), got.state, want.state)
+
+
+def is_matrix(x):
+    return isinstance(x, Matrix)
+
+
+def logits_of(decoder, tokens, state):
+    """Logits [T, B, V] of forced tokens [T, B]."""
+    step, weights = decoder.step, decoder.weights
+
+    def one(state, tokens):
+        logits, state = step(weights, tokens, state, jnp.ones(tokens.shape, bool))
+        return state, logits
+
+    return np.asarray(
+        jax.jit(lambda state, tokens: jax.lax.scan(one, state, tokens)[1])(decoder.state(state), tokens)
+    )
+
+
+@pytest.mark.parametrize("version", [7, pytest.param(6, marks=SLOW)])
+def test_bfloat16_is_as_near_as_the_model(version):
+    """Root mean square error of the logits of 64 tokens, against float32 with the same weights."""
+    model, params = setup(version, dtype="bfloat16", param_dtype="bfloat16")
+    exact, _ = setup(version)
+    tokens = small.tokens(64, 4, seed=5)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    want = logits_of(Decoder(exact, wide, implementation="model"), tokens, exact.init_state(4))
+    error = {}
+    for name in ("model", "plain"):
+        got = logits_of(Decoder(model, params, implementation=name), tokens, model.init_state(4))
+        error[name] = np.sqrt(np.mean(np.square(got - want)))
+    assert error["plain"] <= error["model"], error
+
+
+@pytest.mark.parametrize("name, bound", [("float16", 2e-3), ("bfloat16", 2e-2)])
+def test_states_of_16_bits(name, bound):
+    """After 256 tokens, in units of the largest logit. Rows that are over keep their state exactly."""
+    model, params = setup(7)
+    tokens = small.tokens(256, 2, seed=5)
+    want = logits_of(Decoder(model, params, implementation="plain"), tokens, model.init_state(2))
+    decoder = Decoder(model, params, implementation="plain", state_dtype=name)
+    assert small.error(logits_of(decoder, tokens, model.init_state(2))[-16:], want[-16:]) < bound
+    start = decoder.init_state(2)
+    before = jax.tree.map(np.array, decoder(jnp.array([1, 2]), start)[1])
+    assert before.wkv.dtype == name
+    _, after = decoder(jnp.array([3, 4]), jax.tree.map(jnp.array, before), jnp.array([True, False]))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 1], b[:, 1]), after, before)
+    # the definition takes them too
+    model_step = Decoder(model, params, implementation="model", state_dtype=name)
+    got, state = model_step(jnp.array([1, 2]), model_step.init_state(2))
+    assert state.wkv.dtype == name and got.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("group", [64, pytest.param(16, marks=SLOW)])
+def test_weights_of_8_bits(group):
+    """A weight is off by half a step of its group, 1/254 of its largest, and the logits by little."""
+    model, params = setup(7)
+    decoder = Decoder(model, params, int8_group=group)
+    assert decoder.implementation == "plain" and decoder.weights.head.weight.dtype == jnp.int8
+    exact = Decoder(model, params, implementation="plain").weights
+    leaves = functools.partial(jax.tree.leaves, is_leaf=is_matrix)
+    for got, want in zip(leaves(decoder.weights), leaves(exact), strict=True):
+        if is_matrix(got):
+            grouped = np.asarray(want.weight).reshape(*got.scale.shape, group)
+            step = np.abs(grouped).max(-1, keepdims=True) / 127
+            off = np.abs(np.asarray(got.dense(jnp.float32)).reshape(grouped.shape) - grouped)
+            assert (off <= step * 0.57).all()  # half, and what float16 makes of the factor
+    tokens = small.tokens(64, 2, seed=5)
+    want = logits_of(Decoder(model, params, implementation="plain"), tokens, model.init_state(2))
+    assert small.error(logits_of(decoder, tokens, model.init_state(2)), want) < 0.05
+
+
+@SLOW
+def test_the_kernel_of_8_bits(monkeypatch):
+    launcher = pytest.importorskip("fla_jax.pallas.decode.products_launcher")
+    if not launcher.launch.__globals__["INTERPRET"]:
+        pytest.skip("Triton's interpreter is off")
+    monkeypatch.setattr(launcher, "_PROGRAMS", 8)
+    model, params = setup(7)
+    tokens, state = jnp.array([3, 5]), small.random_state(model, 2)
+    options = {"int8_group": 16}
+    want, _ = Decoder(model, params, implementation="plain", **options)(tokens, jax.tree.map(jnp.copy, state))
+    got, _ = Decoder(model, params, implementation="triton", **options)(tokens, state)
+    assert small.error(got, want) < 5e-6
+
+
+def test_rows_in_slots_with_the_fast_path():
+    model, params = setup(7)
+    decoder = Decoder(model, params, implementation="plain")
+    want = generate(model, params, PROMPTS, 20, seed=5).tokens
+    got = generate(model, params, PROMPTS, 20, seed=5, decoder=decoder, slots=1).tokens
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_model_is_what_decodes_without_a_gpu():
+    model, params = setup(7)
+    assert Decoder(model, params).implementation == "model"
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (
+            {"implementation": "xla"},
+            ValueError,
+            "implementation must be 'triton', 'plain', 'model' or None, got",
+        ),
+        ({"state_dtype": "int8"}, TypeError, "state_dtype must be float32, bfloat16, float16 or None, got"),
+        (
+            {"int8_group": 48},
+            ValueError,
+            "int8_group must be a power of two that divides the widths 64 and 256",
+        ),
+        ({"int8_group": 16, "implementation": "model"}, ValueError, "int8_group must be None with"),
+    ],
+)
+def test_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        Decoder(*setup(7), **options)
+
+
+def test_errors_of_decoders():
+    model, params = setup(7)
+    narrow = small.model(7)
+    with pytest.raises(
+        ValueError, match="implementation='plain' cannot decode with this model here: it takes widths"
+    ):
+        Decoder(narrow, small.params(narrow), implementation="plain")
+    with pytest.raises(ValueError, match="decoder must be one of the same model"):
+        generate(narrow, small.params(narrow), [[1]], 1, decoder=Decoder(model, params))
+    with pytest.raises(TypeError, match="decoder must be a Decoder or None"):
+        generate(model, params, [[1]], 1, decoder="plain")
+    with pytest.raises(ValueError, match=r"tokens must be integers \[B\], got int32\[1, 1\]"):
+        Decoder(model, params)(jnp.ones((1, 1), jnp.int32), model.init_state(1))

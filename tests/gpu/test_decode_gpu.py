@@ -1,0 +1,142 @@
+"""The fast path of decoding on an NVIDIA GPU against the model."""
+
+import functools
+import importlib.util
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_models as small
+
+from fla_jax.generation import Decoder, Engine, Sampling, generate, sampling
+from fla_jax.pallas.run.triton import INTERPRET
+
+if jax.default_backend() != "gpu" or INTERPRET:
+    pytest.skip("no NVIDIA GPU is visible to JAX, or Triton's interpreter is on", allow_module_level=True)
+
+ROOT = pathlib.Path(__file__).parents[2]
+GREEDY = Sampling(temperature=0.0)
+
+
+@functools.cache
+def setup(version, width=512, layers=4, dtype="float32", vocab=1000):
+    model = type(small.model(version))(
+        type(small.model(version).config)(vocab, width, layers, dtype=dtype, param_dtype=dtype)
+    )
+    return model, small.params(model)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """Products in full float32, as the kernels have them."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+@pytest.mark.parametrize("rows", [1, 3, 6, 40, 130])
+def test_logits_and_states(version, rows, exact):
+    """Of every way to launch: few rows, tensor cores, the library. A row that is over keeps its state."""
+    model, params = setup(version)
+    tokens, alive = jnp.arange(rows) * 7, jnp.arange(rows) != 1
+    start = small.random_state(model, rows, 1)
+    copy = lambda: jax.tree.map(jnp.copy, start)
+    fast = Decoder(model, params, implementation="triton")
+    want, want_state = Decoder(model, params, implementation="model")(tokens, copy(), alive)
+    got, state = fast(tokens, copy(), alive)
+    assert small.error(got[alive], want[alive]) < 1e-5
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 1e-5), state, want_state)
+    if rows > 1:
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 1], b[:, 1]), state, start)
+    again, _ = fast(tokens, copy(), alive)
+    np.testing.assert_array_equal(got[alive], again[alive])  # the same bits
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_greedy_tokens_are_the_models(version, exact):
+    model, params = setup(version)
+    prompts = [[3, 1, 4, 1, 5], [9]]
+    want = generate(
+        model, params, prompts, 512, GREEDY, decoder=Decoder(model, params, implementation="model")
+    )
+    fast = Decoder(model, params, implementation="triton")
+    got = generate(model, params, prompts, 512, GREEDY, decoder=fast)
+    np.testing.assert_array_equal(np.stack(want.tokens), np.stack(got.tokens))
+    slots = generate(model, params, prompts, 512, GREEDY, slots=1, decoder=fast)
+    np.testing.assert_array_equal(np.stack(want.tokens), np.stack(slots.tokens))
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_bfloat16_is_as_near_as_the_model(version, rows):
+    model, params = setup(version, dtype="bfloat16")
+    wide, _ = setup(version)
+    tokens = small.tokens(64, rows, seed=5)
+
+    def logits_of(decoder):
+        state, found = decoder.init_state(rows), []
+        for token in tokens:
+            logits, state = decoder(token, state)
+            found.append(np.asarray(logits))
+        return np.stack(found)
+
+    with jax.default_matmul_precision("highest"):
+        params32 = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        want = logits_of(Decoder(wide, params32, implementation="model"))
+    error = {
+        name: np.sqrt(np.mean(np.square(logits_of(Decoder(model, params, implementation=name)) - want)))
+        for name in ("model", "triton")
+    }
+    assert error["triton"] <= error["model"], error
+
+
+@pytest.mark.parametrize(
+    "options", [{"state_dtype": "bfloat16"}, {"state_dtype": "float16"}, {"int8_group": 128}]
+)
+@pytest.mark.parametrize("rows", [2, 8])
+def test_options(options, rows):
+    """The kernels against the same in plain JAX."""
+    model, params = setup(7, dtype="bfloat16")
+    got, want = (Decoder(model, params, implementation=name, **options) for name in ("triton", "plain"))
+    tokens, state = jnp.arange(rows), small.random_state(model, rows)
+    a, _ = got(tokens, jax.tree.map(jnp.copy, state))
+    b, _ = want(tokens, jax.tree.map(jnp.copy, state))
+    assert small.error(a, b) < 3e-2
+
+
+def test_choice_without_sorting():
+    """65536 tokens, 64 rows: the tokens that sorting gives."""
+    V, rng = 65536, np.random.default_rng(0)
+    logits = jnp.asarray(3 * rng.normal(size=(64, V)), jnp.float32)
+    none, keys = sampling.Occurrences.none(64, V), jax.random.split(jax.random.key(0), 64)
+    for settings in (Sampling(), Sampling(top_k=50, temperature=2.0), Sampling(top_p=0.1), GREEDY):
+        sample = jax.jit(sampling.sample, static_argnums=4)
+        rules = settings.arrays(V)
+        want, got = (np.asarray(sample(rules, logits, none, keys, name)) for name in ("xla", "triton"))
+        # a sum of probabilities may meet top-p to rounding
+        assert (want != got).sum() <= 1
+
+
+def test_the_state_is_never_copied():
+    """Nothing in the compiled loop copies as much as a layer's states."""
+    spec = importlib.util.spec_from_file_location("decode_benchmark", ROOT / "benchmarks" / "decode.py")
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    options = benchmark.parse(["--quick", "--tokens", "64"])
+    model, params = setup(7, dtype="bfloat16")
+    for rows in (1, 64):
+        found = benchmark.decoding(model, params, rows, "triton", options)
+        assert found["copies"] == 0, found
+
+
+def test_rows_that_join_and_leave():
+    model, params = setup(7, dtype="bfloat16")
+    engine = Engine(model, params, 4, Sampling(temperature=0.8))
+    lengths = [5, 40, 17, 3, 64, 20, 9, 33]
+    for i, length in enumerate(lengths):
+        engine.put([1 + i, 2, 3][: 1 + i % 3], length, seed=i)
+    assert sorted((r.number, len(r.tokens)) for r in engine.results()) == list(enumerate(lengths))
