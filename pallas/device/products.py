@@ -9,8 +9,25 @@ import triton.language as tl
 
 
 @triton.jit
-def token_sums(matrix, x, mode: tl.constexpr):
-    """``matrix`` [16, 16] of 0 and +-1 times ``x`` [16, K] in the dtype of memory, to float32 accuracy."""
+def token_sums(matrix, x, mode: tl.constexpr, SPREAD: tl.constexpr = False):
+    """``matrix`` [16, 16] of 0 and +-1 times ``x`` [16, K] in the dtype of memory, to float32 accuracy.
+
+    Every warp makes the whole product, because products of 16 rows have no other rows to divide. With
+    ``SPREAD`` it is a batch of products of 16 columns each, which warps divide. That is for results that go
+    into elementwise work; a tile that meets tiles of other products' layout would have to change its own.
+    """
+    if SPREAD:
+        N: tl.constexpr = x.shape[1] // 16
+        parts = tl.permute(tl.reshape(x, (16, N, 16)), (1, 0, 2))
+        sums = exact_product(tl.broadcast_to(matrix[None, :, :], (N, 16, 16)), parts, mode)
+        return tl.reshape(tl.permute(sums, (1, 0, 2)), (16, 16 * N))
+    else:
+        return exact_product(matrix, x, mode)
+
+
+@triton.jit
+def exact_product(matrix, x, mode: tl.constexpr):
+    """``matrix`` of small multiples of 1 / 32, or a batch of them, times ``x``, to float32 accuracy."""
     if x.dtype == tl.bfloat16:
         return tl.dot(matrix.to(tl.bfloat16), x)
     elif x.dtype == tl.float16:  # its 11 bits are two bfloat16

@@ -28,7 +28,7 @@ from ...device.chunk import (
     together,
     turned,
 )
-from ...device.decay import scanned_factors, score
+from ...device.decay import forward_factors, score
 from ...device.kept_states import state_place, state_rows
 from ...device.tokens import load_tokens, only, store_tokens
 from .tokens import Tokens, scaled_tokens
@@ -59,7 +59,7 @@ def walk_forward(
         r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even).to(tl.float32) * mode.scale
         k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         v = load_tokens(tokens.v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
-        factors = scanned_factors(w, mode, DELTA=False)
+        factors = forward_factors(w, mode, DELTA=False)
         scaled = scaled_tokens(r, k, factors, mode)
         below = strict
         if mode.segments:

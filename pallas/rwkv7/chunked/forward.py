@@ -32,7 +32,7 @@ from ...device.chunk import (
     together,
     turned,
 )
-from ...device.decay import scanned_factors, score
+from ...device.decay import forward_factors, score
 from ...device.kept_states import state_place, state_rows
 from ...device.products import inverse16
 from ...device.tokens import load_tokens, only, store_tokens
@@ -93,7 +93,7 @@ def walk_forward(
         b = load_tokens(tokens.b_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         if WRITE:
             v = load_tokens(tokens.v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
-        factors = scanned_factors(w, mode, DELTA=True)
+        factors = forward_factors(w, mode, DELTA=True)
         scaled = scaled_tokens(r, k, a, b, factors, mode)
         seen, below = incl, strict
         if mode.segments:
