@@ -27,6 +27,8 @@ from .products import token_sums
 # For timing only: what the forward takes, of "products", "any" (those in the form for any decay, else scans),
 # "scans".
 FORWARD = tl.constexpr(os.environ.get("FORWARD_SUMS", "products"))
+# And of the backward: "cast" as on the branch before, or "products", as in the forward.
+BACKWARD = tl.constexpr(os.environ.get("BACKWARD_SUMS", "cast"))
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(-128.0)  # exp is 0 in float32; unlike -inf it may be multiplied by 0
 LOG_MIN = tl.constexpr(-16.0)  # exp(-16) = 1.1e-7 is the spacing of float32
@@ -101,74 +103,39 @@ def lowest_logs(w, mode: tl.constexpr, DELTA: tl.constexpr, SCAN: tl.constexpr):
 @triton.jit
 def forward_factors(w, mode: tl.constexpr, DELTA: tl.constexpr):
     if FORWARD == "products" or (FORWARD == "any" and mode.any_decay):
-        return spread_factors(w, mode, DELTA)
+        return factors(w, mode, DELTA, SPREAD=True)
     else:
         return scanned_factors(w, mode, DELTA)
 
 
 @triton.jit
-def spread_factors(w, mode: tl.constexpr, DELTA: tl.constexpr):
+def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = False):
     """The factors for log decays ``w`` [16, K], by products with constant triangles."""
     o = tl.arange(0, 16)
     t, j = o[:, None], o[None, :]
     if mode.any_decay:
         whole = at_least(w, LOG_ZERO)
-        # an identity in place of a cast: w goes into products only, so that Triton loads it ahead
-        plain = token_sums(tl.where(j == t, 1.0, 0.0), whole, mode, SPREAD=True)
+        if SPREAD or BACKWARD == "products":
+            # an identity in place of a cast: w goes into products only, so that Triton loads it ahead
+            plain = token_sums(tl.where(j == t, 1.0, 0.0), whole, mode, SPREAD)
+            g = plain * LOG2E
+        else:
+            plain = w.to(tl.float32)
+            g = whole.to(tl.float32) * LOG2E
         if DELTA:
             quarter = tl.where(j // 4 == t // 4, tl.where(j <= t, 1.0, 0.65625), 0.0)
-            sums = token_sums(quarter, at_least(whole, LOG_MIN), mode, SPREAD=True)
+            sums = token_sums(quarter, at_least(w, LOG_MIN).to(tl.bfloat16), mode, SPREAD)
             counted = tl.maximum(plain, tl.where(sums < -41.0, LOG_MIN, LOG_FEW)).to(w.dtype)
         else:
             counted = tl.maximum(plain, LOG_MIN).to(w.dtype)
-        g, counted_g = plain * LOG2E, counted.to(tl.float32) * LOG2E
-        # sums from the middles on: differences of sums from the chunk's start are too large to be exact
-        own = tl.where(t < 8, 4, 12)
-        to_row = tl.where((own <= j) & (j <= t), 1.0, tl.where((t < j) & (j < own), -1.0, 0.0))
-        to_middle = tl.where((t < j) & (j < 12), 1.0, tl.where((j >= 12) & (j <= t), -1.0, 0.0))
-        R = token_sums(to_row, counted, mode, SPREAD=True) * LOG2E
-        high = tl.exp2(token_sums(to_middle, counted, mode, SPREAD=True) * LOG2E)
-        Gx = token_sums(tl.where(j < t, 1.0, 0.0), whole, mode, SPREAD=True) * LOG2E
-        G = Gx + g
-        post = tl.sum(tl.where(t == 15, R, 0.0), 0)  # as the columns, whose way it ends
-        pre = tl.sum(tl.where(t == 15, G, 0.0), 0) - post
-        return Factors(
-            score_incl=tl.exp2(R),
-            score_excl=tl.exp2(R - counted_g),
-            low=tl.where(t < 8, tl.exp2(-R), 0.0),
-            high=high,
-            state_incl=tl.exp2(G),
-            state_excl=tl.exp2(Gx),
-            pre=tl.exp2(pre),
-            post=tl.exp2(post),
-            cut=tl.exp2(g - counted_g),
-        )
-    else:
-        G = token_sums(tl.where(j <= t, 1.0, 0.0), w, mode, SPREAD=True) * LOG2E
-        Gx = token_sums(tl.where(j < t, 1.0, 0.0), w, mode, SPREAD=True) * LOG2E
-        incl, excl, back = tl.exp2(G), tl.exp2(Gx), tl.exp2(-G)
-        total = tl.sum(tl.where(t == 15, incl, 0.0), 0)
-        return Factors(incl, excl, back, back, incl, excl, pre=total, post=total, cut=total)
-
-
-@triton.jit
-def factors(w, mode: tl.constexpr, DELTA: tl.constexpr):
-    """The factors for log decays ``w`` [16, K], by products with constant triangles."""
-    o = tl.arange(0, 16)
-    t, j = o[:, None], o[None, :]
-    if mode.any_decay:
-        whole = at_least(w, LOG_ZERO)
-        g = whole.to(tl.float32) * LOG2E
-        lowest = lowest_logs(w, mode, DELTA, SCAN=False)
-        counted = at_least(w, lowest)
         counted_g = counted.to(tl.float32) * LOG2E
         # sums from the middles on: differences of sums from the chunk's start are too large to be exact
         own = tl.where(t < 8, 4, 12)
         to_row = tl.where((own <= j) & (j <= t), 1.0, tl.where((t < j) & (j < own), -1.0, 0.0))
         to_middle = tl.where((t < j) & (j < 12), 1.0, tl.where((j >= 12) & (j <= t), -1.0, 0.0))
-        R = token_sums(to_row, counted, mode) * LOG2E
-        high = tl.exp2(token_sums(to_middle, counted, mode) * LOG2E)
-        Gx = token_sums(tl.where(j < t, 1.0, 0.0), whole, mode) * LOG2E
+        R = token_sums(to_row, counted, mode, SPREAD) * LOG2E
+        high = tl.exp2(token_sums(to_middle, counted, mode, SPREAD) * LOG2E)
+        Gx = token_sums(tl.where(j < t, 1.0, 0.0), whole, mode, SPREAD) * LOG2E
         G = Gx + g
         post = tl.sum(tl.where(t == 15, R, 0.0), 0)  # as the columns, whose way it ends
         pre = tl.sum(tl.where(t == 15, G, 0.0), 0) - post
@@ -184,10 +151,12 @@ def factors(w, mode: tl.constexpr, DELTA: tl.constexpr):
             cut=tl.exp2(g - counted_g),
         )
     else:
-        g = w.to(tl.float32) * LOG2E
-        G = token_sums(tl.where(j <= t, 1.0, 0.0), w, mode) * LOG2E
-        incl, excl = tl.exp2(G), tl.exp2(G - g)
-        back = tl.exp2(-G)
+        G = token_sums(tl.where(j <= t, 1.0, 0.0), w, mode, SPREAD) * LOG2E
+        if SPREAD or BACKWARD == "products":
+            Gx = token_sums(tl.where(j < t, 1.0, 0.0), w, mode, SPREAD) * LOG2E
+        else:
+            Gx = G - w.to(tl.float32) * LOG2E
+        incl, excl, back = tl.exp2(G), tl.exp2(Gx), tl.exp2(-G)
         total = tl.sum(tl.where(t == 15, incl, 0.0), 0)
         return Factors(incl, excl, back, back, incl, excl, pre=total, post=total, cut=total)
 
