@@ -124,7 +124,7 @@ def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = F
             g = whole.to(tl.float32) * LOG2E
         if DELTA:
             quarter = tl.where(j // 4 == t // 4, tl.where(j <= t, 1.0, 0.65625), 0.0)
-            sums = token_sums(quarter, at_least(w, LOG_MIN).to(tl.bfloat16), mode, SPREAD)
+            sums = token_sums(quarter, at_least(w, LOG_MIN), mode, SPREAD)
             counted = tl.maximum(plain, tl.where(sums < -41.0, LOG_MIN, LOG_FEW)).to(w.dtype)
         else:
             counted = tl.maximum(plain, LOG_MIN).to(w.dtype)

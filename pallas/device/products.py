@@ -27,19 +27,15 @@ def token_sums(matrix, x, mode: tl.constexpr, SPREAD: tl.constexpr = False):
 
 @triton.jit
 def exact_product(matrix, x, mode: tl.constexpr):
-    """``matrix`` of small multiples of 1 / 32 times ``x``, or batches of them, to float32 accuracy.
-
-    They are products of bfloat16: the 11 bits of float16 are two of them, the 24 of float32 three.
-    """
-    m, hi = matrix.to(tl.bfloat16), x.to(tl.bfloat16)
-    product = tl.dot(m, hi)
-    if x.dtype != tl.bfloat16:
-        rest = x.to(tl.float32) - hi.to(tl.float32)
-        mid = rest.to(tl.bfloat16)
-        product = tl.dot(m, mid, product)
-        if x.dtype == tl.float32:
-            product = tl.dot(m, (rest - mid.to(tl.float32)).to(tl.bfloat16), product)
-    return product
+    """``matrix`` of small multiples of 1 / 32 times ``x``, or batches of them, to float32 accuracy."""
+    if x.dtype == tl.bfloat16:
+        return tl.dot(matrix.to(tl.bfloat16), x)
+    elif x.dtype == tl.float16:  # its 11 bits are two bfloat16
+        hi = x.to(tl.bfloat16)
+        lo = (x.to(tl.float32) - hi.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(matrix.to(tl.bfloat16), lo, tl.dot(matrix.to(tl.bfloat16), hi))
+    else:
+        return tl.dot(matrix, x, input_precision=mode.precision)
 
 
 @triton.jit
