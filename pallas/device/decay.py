@@ -16,7 +16,6 @@ alike. In the form for any decay (docs/maths.md, section 7) decays may be as str
   strong: one or two, or the first of three. Exponents are at most 69 then.
 """
 
-import os
 from typing import Any, NamedTuple
 
 import triton
@@ -24,11 +23,6 @@ import triton.language as tl
 
 from .products import token_sums
 
-# For timing only: what the forward takes, of "products", "any" (those in the form for any decay, else scans),
-# "scans".
-FORWARD = tl.constexpr(os.environ.get("FORWARD_SUMS", "products"))
-# And of the backward: "cast" as on the branch before, or "products", as in the forward.
-BACKWARD = tl.constexpr(os.environ.get("BACKWARD_SUMS", "cast"))
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(-128.0)  # exp is 0 in float32; unlike -inf it may be multiplied by 0
 LOG_MIN = tl.constexpr(-16.0)  # exp(-16) = 1.1e-7 is the spacing of float32
@@ -49,8 +43,7 @@ class Factors(NamedTuple):
         state_excl: of rows, for what they read of the entering state.
         pre: decay of the state before the chunk's writes; in the bounded form nothing of use.
         post: decay of the state after the chunk's writes; in the bounded form all of it.
-        cut: what clamping took from each token's decay, a factor; made by `factors` alone, and in the bounded
-            form nothing of use.
+        cut: what clamping took from each token's decay, a factor; in the bounded form nothing of use.
     """
 
     score_incl: Any
@@ -71,8 +64,8 @@ def at_least(w, lowest):
 
 
 @triton.jit
-def lowest_logs(w, mode: tl.constexpr, DELTA: tl.constexpr, SCAN: tl.constexpr):
-    """Down to where the log decays ``w`` [16, K] are counted in scores: one number, or with ``DELTA`` a tile.
+def lowest_logs(w, mode: tl.constexpr, SPREAD: tl.constexpr):
+    """Down to where RWKV-7 counts the log decays ``w`` [16, K] in scores: LOG_FEW or LOG_MIN, a tile.
 
     The sums below are over the four tokens of a quarter, of log decays counted down to LOG_MIN, of which
     later ones count 21 / 32. With n strong ones the sums of these are -26.5 and -32 (n = 2), -37, -42.5 and
@@ -80,54 +73,30 @@ def lowest_logs(w, mode: tl.constexpr, DELTA: tl.constexpr, SCAN: tl.constexpr):
     or two strong ones and the first of three. With four of them not one is: what a column takes on its way to
     the second middle must stay in range, as the gradients of such decays show in no other place.
     """
-    if DELTA:
-        t, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-        least = at_least(w, LOG_MIN)
-        if SCAN:
-            least = least.to(tl.float32)
-            s4 = tl.sum(tl.where(t < 4, least, 0.0), 0)[None, :]
-            s8 = tl.sum(tl.where(t < 8, least, 0.0), 0)[None, :]
-            s12 = tl.sum(tl.where(t < 12, least, 0.0), 0)[None, :]
-            s16 = tl.sum(least, 0)[None, :]
-            start = tl.where(t < 8, tl.where(t < 4, 0.0, s4), tl.where(t < 12, s8, s12))
-            end = tl.where(t < 8, tl.where(t < 4, s4, s8), tl.where(t < 12, s12, s16))
-            sums = 0.34375 * tl.cumsum(least, 0) + 0.65625 * end - start
-        else:
-            quarter = tl.where(j // 4 == t // 4, tl.where(j <= t, 1.0, 0.65625), 0.0)
-            sums = token_sums(quarter, least, mode)
-        return tl.where(sums < -41.0, LOG_MIN, LOG_FEW)
-    else:
-        return LOG_MIN
-
-
-@triton.jit
-def forward_factors(w, mode: tl.constexpr, DELTA: tl.constexpr):
-    if FORWARD == "products" or (FORWARD == "any" and mode.any_decay):
-        return factors(w, mode, DELTA, SPREAD=True)
-    else:
-        return scanned_factors(w, mode, DELTA)
+    t, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    quarter = tl.where(j // 4 == t // 4, tl.where(j <= t, 1.0, 0.65625), 0.0)
+    return tl.where(token_sums(quarter, at_least(w, LOG_MIN), mode, SPREAD) < -41.0, LOG_MIN, LOG_FEW)
 
 
 @triton.jit
 def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = False):
-    """The factors for log decays ``w`` [16, K], by products with constant triangles."""
+    """The factors for log decays ``w`` [16, K]; all sums over tokens are products with constant triangles.
+
+    The forward makes them with ``SPREAD``, see `token_sums`. There w goes into products only, with the
+    identity in place of a cast, because else Triton does not load the next chunk's w ahead.
+    """
     o = tl.arange(0, 16)
     t, j = o[:, None], o[None, :]
     if mode.any_decay:
         whole = at_least(w, LOG_ZERO)
-        if SPREAD or BACKWARD == "products":
-            # an identity in place of a cast: w goes into products only, so that Triton loads it ahead
+        if SPREAD:
             plain = token_sums(tl.where(j == t, 1.0, 0.0), whole, mode, SPREAD)
             g = plain * LOG2E
         else:
             plain = w.to(tl.float32)
             g = whole.to(tl.float32) * LOG2E
-        if DELTA:
-            quarter = tl.where(j // 4 == t // 4, tl.where(j <= t, 1.0, 0.65625), 0.0)
-            sums = token_sums(quarter, at_least(w, LOG_MIN), mode, SPREAD)
-            counted = tl.maximum(plain, tl.where(sums < -41.0, LOG_MIN, LOG_FEW)).to(w.dtype)
-        else:
-            counted = tl.maximum(plain, LOG_MIN).to(w.dtype)
+        lowest = lowest_logs(w, mode, SPREAD) if DELTA else LOG_MIN
+        counted = tl.maximum(plain, lowest).to(w.dtype)
         counted_g = counted.to(tl.float32) * LOG2E
         # sums from the middles on: differences of sums from the chunk's start are too large to be exact
         own = tl.where(t < 8, 4, 12)
@@ -152,53 +121,12 @@ def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = F
         )
     else:
         G = token_sums(tl.where(j <= t, 1.0, 0.0), w, mode, SPREAD) * LOG2E
-        if SPREAD or BACKWARD == "products":
+        if SPREAD:
             Gx = token_sums(tl.where(j < t, 1.0, 0.0), w, mode, SPREAD) * LOG2E
         else:
             Gx = G - w.to(tl.float32) * LOG2E
         incl, excl, back = tl.exp2(G), tl.exp2(Gx), tl.exp2(-G)
         total = tl.sum(tl.where(t == 15, incl, 0.0), 0)
-        return Factors(incl, excl, back, back, incl, excl, pre=total, post=total, cut=total)
-
-
-@triton.jit
-def scanned_factors(w, mode: tl.constexpr, DELTA: tl.constexpr):
-    """As `factors` without ``cut``, by scans and sums, which are shorter with two warps.
-
-    In the form for any decay these are exponentials of differences of large sums from the chunk's start, each
-    good to 1e-5; the error cancels in every product of two of them, which is all that a forward makes. The
-    factors of rows for the state are products of clamped ones and of what was cut off: nothing, or so much
-    that no error of it shows.
-    """
-    t = tl.arange(0, 16)[:, None]
-    if mode.any_decay:
-        counted = at_least(w, lowest_logs(w, mode, DELTA, SCAN=True))
-        g = counted.to(tl.float32) * LOG2E
-        excess = at_least(w, LOG_ZERO).to(tl.float32) * LOG2E - g
-    else:
-        g = w.to(tl.float32) * LOG2E
-    G = tl.cumsum(g, 0)
-    Gx = G - g
-    incl, excl = tl.exp2(G), tl.exp2(Gx)
-    if mode.any_decay:
-        lost = tl.cumsum(excess, 0)
-        first = tl.sum(tl.where(t < 4, g, 0.0), 0)[None, :]
-        second, total = tl.sum(tl.where(t < 12, g, 0.0), 0), tl.sum(g, 0)
-        own = tl.where(t < 8, first, second[None, :])
-        low = tl.where(t < 8, tl.exp2(tl.where(t < 8, first - G, 0.0)), 0.0)
-        return Factors(
-            score_incl=tl.exp2(G - own),
-            score_excl=tl.exp2(Gx - own),
-            low=low,
-            high=tl.exp2(second[None, :] - G),
-            state_incl=tl.exp2(G + lost),
-            state_excl=tl.exp2(Gx + (lost - excess)),
-            pre=tl.exp2(second + tl.sum(excess, 0)),
-            post=tl.exp2(total - second),
-            cut=total,
-        )
-    else:
-        back, total = tl.exp2(-G), tl.exp2(tl.sum(g, 0))
         return Factors(incl, excl, back, back, incl, excl, pre=total, post=total, cut=total)
 
 
