@@ -1,11 +1,19 @@
 """Decay factors of a chunk and the scores made with them, shared by the chunked Triton kernels.
 
 In the bounded form (16 * |w| <= 80) exp(G) and exp(-G) from the chunk's start on serve scores and state
-alike. In the form for any decay rows refer to the middle of their own block of 8 tokens and columns to both
-middles; docs/maths.md, section 7, derives it. Log decays count only down to LOG_MIN there. Between a token
-and the middle of its block lie at most four of them: a factor that takes them back is at most exp(64). A
-column on its way to the second middle may hold more, but with one decay between the pair, which is the most
-that shows in a score, it holds five: exp(-80), in range with room for small keys.
+alike. In the form for any decay (docs/maths.md, section 7) decays may be as strong as they like:
+
+* Exact is what the entering state hands to the chunk's tokens and to the leaving state, and what their
+  gradients hand back to it: exponentials of sums of the log decays themselves, LOG_ZERO in place of -inf.
+* Clamped is what tokens of one chunk hand to each other and to the leaving state: it is the product of a row
+  and a column factor, of which one may take decays back. Rows refer to the middle of their own block of 8
+  tokens and columns to both middles, so that at most four log decays are taken back: counted down to LOG_MIN
+  only, that is at most exp(64). A column on its way to the second middle may hold more, but with one decay
+  between the pair, which is the most that shows in a score, it holds five: exp(-80), in range with room for
+  small keys.
+* The tokens of RWKV-7 write what they read of the state, so that their writes may be as large as it. With
+  ``DELTA`` log decays are counted down to LOG_FEW, 7e-13, where few of the four in a quarter of the chunk are
+  strong: one or two, or the first of three. Exponents are at most 69 then.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +24,9 @@ import triton.language as tl
 from .products import token_sums
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOG_MIN = tl.constexpr(-16.0)  # exp(-16) = 1.1e-7 is the spacing of a float32 state
+LOG_ZERO = tl.constexpr(-128.0)  # exp is 0 in float32; unlike -inf it may be multiplied by 0
+LOG_MIN = tl.constexpr(-16.0)  # exp(-16) = 1.1e-7 is the spacing of float32
+LOG_FEW = tl.constexpr(-28.0)
 
 
 class Factors(NamedTuple):
@@ -33,6 +43,7 @@ class Factors(NamedTuple):
         state_excl: of rows, for what they read of the entering state.
         pre: decay of the state before the chunk's writes; in the bounded form nothing of use.
         post: decay of the state after the chunk's writes; in the bounded form all of it.
+        cut: what clamping took from each token's decay, a factor; in the bounded form nothing of use.
     """
 
     score_incl: Any
@@ -43,81 +54,80 @@ class Factors(NamedTuple):
     state_excl: Any
     pre: Any
     post: Any
+    cut: Any
 
 
 @triton.jit
-def clamped(w, mode: tl.constexpr):
-    """Log decays as the form for any decay counts them, in w's dtype; in the bounded form as they are."""
-    return tl.maximum(w.to(tl.float32), LOG_MIN).to(w.dtype) if mode.any_decay else w
+def at_least(w, lowest):
+    """Log decays ``w``, but not below ``lowest``, in w's dtype."""
+    return tl.maximum(w.to(tl.float32), lowest).to(w.dtype)
 
 
 @triton.jit
-def factors(w, mode: tl.constexpr):
-    """The factors for clamped log decays ``w`` [16, K], by products with constant triangles."""
+def lowest_logs(w, mode: tl.constexpr, SPREAD: tl.constexpr):
+    """Down to where RWKV-7 counts the log decays ``w`` [16, K] in scores: LOG_FEW or LOG_MIN, a tile.
+
+    The sums below are over the four tokens of a quarter, of log decays counted down to LOG_MIN, of which
+    later ones count 21 / 32. With n strong ones the sums of these are -26.5 and -32 (n = 2), -37, -42.5 and
+    -48 (n = 3), -47.5 or less (n = 4), and less by what the mild ones add. So down to LOG_FEW are counted one
+    or two strong ones and the first of three. With four of them not one is: what a column takes on its way to
+    the second middle must stay in range, as the gradients of such decays show in no other place.
+    """
+    t, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    quarter = tl.where(j // 4 == t // 4, tl.where(j <= t, 1.0, 0.65625), 0.0)
+    return tl.where(token_sums(quarter, at_least(w, LOG_MIN), mode, SPREAD) < -41.0, LOG_MIN, LOG_FEW)
+
+
+@triton.jit
+def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = False):
+    """The factors for log decays ``w`` [16, K]; all sums over tokens are products with constant triangles.
+
+    The forward makes them with ``SPREAD``, see `token_sums`. There w goes into products only, with the
+    identity in place of a cast, because else Triton does not load the next chunk's w ahead.
+    """
     o = tl.arange(0, 16)
     t, j = o[:, None], o[None, :]
-    g = w.to(tl.float32) * LOG2E
-    G = token_sums(tl.where(j <= t, 1.0, 0.0), w, mode) * LOG2E
-    incl, excl = tl.exp2(G), tl.exp2(G - g)
     if mode.any_decay:
+        whole = at_least(w, LOG_ZERO)
+        if SPREAD:
+            plain = token_sums(tl.where(j == t, 1.0, 0.0), whole, mode, SPREAD)
+            g = plain * LOG2E
+        else:
+            plain = w.to(tl.float32)
+            g = whole.to(tl.float32) * LOG2E
+        lowest = lowest_logs(w, mode, SPREAD) if DELTA else LOG_MIN
+        counted = tl.maximum(plain, lowest).to(w.dtype)
+        counted_g = counted.to(tl.float32) * LOG2E
         # sums from the middles on: differences of sums from the chunk's start are too large to be exact
         own = tl.where(t < 8, 4, 12)
         to_row = tl.where((own <= j) & (j <= t), 1.0, tl.where((t < j) & (j < own), -1.0, 0.0))
         to_middle = tl.where((t < j) & (j < 12), 1.0, tl.where((j >= 12) & (j <= t), -1.0, 0.0))
-        R = token_sums(to_row, w, mode) * LOG2E
-        high = tl.exp2(token_sums(to_middle, w, mode) * LOG2E)
-        pre = tl.sum(tl.where(t == 11, incl, 0.0), 0)
-        post = tl.exp2(tl.sum(tl.where(t == 15, R, 0.0), 0))
+        R = token_sums(to_row, counted, mode, SPREAD) * LOG2E
+        high = tl.exp2(token_sums(to_middle, counted, mode, SPREAD) * LOG2E)
+        Gx = token_sums(tl.where(j < t, 1.0, 0.0), whole, mode, SPREAD) * LOG2E
+        G = Gx + g
+        post = tl.sum(tl.where(t == 15, R, 0.0), 0)  # as the columns, whose way it ends
+        pre = tl.sum(tl.where(t == 15, G, 0.0), 0) - post
         return Factors(
             score_incl=tl.exp2(R),
-            score_excl=tl.exp2(R - g),
+            score_excl=tl.exp2(R - counted_g),
             low=tl.where(t < 8, tl.exp2(-R), 0.0),
             high=high,
-            state_incl=incl,
-            state_excl=excl,
-            pre=pre,
-            post=post,
+            state_incl=tl.exp2(G),
+            state_excl=tl.exp2(Gx),
+            pre=tl.exp2(pre),
+            post=tl.exp2(post),
+            cut=tl.exp2(g - counted_g),
         )
     else:
-        back = tl.exp2(-G)
+        G = token_sums(tl.where(j <= t, 1.0, 0.0), w, mode, SPREAD) * LOG2E
+        if SPREAD:
+            Gx = token_sums(tl.where(j < t, 1.0, 0.0), w, mode, SPREAD) * LOG2E
+        else:
+            Gx = G - w.to(tl.float32) * LOG2E
+        incl, excl, back = tl.exp2(G), tl.exp2(Gx), tl.exp2(-G)
         total = tl.sum(tl.where(t == 15, incl, 0.0), 0)
-        return Factors(
-            incl, excl, low=back, high=back, state_incl=incl, state_excl=excl, pre=total, post=total
-        )
-
-
-@triton.jit
-def scanned_factors(w, mode: tl.constexpr):
-    """As `factors`, by scans and sums, which are shorter with two warps.
-
-    In the form for any decay these are exponentials of differences of large sums from the chunk's start, each
-    good to 1e-5; the error cancels in every product of two of them, which is all that a forward makes.
-    """
-    t = tl.arange(0, 16)[:, None]
-    g = w.to(tl.float32) * LOG2E
-    G = tl.cumsum(g, 0)
-    Gx = G - g
-    incl, excl = tl.exp2(G), tl.exp2(Gx)
-    if mode.any_decay:
-        first = tl.sum(tl.where(t < 4, g, 0.0), 0)[None, :]
-        second, total = tl.sum(tl.where(t < 12, g, 0.0), 0), tl.sum(g, 0)
-        own = tl.where(t < 8, first, second[None, :])
-        low = tl.where(t < 8, tl.exp2(tl.where(t < 8, first - G, 0.0)), 0.0)
-        return Factors(
-            score_incl=tl.exp2(G - own),
-            score_excl=tl.exp2(Gx - own),
-            low=low,
-            high=tl.exp2(second[None, :] - G),
-            state_incl=incl,
-            state_excl=excl,
-            pre=tl.exp2(second),
-            post=tl.exp2(total - second),
-        )
-    else:
-        back, total = tl.exp2(-G), tl.exp2(tl.sum(g, 0))
-        return Factors(
-            incl, excl, low=back, high=back, state_incl=incl, state_excl=excl, pre=total, post=total
-        )
+        return Factors(incl, excl, back, back, incl, excl, pre=total, post=total, cut=total)
 
 
 class Rows(NamedTuple):

@@ -1,7 +1,7 @@
 """Matrix products that the chunked Triton kernels share: sums over a chunk's tokens, small inverses.
 
-A sum over the 16 tokens of a chunk is a product with a constant matrix of 0 and +-1: that takes a third of
-the instructions of `tl.cumsum`, and no barriers.
+A sum over the 16 tokens of a chunk is a product with a constant matrix, mostly of 0 and +-1: that takes a
+third of the instructions of `tl.cumsum`, and no barriers.
 """
 
 import triton
@@ -9,8 +9,27 @@ import triton.language as tl
 
 
 @triton.jit
-def token_sums(matrix, x, mode: tl.constexpr):
-    """``matrix`` [16, 16] of 0 and +-1 times ``x`` [16, K] in the dtype of memory, to float32 accuracy."""
+def token_sums(matrix, x, mode: tl.constexpr, SPREAD: tl.constexpr = False):
+    """``matrix`` [16, 16] of small multiples of 1 / 32 times ``x`` [16, K] in the dtype of memory, to float32
+    accuracy.
+
+    A product of 16 rows has none to divide, so that every warp makes all of it and holds all of the result.
+    With ``SPREAD`` it is a batch of products of 16 columns, which warps do divide: less work where the result
+    goes on elementwise, as in the forward. The backward has other products' tiles of 16 rows to meet it, and
+    would convert them.
+    """
+    if SPREAD:
+        N: tl.constexpr = x.shape[1] // 16
+        parts = tl.permute(tl.reshape(x, (16, N, 16)), (1, 0, 2))
+        sums = exact_product(tl.broadcast_to(matrix[None, :, :], (N, 16, 16)), parts, mode)
+        return tl.reshape(tl.permute(sums, (1, 0, 2)), (16, 16 * N))
+    else:
+        return exact_product(matrix, x, mode)
+
+
+@triton.jit
+def exact_product(matrix, x, mode: tl.constexpr):
+    """What `token_sums` makes of one product or of a batch."""
     if x.dtype == tl.bfloat16:
         return tl.dot(matrix.to(tl.bfloat16), x)
     elif x.dtype == tl.float16:  # its 11 bits are two bfloat16

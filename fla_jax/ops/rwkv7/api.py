@@ -123,9 +123,10 @@ def chunk_rwkv7(
     where a chunk holds strong decays, ``"xla"`` multiply by decays only. Where decays are weak, chunked forms
     refer all tokens to the chunk's start and divide keys by products of decays, which stay above e^-24
     (``"xla"``, looked up or promised) or e^-80 (``"triton"``: no w of the row and head below -5, looked up or
-    promised). The Triton kernels' form for stronger
-    decays counts a log decay down to -16 at most: 1.1e-7 of what came before a stronger one outlives it
-    until its chunk of 16 tokens ends, which shows where states are larger than 1e4 times the outputs.
+    promised). The Triton kernels' form for stronger decays is exact for the state that enters a chunk of 16
+    tokens. Between the chunk's own tokens, which may write as much as they read of that state, it
+    counts a log decay down to -28 at most, 7e-13, where one or two of four neighbours (0..3, 4..7, ..) are
+    below -16; of three the later ones, and all of four, down to -16, 1.1e-7, until the chunk ends.
 
     NaN and infinity in an input of one token reach, in the chunked form, every output of its chunk (16 tokens
     unless ``chunk_size`` says otherwise), those of earlier tokens and of another document under

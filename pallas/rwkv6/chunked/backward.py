@@ -32,7 +32,7 @@ from ...device.chunk import (
     together,
     turned,
 )
-from ...device.decay import LOG2E, clamped, factors, score
+from ...device.decay import factors, score
 from ...device.kept_states import gradients_over_states, state_place, state_rows
 from ...device.products import token_sums_f32
 from ...device.tokens import load_tokens, only, store_tokens
@@ -74,8 +74,7 @@ def walk_backward(
         dy = load_tokens(dy_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
         place = state_place(chunk, pk, mode, ARRAYS)
         S = tl.load(kept + place, mask=tile.there, other=0.0).to(mode.operand)
-        counted = clamped(w, mode)
-        decays = factors(counted, mode)
+        decays = factors(w, mode, DELTA=False)
         rf, kf = r.to(tl.float32) * mode.scale, k.to(tl.float32)
         scaled = scaled_tokens(rf, kf, decays, mode)
         below = t > j
@@ -108,7 +107,9 @@ def walk_backward(
         by_pairs = tl.dot(dA, scaled.k.high, input_precision=mode.precision)
         if mode.any_decay:
             by_pairs = tl.where(t < 8, tl.dot(dA, scaled.k.low, input_precision=mode.precision), by_pairs)
-        row_terms = read.to(tl.float32) * by_state + scaled.r.score.to(tl.float32) * by_pairs
+        reads, row_terms = read.to(tl.float32) * by_state, scaled.r.score.to(tl.float32) * by_pairs
+        if not mode.any_decay:
+            row_terms = reads + row_terms
         dr = (decays.state_excl * by_state + decays.score_excl * by_pairs) * mode.scale
         dr += own * (u * kf * mode.scale)
         if mode.any_decay:
@@ -138,14 +139,13 @@ def walk_backward(
             dS = tl.where(passing(segments), dS, 0.0)
         dg = tl.full([C, mode.BK], 0.0, tl.float32) + tl.sum(S.to(tl.float32) * dS, 0)[None, :]
         if mode.any_decay:
-            dg = token_sums_f32(later, row_terms, dg, mode)
-            dg = token_sums_f32(from_here, -column_terms, dg, mode)
+            # what has clamped factors gets the true one of the decay in question back
+            exact = token_sums_f32(later, reads, dg, mode)
+            dg = token_sums_f32(later, row_terms - column_terms, -column_terms, mode)
+            dg = exact + decays.cut * token_sums_f32(earlier, through, dg, mode)
         else:
             dg = token_sums_f32(from_here, row_terms - column_terms, dg - row_terms, mode)
-        dg = token_sums_f32(earlier, through, dg, mode)
-        if mode.any_decay:
-            # what was clamped gets its true factor back
-            dg *= tl.exp2((w.to(tl.float32) - counted.to(tl.float32)) * LOG2E)
+            dg = token_sums_f32(earlier, through, dg, mode)
         store_tokens(gradients.w_ + part + pk, offsets.key, dg, there.key, mode.even)
         dS = tl.dot(dyt, read, dS, input_precision=mode.precision)
         pk -= C * mode.H * mode.K

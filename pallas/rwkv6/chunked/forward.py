@@ -28,7 +28,7 @@ from ...device.chunk import (
     together,
     turned,
 )
-from ...device.decay import clamped, scanned_factors, score
+from ...device.decay import factors, score
 from ...device.kept_states import state_place, state_rows
 from ...device.tokens import load_tokens, only, store_tokens
 from .tokens import Tokens, scaled_tokens
@@ -59,8 +59,8 @@ def walk_forward(
         r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even).to(tl.float32) * mode.scale
         k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         v = load_tokens(tokens.v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
-        factors = scanned_factors(clamped(w, mode), mode)
-        scaled = scaled_tokens(r, k, factors, mode)
+        decays = factors(w, mode, DELTA=False, SPREAD=True)
+        scaled = scaled_tokens(r, k, decays, mode)
         below = strict
         if mode.segments:
             segments = chunk_segments(ranges.seg_, here, n, left)
@@ -80,8 +80,8 @@ def walk_forward(
         if mode.segments:
             S = tl.where(passing(segments), S, 0.0)
         if mode.any_decay:
-            S *= factors.pre[None, :]
-        S = tl.dot(vt, written, S, input_precision=mode.precision) * factors.post[None, :]
+            S *= decays.pre[None, :]
+        S = tl.dot(vt, written, S, input_precision=mode.precision) * decays.post[None, :]
         store_tokens(y_ + pv, offsets.turned, Y, turned(there, axes), mode.even)
         pk += C * mode.H * mode.K
         pv += C * mode.H * mode.V

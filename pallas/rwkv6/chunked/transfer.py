@@ -17,7 +17,7 @@ from ...device.chunk import (
     sequence,
     tile_axes,
 )
-from ...device.decay import LOG2E, clamped
+from ...device.decay import LOG2E, LOG_ZERO, at_least
 from ...device.products import token_sums
 from ...device.tokens import load_tokens, only, store_tokens
 
@@ -40,7 +40,7 @@ def rwkv6_transfer_kernel(r_, k_, v_, w_, seg_, T, span, reads_, M_, N_, mode: t
         left = here.length - n * C
         there = chunk_elements(left, axes)
         w = load_tokens(w_ + pk, offsets.key, there.key, mode.even)
-        w = clamped(w, mode)
+        w = at_least(w, LOG_ZERO)
         k = load_tokens(k_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         v = load_tokens(v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
         total = tl.sum(w.to(tl.float32), 0)

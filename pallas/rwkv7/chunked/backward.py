@@ -37,7 +37,7 @@ from ...device.chunk import (
     together,
     turned,
 )
-from ...device.decay import clamped, factors, score
+from ...device.decay import factors, score
 from ...device.kept_states import gradients_over_states, state_place, state_rows
 from ...device.tokens import load_tokens, only, store_tokens
 from .gradients import Masks, TokenTiles, Values, token_gradients
@@ -100,8 +100,7 @@ def walk_backward(
             S = tl.load(at, mask=tile.there, other=0.0).to(mode.operand)
         at = given.inv_ + chunk * (C * C) + axes.token[:, None] * C + axes.token[None, :]
         inv = tl.load(at).to(mode.operand)
-        counted = clamped(w, mode)
-        decays = factors(counted, mode)
+        decays = factors(w, mode, DELTA=True)
         scaled = scaled_tokens(r.to(tl.float32) * mode.scale, k, a, b, decays, mode)
         seen, below = incl, strict
         read_r, read_a, written_k, written_b = scaled.r.state, scaled.a.state, scaled.k.high, scaled.b.high
@@ -153,7 +152,6 @@ def walk_backward(
                 S,
                 dstate,
                 passed=tl.sum(S.to(tl.float32) * dS, 0),
-                clipped=w.to(tl.float32) - counted.to(tl.float32),
                 gradients=advanced(out.tokens, at),
                 offsets=offsets.key,
                 there=there.key,

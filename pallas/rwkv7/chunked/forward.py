@@ -32,7 +32,7 @@ from ...device.chunk import (
     together,
     turned,
 )
-from ...device.decay import clamped, scanned_factors, score
+from ...device.decay import factors, score
 from ...device.kept_states import state_place, state_rows
 from ...device.products import inverse16
 from ...device.tokens import load_tokens, only, store_tokens
@@ -93,8 +93,8 @@ def walk_forward(
         b = load_tokens(tokens.b_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         if WRITE:
             v = load_tokens(tokens.v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
-        factors = scanned_factors(clamped(w, mode), mode)
-        scaled = scaled_tokens(r, k, a, b, factors, mode)
+        decays = factors(w, mode, DELTA=True, SPREAD=True)
+        scaled = scaled_tokens(r, k, a, b, decays, mode)
         seen, below = incl, strict
         if mode.segments:
             segments = chunk_segments(ranges.seg_, here, n, left)
@@ -136,10 +136,10 @@ def walk_forward(
         if mode.segments:
             S = tl.where(passing(segments), S, 0.0)
         if mode.any_decay:
-            S *= factors.pre[None, :]
+            S *= decays.pre[None, :]
         if WRITE:
             S = tl.dot(vt, written_k, S, input_precision=mode.precision)
-        S = tl.dot(U, written_b, S, input_precision=mode.precision) * factors.post[None, :]
+        S = tl.dot(U, written_b, S, input_precision=mode.precision) * decays.post[None, :]
         pk += C * mode.H * mode.K
         pv += C * mode.H * mode.V
     store_state(out.sT_, head, S, tile, mode)

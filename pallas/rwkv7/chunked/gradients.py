@@ -5,8 +5,9 @@ The gradient of the log decay adds only terms that contain the decay in question
 rows through the entering state count for the tokens up to them, columns through the leaving state for the
 tokens after them; pairs inside the chunk as row terms minus column terms from token j on, both from the same
 rounded factors, so that what cancels, cancels to float32 rounding. In the form for any decay the pairs that
-are not decayed at all (r with its own token, a with the one before) are taken apart, and a log decay that was
-clamped at LOG_MIN gets its true factor back.
+are not decayed at all (r with its own token, a with the one before) are taken apart. There the factors of
+rows through the entering state are exact; all others are of clamped log decays, and their sum gets the true
+factor of the decay in question back.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from ...device.chunk import (
     tile_axes,
     together,
 )
-from ...device.decay import LOG2E, Columns, clamped, factors
+from ...device.decay import Columns, factors
 from ...device.products import token_sums_f32
 from ...device.tokens import load_tokens, only, store_tokens
 from .tokens import Tokens, advanced, scaled_tokens
@@ -110,7 +111,6 @@ def token_gradients(
     S,
     dS,
     passed,
-    clipped,
     gradients,
     offsets,
     there,
@@ -120,7 +120,7 @@ def token_gradients(
 
     ``read_r`` and ``read_a`` are the rows r and a that reach the entering state ``S`` [V, K]; ``dS`` is the
     gradient of ``S pre + V^T K + U^T B``. ``passed`` [K] is what reaches every decay through the state that
-    passes the chunk, ``clipped`` [16, K] what LOG_MIN cut off the log decays.
+    passes the chunk.
     """
     t, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     from_here = tl.where(j >= t, 1.0, 0.0)  # sums over the tokens from t on
@@ -154,8 +154,9 @@ def token_gradients(
         zero = tl.zeros(tokens.k.shape, tl.float32)
         pairs_r = row_gradient(dAqk, dAqb, scaled.k, scaled.b, zero, mode)
         pairs_a = row_gradient(dAak, dAab, scaled.k, scaled.b, zero, mode)
-        terms = read_r.to(tl.float32) * state_r + scaled.r.score.to(tl.float32) * pairs_r
-        terms_a = read_a.to(tl.float32) * state_a + scaled.a.score.to(tl.float32) * pairs_a
+        reads_r, reads_a = read_r.to(tl.float32) * state_r, read_a.to(tl.float32) * state_a
+        reads_both, reads_r = reads_r + reads_a, reads_r + passed[None, :]
+        terms, terms_a = scaled.r.score.to(tl.float32) * pairs_r, scaled.a.score.to(tl.float32) * pairs_a
         k, b = Columns(plain_k, plain_k), Columns(plain_b, plain_b)
         dr = decays.state_incl * state_r + decays.score_incl * pairs_r
         dr += row_gradient(near_qk, near_qb, k, b, zero, bounded(mode))
@@ -195,15 +196,15 @@ def token_gradients(
     store_tokens(gradients.k_, offsets, dk, there, mode.even)
     store_tokens(gradients.b_, offsets, db, there, mode.even)
 
-    dg = passed[None, :] + tl.zeros(tokens.k.shape, tl.float32)
     if mode.any_decay:
-        dg = token_sums_f32(later, terms_a, dg, mode)
+        dg = token_sums_f32(later, terms + terms_a, terms, mode)
+        dg = decays.cut * token_sums_f32(earlier, through, dg, mode)
+        dg = token_sums_f32(later, reads_both, dg + reads_r, mode)
     else:
+        dg = passed[None, :] + tl.zeros(tokens.k.shape, tl.float32)
         dg -= terms_a
-    dg = token_sums_f32(from_here, terms, dg, mode)
-    dg = token_sums_f32(earlier, through, dg, mode)
-    if mode.any_decay:
-        dg *= tl.exp2(clipped * LOG2E)
+        dg = token_sums_f32(from_here, terms, dg, mode)
+        dg = token_sums_f32(earlier, through, dg, mode)
     store_tokens(gradients.w_, offsets, dg, there, mode.even)
 
 
@@ -242,8 +243,7 @@ def chunk_gradients(
         there_state = axes.has_value[:, None] & axes.has_key[None, :]
         S = tl.load(states_ + at, mask=there_state, other=0.0)
         dS = tl.load(dstates_ + at, mask=there_state, other=0.0)
-        counted = clamped(w, mode)
-        decays = factors(counted, mode)  # dstates have the decay after the writes in them
+        decays = factors(w, mode, DELTA=True)  # dstates have the decay after the writes in them
         scaled = scaled_tokens(r.to(tl.float32) * mode.scale, k, a, b, decays, mode)
         seen, below = causal(axes)
         start, end = there.token[:, None], there.token[:, None]
@@ -269,7 +269,6 @@ def chunk_gradients(
             S.to(mode.operand),
             dS.to(mode.operand),
             passed=passed,
-            clipped=w.to(tl.float32) - counted.to(tl.float32),
             gradients=advanced(gradients, pk),
             offsets=offsets.key,
             there=there.key,
