@@ -72,24 +72,30 @@ def test_greedy_tokens_are_the_models(version, exact):
 @pytest.mark.parametrize("version", small.VERSIONS)
 @pytest.mark.parametrize("rows", [1, 8])
 def test_bfloat16_is_as_near_as_the_model(version, rows):
+    """The median over the tokens of four texts: the group norm makes of a head whose output is nearly 0, as
+    that of a first token may be, mostly rounding, so that in either a few tokens are far off.
+    """
     model, params = setup(version, dtype="bfloat16")
     wide, _ = setup(version)
-    tokens = small.tokens(64, rows, seed=5)
+    texts = np.stack([small.tokens(64, rows, seed=seed) for seed in range(4)])
 
     def logits_of(decoder):
-        state, found = decoder.init_state(rows), []
-        for token in tokens:
-            logits, state = decoder(token, state)
-            found.append(np.asarray(logits))
-        return np.stack(found)
+        step, weights = decoder.step, decoder.weights
+
+        def one(state, tokens):
+            logits, state = step(weights, tokens, state, jnp.ones(rows, bool))
+            return state, logits
+
+        read = jax.jit(lambda text: jax.lax.scan(one, decoder.init_state(rows), text)[1])
+        return np.stack([read(text) for text in texts])
 
     with jax.default_matmul_precision("highest"):
         params32 = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         want = logits_of(Decoder(wide, params32, implementation="model"))
-    error = {
-        name: np.sqrt(np.mean(np.square(logits_of(Decoder(model, params, implementation=name)) - want)))
-        for name in ("model", "triton")
-    }
+    error = {}
+    for name in ("model", "triton"):
+        off = np.square(logits_of(Decoder(model, params, implementation=name)) - want)
+        error[name] = np.median(np.sqrt(np.mean(off, -1)))
     assert error["triton"] <= error["model"], error
 
 

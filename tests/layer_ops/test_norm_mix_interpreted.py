@@ -13,7 +13,7 @@ from fla_jax.pallas.run import triton as run
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 if not run.INTERPRET:
     pytest.skip(
-        "TRITON_INTERPRET is not set: test_norm_mix_gpu.py runs the kernels themselves",
+        "TRITON_INTERPRET is not set: tests/gpu runs the kernels themselves",
         allow_module_level=True,
     )
 

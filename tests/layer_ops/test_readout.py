@@ -48,12 +48,13 @@ def test_a_head_that_is_constant_or_far_from_zero(op, implementation):
 
 @each_op
 def test_bfloat16_is_rounded_once(op):
-    """The result is as near as its dtype allows, and the kernels lose no more than plain JAX by a fifth."""
+    """As near as the dtype allows; on a GPU the kernels lose at most a fifth more than plain JAX."""
     case = Case(op, B=2, T=40, H=2, N=64, dtype="bfloat16")
     want = heads_cases.expected(case)
     plain = [heads_cases.errors(got, right) for got, right in zip(run(case, "xla"), want)]
-    assert max(plain[0].values()) < 2**-8 and max(plain[1].values()) < 2**-8
-    if gpu_missing(jax.default_backend()) is None:  # the interpreter does not round to bfloat16 as a GPU does
+    if gpu_missing(jax.default_backend()) is not None:
+        assert max(plain[0].values()) < 2**-8 and max(plain[1].values()) < 2**-8
+    else:  # the interpreter does not round to bfloat16 as a GPU does, and XLA there not once
         kernel = [heads_cases.errors(got, right) for got, right in zip(run(case, "triton"), want)]
         for mine, theirs in zip(kernel, plain):
             assert all(mine[name] <= 1.2 * theirs[name] + 1e-6 for name in mine), (mine, theirs)
