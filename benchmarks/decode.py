@@ -323,9 +323,8 @@ def main(arguments: list[str] | None = None) -> None:
                         )
                         continue
                     speed = {"tokens_per_s": batch / found["ms_per_token"] * 1e3, "floor_ms": floor}
-                    rows.append(
-                        {"op": "decode", "implementation": name, "batch": batch, **found, **speed, **about}
-                    )
+                    what = {"op": "decode", "implementation": name, "batch": batch}
+                    rows.append({**what, "ms": found["ms_per_token"], **found, **speed, **about})
                     print(table(rows[-1:]).partition("\n")[2], flush=True)
                 if options.engine and batch >= (1 if options.quick else 32):
                     found = joining(model, params, batch, options)

@@ -25,7 +25,7 @@ import records
 
 SETTINGS = (
     *("device", "op", "form", "library", "implementation", "model", "shape", "dtype", "pass", "decay"),
-    *("precision", "remat", "scan", "optimizer", "what"),
+    *("precision", "remat", "scan", "optimizer", "what", "version", "batch", "vocab", "weights", "state"),
 )
 DERIVED = ("peer", "peer_ms", "ratio")  # what a record says of others of its run
 LIMIT = 0.05
@@ -66,6 +66,8 @@ def title(row: records.Record) -> str:
     shape = " ".join(map(str, row["shape"])) if isinstance(row.get("shape"), list) else row.get("shape")
     words = [row.get(name) for name in ("op", "form", "library", "implementation")] + [shape]
     words += [row.get(name) for name in ("dtype", "pass", "decay")]
+    if "batch" in row:
+        words += [f"RWKV-{row['version']} {row['model']}", f"{row['batch']} rows"]
     return ", ".join(str(word) for word in words if word is not None)
 
 

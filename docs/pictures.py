@@ -234,7 +234,8 @@ def over_time() -> str:
         figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
         ours = []
         for path in sorted(records.RESULTS.glob("*.history.jsonl")):
-            ours += [r for r in history.read(path) if r.get("library") == "fla_jax" and r["form"] == "chunk"]
+            chunked = (r for r in history.read(path) if r.get("form") == "chunk")
+            ours += [r for r in chunked if r.get("library") == "fla_jax"]
         runs = sorted({r["run"] for r in ours})
         for one in sorted({history.key(r) for r in ours}):
             mine = sorted((r for r in ours if history.key(r) == one), key=lambda r: r["run"])

@@ -121,6 +121,21 @@ def training(rows: Rows) -> str:
     return table(head, lines) if lines else "None in this file."
 
 
+def decoding(rows: Rows) -> str:
+    """Decoded tokens, and the time in which a copy moves as many bytes."""
+    lines = []
+    for r in rows:
+        if r.get("op") == "decode" and "ms_per_token" in r:
+            model, floor = f"RWKV-{r['version']} {r['model']}", r.get("floor_ms")
+            who = r["implementation"] if r.get("library") == "fla_jax" else r["library"]
+            settings = f"{r['weights']} weights, {r['state']} states"
+            speed = number(r["tokens_per_s"], 6)
+            lines.append((who, model, r["batch"], settings, number(r["ms_per_token"]), number(floor), speed))
+    lines.sort(key=lambda line: (line[1], line[2], line[0]))
+    head = ("who", "layers x width", "rows", "settings", "ms a token", "floor, ms", "tokens/s")
+    return table(head, lines) if lines else "None in this file."
+
+
 def pieces(rows: Rows) -> str:
     """The fused pieces of the layers."""
     lines = []
@@ -172,5 +187,6 @@ TABLES = {
     "peers": lambda: by_device(peers),
     "pieces": lambda: by_device(pieces),
     "training": lambda: by_device(training),
+    "decoding": lambda: by_device(decoding),
     "history": over_time,
 }

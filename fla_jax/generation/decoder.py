@@ -18,8 +18,6 @@ from .prepared import prepare
 from .prompts import check_params
 from .steps import FastStep, ModelStep
 
-# Whether kernels are taken unasked (in an interpreter never). Not before they have been measured on a GPU.
-_AUTOMATIC = False
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -28,9 +26,10 @@ class Decoder:
 
     A call of the model with one token is the definition. On an NVIDIA GPU a fast path computes the same, to
     rounding, in five kernels a layer (RWKV-6: seven) from weights that are laid out anew here, once, as
-    `fla_jax.generation.prepared` says: they take as much memory as the parameters in the compute dtype. It
-    can run with parameters on one device, no mesh in context, float32, bfloat16 or float16. It has not been
-    measured on a GPU yet, and is therefore taken where it is asked for by name alone.
+    `fla_jax.generation.prepared` says: they take as much memory as the parameters in the compute dtype, and
+    are made anew by every `Decoder`, so a program that calls `generate` often makes one and hands it over. It
+    can run with parameters on one device, no mesh in context, float32, bfloat16 or float16, and is taken by
+    itself where it can and the device's memory has room for these weights.
 
     States of 16 bits halve what a large batch reads and writes, weights of 8 bits what a small one reads.
     What they cost (``benchmarks/decode_precision.py``: RWKV-7, 3 x 128, trained on the reference that Python
@@ -86,7 +85,7 @@ class Decoder:
             model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
             params: its parameters.
             implementation: ``"triton"`` (NVIDIA GPUs), ``"plain"`` (the same in plain JAX), ``"model"``; None
-                for "model", and with ``int8_group`` for "plain".
+                for "triton" where it can run and has room, else "model", and with ``int8_group`` "plain".
             state_dtype: float32, bfloat16 or float16; None for the model's own, at least float32. Arithmetic
                 is float32 in any case: states are rounded when they are written, once a token.
             int8_group: weights in int8 with a factor for so many of them along a row, a power of two such as
@@ -103,7 +102,9 @@ class Decoder:
                 f"implementation must be 'triton', 'plain', 'model' or None, got {shown(implementation)}"
             )
         if implementation is None:
-            fast = _AUTOMATIC and unsupported("triton", model, params) is None and not triton.INTERPRET
+            # an interpreter is for tests, which ask for it by name
+            fast = not triton.INTERPRET and unsupported("triton", model, params) is None
+            fast = fast and has_room(model, params)
             implementation = "triton" if fast else "model" if int8_group is None else "plain"
         reason = None if implementation == "model" else unsupported(implementation, model, params)
         if reason is not None:
@@ -200,6 +201,17 @@ def unsupported(implementation: str, model: Any, params: Any) -> str | None:
         return "the parameters lie on several devices"
     widths = config.hidden_size, config.head_dim, _intermediate_size(params)
     return decode.supports(implementation, platform_of(arrays), *widths)
+
+
+def has_room(model: Any, params: Any, device: Any = None) -> bool:
+    """Whether the memory of a device, that of the parameters, holds them once more, in the compute dtype."""
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    device = device or next((device for x in arrays for device in x.devices()), None)
+    stats = (device and device.memory_stats()) or {}
+    if "bytes_limit" not in stats:
+        return True
+    needed = sum(x.size for x in arrays) * jnp.dtype(model.config.dtype).itemsize
+    return needed <= stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
 def _intermediate_size(params: Any) -> int:

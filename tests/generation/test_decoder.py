@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.generation import Decoder, Sampling, generate
+from fla_jax.generation import Decoder, Sampling, decoder, generate
 from fla_jax.models import stack_layers
 from fla_jax.ops.decode import Matrix
 
@@ -222,6 +223,32 @@ def test_the_model_is_what_decodes_without_a_gpu():
 def test_errors(options, error, message):
     with pytest.raises(error, match=message):
         Decoder(*setup(7), **options)
+
+
+class Device(NamedTuple):
+    """What `has_room` looks at."""
+
+    stats: dict | None
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_kernels_are_taken_where_there_is_room_for_their_weights(monkeypatch):
+    model, params = setup(7)
+    size = 4 * sum(x.size for x in jax.tree.leaves(params))
+    assert decoder.has_room(model, params) and decoder.has_room(model, params, Device(None))
+    assert decoder.has_room(model, params, Device({"bytes_limit": 3 * size, "bytes_in_use": 2 * size}))
+    assert not decoder.has_room(
+        model, params, Device({"bytes_limit": 3 * size, "bytes_in_use": 2 * size + 1})
+    )
+    half = type(model)(type(model.config)(**{**vars(model.config), "dtype": "bfloat16"}))
+    assert decoder.has_room(half, params, Device({"bytes_limit": 2 * size, "bytes_in_use": size + size // 2}))
+    monkeypatch.setattr(decoder, "unsupported", lambda *arguments: None)
+    monkeypatch.setattr(decoder.triton, "INTERPRET", False)
+    for room, taken in ((True, "triton"), (False, "model")):
+        monkeypatch.setattr(decoder, "has_room", lambda *arguments, room=room: room)
+        assert Decoder(model, params).implementation == taken
 
 
 def test_errors_of_decoders():
