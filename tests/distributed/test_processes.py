@@ -44,10 +44,10 @@ def run(launcher, *meshes):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    fake = "--xla_force_host_platform_device_count=2"
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     env = {
         **os.environ,
-        "XLA_FLAGS": fake,
+        "XLA_FLAGS": flags,
         "PYTHONPATH": path,
         "JAX_PLATFORMS": "cpu",
         "JAX_COORDINATOR_PORT": port,
