@@ -1,8 +1,8 @@
 """How the tests run on a CPU, chosen before JAX and Triton are imported; processes that tests start inherit
 it.
 
-Triton kernels run in Triton's interpreter. XLA compiles fast rather than well: the suite compiles thousands
-of small programs and runs each once.
+Triton kernels run in Triton's interpreter. XLA compiles fast rather than well, a program in one piece: the
+suite compiles thousands of small programs and runs each once.
 """
 
 import importlib.metadata
@@ -10,7 +10,15 @@ import os
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    flags = [
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # an unknown flag ends the process
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+
+import interpreter
+
+interpreter.patch_once()

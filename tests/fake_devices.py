@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import interpreter
+
 TESTS = Path(__file__).parent
 
 
@@ -39,6 +41,7 @@ def _process() -> concurrent.futures.Executor:
 
 def _start(environment: dict[str, str]) -> None:
     os.environ.update(environment)  # before anything imports JAX
+    interpreter.patch_once()
 
 
 def _report(program: str, *args: Any) -> Any:

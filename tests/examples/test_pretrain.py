@@ -71,7 +71,8 @@ def arguments(data, out, *more, steps=STEPS):
 
 
 def environment(devices):
-    return {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
+    return {**os.environ, "XLA_FLAGS": flags}
 
 
 def start(devices, *more):
