@@ -218,9 +218,7 @@ def test_init_and_any_loss():
         right = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
         return jnp.mean(right), {"worst": jnp.max(right)}
 
-    step = TrainStep(
-        model, optax.adam(1e-2), make_mesh(), loss, has_aux=True, compiler_options=small.FAST_COMPILE
-    )
+    step = TrainStep(model, optax.adam(1e-2), make_mesh(), loss, has_aux=True)
     state = step.init(jax.random.key(0))
     batch, values = step.shard({"tokens": np.arange(10)[None] % 8}), []
     for _ in range(5):

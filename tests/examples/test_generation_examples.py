@@ -20,14 +20,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compile time is most of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def load(path, name):
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
