@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.once]
 
 
 def test_quick_writes_whole_records(tmp_path, command, module):
