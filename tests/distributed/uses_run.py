@@ -62,7 +62,7 @@ def in_shard_map(model, params, tokens, mesh):
     with jax.set_mesh(mesh), nn.logical_axis_rules((("length", "sequence"),)):
         inside = jax.shard_map(read, in_specs=(P(), split), out_specs=split, check_vma=False)
         got = jax.device_get(jax.jit(jax.grad(functools.partial(loss, inside), has_aux=True))(params))
-    return got, jax.grad(functools.partial(loss, read), has_aux=True)(params)
+    return got, jax.jit(jax.grad(functools.partial(loss, read), has_aux=True))(params)
 
 
 def report(version):
