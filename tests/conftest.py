@@ -9,6 +9,8 @@ import gc
 import importlib.metadata
 import os
 
+import pytest
+
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
     flags = [
@@ -29,3 +31,14 @@ def pytest_collection_finish(session):
     """Tracing makes many objects that live long: looking through all of them took a twentieth of the time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """The tests of a file run in one process, where they share what they make and compile; files in their
+    order, whose last ones are short, so that no process waits long for another at the end.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
