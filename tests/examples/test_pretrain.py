@@ -25,6 +25,8 @@ from _pretrain import program
 from fla_jax.checkpoints import load_checkpoint
 from fla_jax.data import BinIdxWriter, open_binidx
 
+pytestmark = pytest.mark.once
+
 PROGRAM = Path(__file__).parents[2] / "examples" / "pretrain.py"
 TINY = ["--hidden-size", "32", "--head-dim", "16", "--num-layers", "2", "--sequence", "32", "--batch", "8"]
 TINY += ["--save-every", "10", "--eval-every", "20", "--eval-rows", "12", "--log-every", "5"]
