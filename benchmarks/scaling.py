@@ -3,8 +3,8 @@
 Every mode runs on all devices (or ``--devices``) and, for its efficiency, on one of them with the work of
 one, each in a process of its own: a step is forward, loss, backward, clipping and AdamW, compiled for the
 mesh; the op's is its forward and backward. Beside times stand the peak memory of the device that has most (as
-XLA plans it where nobody counts) and the collectives of the compiled program. Results are merged into
-``benchmarks/results/<device>.json``.
+XLA plans it where nobody counts) and the collectives of the compiled program. Steps are queued, see
+`running.timing.queued_steps`. Results are merged into ``benchmarks/results/<device>.json``.
 
     python benchmarks/scaling.py --modes data fsdp
     python benchmarks/scaling.py --fake 8        # no GPU: small models on fake CPU devices, numbers checked
@@ -16,16 +16,19 @@ import argparse
 import collections
 import dataclasses
 import json
+import math
 import os
 import re
 import statistics
 import subprocess
 import sys
-import time
+from pathlib import Path
 from typing import Any
 
 import records
 from running import results
+from running.timing import queued_steps
+from steps.kernel_times import profiled
 
 KEY = results.key_of(("op", "mode", "devices"))
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -79,6 +82,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--explicit", action="store_true", help="meshes with explicit axes")
     parser.add_argument("--fake", type=int, help="fake CPU devices, small sizes, numbers checked")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="profile steps, and sum kernels by name"
+    )
     results.add_option(parser)
     parser.add_argument("--timeout", type=float, default=550, help="seconds for one process; default 550")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # mode and number of devices, in a child
@@ -176,14 +182,22 @@ def child(name: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
     compiled, (state, batch), parameters = (op if mode.layers == 0 else training)(
         mode, mesh, rows, tokens, options
     )
-    text, planned, times, losses = compiled.as_text(), compiled.memory_analysis(), [], []
+    text, planned = compiled.as_text(), compiled.memory_analysis()
+
+    def start_step() -> Any:
+        nonlocal state
+        state, loss = compiled(state, batch)
+        return loss
+
     with jax.set_mesh(mesh):
-        for _ in range(3 + options.steps):
-            began = time.perf_counter()
-            state, loss = compiled(state, batch)
-            losses.append(float(jax.block_until_ready((state, loss))[1]))
-            times.append(1e3 * (time.perf_counter() - began))
-    ms, kind = statistics.median(times[3:]), jax.devices()[0].device_kind
+        losses = [float(start_step()) for _ in range(3)]
+        times, more = queued_steps(start_step, options.steps)
+        folder = options.profile and options.profile / f"{name}-{count}".replace(" ", "-")
+        kernels_ms = profiled(folder, start_step, count) if folder else None
+    losses += more
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"the loss is not finite: {losses}")
+    ms, kind = statistics.median(times), jax.devices()[0].device_kind
     stats = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.devices()[:count]]
     peak = max(stats) or planned.temp_size_in_bytes + planned.argument_size_in_bytes
     record: dict[str, Any] = {
@@ -199,6 +213,8 @@ def child(name: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
         "device": kind,
         **records.versions(("jax", "jaxlib", "flax", "jax-triton", "triton")),
     }
+    if kernels_ms:
+        record["kernels_ms"] = kernels_ms
     if parameters and kind in PEAK:
         record["share_6n"] = 6 * parameters * record["tokens_per_s"] / count / PEAK[kind]
     return record

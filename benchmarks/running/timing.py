@@ -57,3 +57,22 @@ def jax_ms(compiled: Callable[..., Any], *arguments: Any) -> float:
 def torch_ms(function: Callable[..., Any], *arguments: Any) -> float:
     """Milliseconds of a call on torch's CUDA device."""
     return timed(functools.partial(torch_calls, function, arguments))
+
+
+def queued_steps(start: Callable[[], Any], steps: int, groups: int = 3) -> tuple[list[float], list[float]]:
+    """Milliseconds of a training step, a number for each of ``groups`` groups of about ``steps`` in all, and
+    the losses.
+
+    Steps are queued as training loops queue them, so that the host prepares one while the device is at the
+    one before. ``start`` starts a step and returns its loss; ``float`` of that waits for the device.
+    """
+    times: list[float] = []
+    losses: list[float] = []
+    queued = max(1, math.ceil(steps / groups))
+    for _ in range(groups):
+        began = time.perf_counter()
+        started = [start() for _ in range(queued)]
+        float(started[-1])
+        times.append(1e3 * (time.perf_counter() - began) / queued)
+        losses += map(float, started)
+    return times, losses

@@ -18,6 +18,7 @@ KINDS = {
     "products": r"gemm|nvjet|cutlass|cublas|xmma|splitK",
     "recurrences": r"rwkv[67]_|combine_kernel|gather_kernel",
     "fused pieces": r"^(mix|norm|statistics|keys|readout)\w*_kernel",
+    "collectives": r"nccl",
     "copies": r"memcpy|memset|copy",
     "reductions": r"reduce",
     "other fusions": r"",
@@ -84,13 +85,15 @@ def table(found: list[Kernel], steps: int) -> str:
     return results.table(lines)
 
 
-def profiled(folder: Path, step: Callable[[], object]) -> dict[str, float]:
-    """Profiles some steps into a folder, with a table ``kernels.txt``: milliseconds a step by kind."""
+def profiled(folder: Path, step: Callable[[], object], devices: int = 1) -> dict[str, float]:
+    """Profiles steps into a folder, with a table ``kernels.txt``: milliseconds a step and device by kind.
+    Collectives run beside other kernels, and wait for each other.
+    """
     import jax
 
     jax.profiler.start_trace(str(folder))
     jax.block_until_ready([step() for _ in range(STEPS)])
     jax.profiler.stop_trace()
-    found = kernels(folder)
-    (folder / "kernels.txt").write_text(table(found, STEPS) + "\n")
-    return {kind: round(ms / STEPS, 3) for kind, ms in by_kind(found).items()}
+    found, steps = kernels(folder), STEPS * devices
+    (folder / "kernels.txt").write_text(table(found, steps) + "\n")
+    return {kind: round(ms / steps, 3) for kind, ms in by_kind(found).items()}

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from running.processes import Job
+from running.timing import queued_steps
 
 from steps.rows import PEAK, Row
 
 WARMUP = 3  # steps after the first one that are not measured
-GROUPS = 3  # of steps that are queued together
 
 
 def measure(step: Callable[[], Any], row: Row, job: Job) -> dict[str, Any]:
@@ -28,18 +28,13 @@ def measure(step: Callable[[], Any], row: Row, job: Job) -> dict[str, Any]:
     """
     began = time.perf_counter()
     losses = [float(step())]
-    first, alone, times = time.perf_counter() - began, [], []
+    first, alone = time.perf_counter() - began, []
     for _ in range(job.get("warmup", WARMUP)):
         began = time.perf_counter()
         losses.append(float(step()))
         alone.append(1e3 * (time.perf_counter() - began))
-    queued = max(1, math.ceil(job["steps"] / GROUPS))
-    for _ in range(GROUPS):
-        began = time.perf_counter()
-        started = [step() for _ in range(queued)]
-        losses.append(float(started[-1]))
-        times.append(1e3 * (time.perf_counter() - began) / queued)
-        losses[-1:] = map(float, started)
+    times, more = queued_steps(step, job["steps"])
+    losses += more
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"the loss is not finite: {losses}")
     ms = statistics.median(times)
