@@ -153,11 +153,12 @@ def tile_axes(block_k, block_v, mode: tl.constexpr):
 
 
 class Offsets(NamedTuple):
-    """Where a chunk's tiles lie from its first token on: keys [16, BK], values [16, BV], values held
-    transposed [BV, 16].
+    """Where a chunk's tiles lie from its first token on: keys [16, BK], keys as `token_sums` divides them
+    [BK / 16, 16, 16], values [16, BV], values held transposed [BV, 16].
     """
 
     key: Any
+    spread: Any
     value: Any
     turned: Any
 
@@ -166,8 +167,15 @@ class Offsets(NamedTuple):
 def chunk_offsets(axes, mode: tl.constexpr):
     """The same for all chunks."""
     key = axes.token[:, None] * (mode.H * mode.K) + axes.key[None, :]
+    spread = axes.token[None, :, None] * (mode.H * mode.K) + spread_keys(mode)
     value = axes.token[:, None] * (mode.H * mode.V) + axes.value[None, :]
-    return Offsets(key, value, axes.token[None, :] * (mode.H * mode.V) + axes.value[:, None])
+    return Offsets(key, spread, value, axes.token[None, :] * (mode.H * mode.V) + axes.value[:, None])
+
+
+@triton.jit
+def spread_keys(mode: tl.constexpr):
+    """The keys of a tile that is divided as `token_sums` divides it, [BK / 16, 1, 16]."""
+    return tl.arange(0, mode.BK // 16)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
 
 
 class There(NamedTuple):
@@ -183,6 +191,12 @@ def chunk_elements(left, axes):
     """Of the chunk before whose first token ``left`` tokens remain."""
     m = axes.token < left
     return There(m, m[:, None] & axes.has_key[None, :], m[:, None] & axes.has_value[None, :])
+
+
+@triton.jit
+def spread(there, mode: tl.constexpr):
+    """Which elements of a tile of keys divided as `token_sums` divides it there are, [BK / 16, 16, 16]."""
+    return there.token[None, :, None] & (spread_keys(mode) < mode.K)
 
 
 @triton.jit

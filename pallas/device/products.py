@@ -16,11 +16,15 @@ def token_sums(matrix, x, mode: tl.constexpr, SPREAD: tl.constexpr = False):
     A product of 16 rows has none to divide, so that every warp makes all of it and holds all of the result.
     With ``SPREAD`` it is a batch of products of 16 columns, which warps do divide: less work where the result
     goes on elementwise, as in the forward. The backward has other products' tiles of 16 rows to meet it, and
-    would convert them.
+    would convert them. ``x`` may be divided already then: [K / 16, 16, 16].
     """
     if SPREAD:
-        N: tl.constexpr = x.shape[1] // 16
-        parts = tl.permute(tl.reshape(x, (16, N, 16)), (1, 0, 2))
+        if len(x.shape) == 3:
+            N: tl.constexpr = x.shape[0]
+            parts = x
+        else:
+            N: tl.constexpr = x.shape[1] // 16
+            parts = tl.permute(tl.reshape(x, (16, N, 16)), (1, 0, 2))
         sums = exact_product(tl.broadcast_to(matrix[None, :, :], (N, 16, 16)), parts, mode)
         return tl.reshape(tl.permute(sums, (1, 0, 2)), (16, 16 * N))
     else:

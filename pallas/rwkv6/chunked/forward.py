@@ -22,6 +22,7 @@ from ...device.chunk import (
     reached,
     reaching,
     sequence,
+    spread,
     state_tile,
     store_state,
     tile_axes,
@@ -55,10 +56,10 @@ def walk_forward(
     for n in range(0, tl.cdiv(here.length, C)):
         left = here.length - n * C
         there = chunk_elements(left, axes)
-        w = load_tokens(tokens.w_ + pk, offsets.key, there.key, mode.even)
+        w = load_tokens(tokens.w_ + pk, offsets.spread, spread(there, mode), mode.even)
         r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even).to(tl.float32) * mode.scale
         k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
-        v = load_tokens(tokens.v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
+        vt = load_tokens(tokens.v_ + pv, offsets.turned, turned(there, axes), mode.even).to(mode.operand)
         decays = factors(w, mode, DELTA=False, SPREAD=True)
         scaled = scaled_tokens(r, k, decays, mode)
         below = strict
@@ -74,7 +75,6 @@ def walk_forward(
         if KEEP:
             place = state_place((here.chunk0 + n) * mode.H + h, pk, mode, ARRAYS)
             tl.store(kept + place, state.to(states[0].dtype.element_ty), mask=tile.there)
-        vt = tl.trans(v)
         Y = tl.dot(state, tl.trans(read), input_precision=mode.precision)
         Y = tl.dot(vt, tl.trans(A), Y, input_precision=mode.precision)
         if mode.segments:

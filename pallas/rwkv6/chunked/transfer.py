@@ -15,7 +15,9 @@ from ...device.chunk import (
     reached,
     reaching,
     sequence,
+    spread,
     tile_axes,
+    turned,
 )
 from ...device.decay import LOG2E, LOG_ZERO, at_least
 from ...device.products import token_sums
@@ -32,6 +34,7 @@ def rwkv6_transfer_kernel(r_, k_, v_, w_, seg_, T, span, reads_, M_, N_, mode: t
     axes = tile_axes(0, block, mode)
     t, j = axes.token[:, None], axes.token[None, :]
     earlier, later = tl.where(j < t, 1.0, 0.0), tl.where(j > t, 1.0, 0.0)
+    up_to = tl.where(j <= t, 1.0, 0.0)
     offsets = chunk_offsets(axes, mode)
     pk, pv = (here.first * mode.H + h) * mode.K, (here.first * mode.H + h) * mode.V
     S = tl.full([mode.BV, mode.BK], 0.0, tl.float32)
@@ -39,13 +42,13 @@ def rwkv6_transfer_kernel(r_, k_, v_, w_, seg_, T, span, reads_, M_, N_, mode: t
     for n in range(0, tl.cdiv(here.length, C)):
         left = here.length - n * C
         there = chunk_elements(left, axes)
-        w = load_tokens(w_ + pk, offsets.key, there.key, mode.even)
+        w = load_tokens(w_ + pk, offsets.spread, spread(there, mode), mode.even)
         w = at_least(w, LOG_ZERO)
         k = load_tokens(k_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
-        v = load_tokens(v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
-        total = tl.sum(w.to(tl.float32), 0)
-        written = k * tl.exp2(token_sums(later, w, mode) * LOG2E)
-        read = tl.exp2((token_sums(earlier, w, mode) + gone[None, :]) * LOG2E)
+        vt = load_tokens(v_ + pv, offsets.turned, turned(there, axes), mode.even).to(mode.operand)
+        total = tl.sum(tl.where(t == C - 1, token_sums(up_to, w, mode, SPREAD=True), 0.0), 0)
+        written = k * tl.exp2(token_sums(later, w, mode, SPREAD=True) * LOG2E)
+        read = tl.exp2((token_sums(earlier, w, mode, SPREAD=True) + gone[None, :]) * LOG2E)
         if mode.segments:
             segments = chunk_segments(seg_, here, n, left)
             written, read = only(written, reaching(segments)), only(read, reached(segments))
@@ -53,8 +56,7 @@ def rwkv6_transfer_kernel(r_, k_, v_, w_, seg_, T, span, reads_, M_, N_, mode: t
         if block == 0:
             r = load_tokens(r_ + pk, offsets.key, there.key, mode.even).to(tl.float32) * mode.scale
             store_tokens(reads_ + pk, offsets.key, r * read, there.key, mode.even)
-        vt, written = tl.trans(v), written.to(mode.operand)
-        S = tl.dot(vt, written, S * tl.exp2(total * LOG2E)[None, :], input_precision=mode.precision)
+        S = tl.dot(vt, written.to(mode.operand), S * tl.exp2(total * LOG2E)[None, :], input_precision=mode.precision)
         gone += total
         pk += C * mode.H * mode.K
         pv += C * mode.H * mode.V

@@ -26,6 +26,7 @@ from ...device.chunk import (
     reached,
     reaching,
     sequence,
+    spread,
     state_tile,
     store_state,
     tile_axes,
@@ -86,13 +87,13 @@ def walk_forward(
     for n in range(0, tl.cdiv(here.length, C)):
         left = here.length - n * C
         there = chunk_elements(left, axes)
-        w = load_tokens(tokens.w_ + pk, offsets.key, there.key, mode.even)
+        w = load_tokens(tokens.w_ + pk, offsets.spread, spread(there, mode), mode.even)
         r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even).to(tl.float32) * mode.scale
         k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         a = load_tokens(tokens.a_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         b = load_tokens(tokens.b_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         if WRITE:
-            v = load_tokens(tokens.v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
+            vt = load_tokens(tokens.v_ + pv, offsets.turned, turned(there, axes), mode.even).to(mode.operand)
         decays = factors(w, mode, DELTA=True, SPREAD=True)
         scaled = scaled_tokens(r, k, a, b, decays, mode)
         seen, below = incl, strict
@@ -122,7 +123,6 @@ def walk_forward(
                 tl.store(at_inv, inv.to(out.inv_.dtype.element_ty))
         Z = tl.dot(state, tl.trans(read_a), input_precision=mode.precision)
         if WRITE:
-            vt = tl.trans(v)
             Z = tl.dot(vt, tl.trans(Aak), Z, input_precision=mode.precision)
         U = tl.dot(Z.to(mode.operand), tl.trans(inv), input_precision=mode.precision).to(mode.operand)
         if KEEP_U:
