@@ -31,6 +31,7 @@ from ...device.chunk import (
     reached,
     reaching,
     sequence,
+    spread,
     state_tile,
     store_state,
     tile_axes,
@@ -88,19 +89,25 @@ def walk_backward(
         left = here.length - n * C
         there = chunk_elements(left, axes)
         chunk = (here.chunk0 + n) * mode.H + h
-        w = load_tokens(tokens.w_ + pk, offsets.key, there.key, mode.even)
+        if FUSED:
+            w = load_tokens(tokens.w_ + pk, offsets.key, there.key, mode.even)
+        else:
+            w = load_tokens(tokens.w_ + pk, offsets.spread, spread(there, mode), mode.even)
         r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even)
         k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even)
         a = load_tokens(tokens.a_ + pk, offsets.key, there.key, mode.even)
         b = load_tokens(tokens.b_ + pk, offsets.key, there.key, mode.even)
-        dy = load_tokens(given.dy_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
         if FUSED:
+            dy = load_tokens(given.dy_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
+            dyt = tl.trans(dy)
             v = load_tokens(tokens.v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
             at = kept + state_place(chunk, pk, mode, ARRAYS)
             S = tl.load(at, mask=tile.there, other=0.0).to(mode.operand)
+        else:
+            dyt = load_tokens(given.dy_ + pv, offsets.turned, turned(there, axes), mode.even).to(mode.operand)
         at = given.inv_ + chunk * (C * C) + axes.token[:, None] * C + axes.token[None, :]
         inv = tl.load(at).to(mode.operand)
-        decays = factors(w, mode, DELTA=True)
+        decays = factors(w, mode, DELTA=True, SPREAD=not FUSED)
         scaled = scaled_tokens(r.to(tl.float32) * mode.scale, k, a, b, decays, mode)
         seen, below = incl, strict
         read_r, read_a, written_k, written_b = scaled.r.state, scaled.a.state, scaled.k.high, scaled.b.high
@@ -116,7 +123,6 @@ def walk_backward(
         Aak = score(scaled.a, scaled.k, below, mode).to(mode.operand)
         Aqk = score(scaled.r, scaled.k, seen, mode).to(mode.operand)
         Aqb = score(scaled.r, scaled.b, seen, mode).to(mode.operand)
-        dyt = tl.trans(dy)
         dS *= decays.post[None, :]  # now the gradient of S pre + V^T K + U^T B
         dstate = dS.to(mode.operand)
         dU = tl.dot(dyt, Aqb, input_precision=mode.precision)

@@ -37,7 +37,7 @@ LAUNCH: LaunchTable = {
     ("backward", 64): (64, 4, 3),
     ("forward", 128): (128, 8, 3),
     ("transfer", 128): (128, 8, 3),
-    ("carry", 128): (32, 2, 3),
+    ("carry", 128): (64, 4, 3),
     ("gradients", 128): (64, 2, 1),  # the first number is the block of keys: a program holds all values
     ("backward", 128): (128, 8, 1),
     ("forward", 256): (16, 4, 1),
