@@ -132,6 +132,17 @@ def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = F
         return Factors(incl, excl, back, back, incl, excl, pre=total, post=total, cut=total)
 
 
+@triton.jit
+def scanned_factors(w):
+    """The factors of the bounded form by scans, which are shorter than products where there is little besides
+    that waits for them: in the forward of RWKV-6.
+    """
+    g = w.to(tl.float32) * LOG2E
+    G = tl.cumsum(g, 0)
+    incl, excl, back, total = tl.exp2(G), tl.exp2(G - g), tl.exp2(-G), tl.exp2(tl.sum(g, 0))
+    return Factors(incl, excl, back, back, incl, excl, pre=total, post=total, cut=total)
+
+
 class Rows(NamedTuple):
     """What reads, [16, K], times its decay factors: for the entering state and for the scores."""
 

@@ -29,7 +29,7 @@ from ...device.chunk import (
     together,
     turned,
 )
-from ...device.decay import factors, score
+from ...device.decay import factors, scanned_factors, score
 from ...device.kept_states import state_place, state_rows
 from ...device.tokens import load_tokens, only, store_tokens
 from .tokens import Tokens, scaled_tokens
@@ -56,11 +56,17 @@ def walk_forward(
     for n in range(0, tl.cdiv(here.length, C)):
         left = here.length - n * C
         there = chunk_elements(left, axes)
-        w = load_tokens(tokens.w_ + pk, offsets.spread, spread(there, mode), mode.even)
+        if mode.any_decay:
+            w = load_tokens(tokens.w_ + pk, offsets.spread, spread(there, mode), mode.even)
+        else:
+            w = load_tokens(tokens.w_ + pk, offsets.key, there.key, mode.even)
         r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even).to(tl.float32) * mode.scale
         k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         vt = load_tokens(tokens.v_ + pv, offsets.turned, turned(there, axes), mode.even).to(mode.operand)
-        decays = factors(w, mode, DELTA=False, SPREAD=True)
+        if mode.any_decay:
+            decays = factors(w, mode, DELTA=False, SPREAD=True)
+        else:
+            decays = scanned_factors(w)
         scaled = scaled_tokens(r, k, decays, mode)
         below = strict
         if mode.segments:
