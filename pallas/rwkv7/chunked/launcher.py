@@ -48,6 +48,7 @@ LAUNCH: LaunchTable = {
     ("gradients", 128, "float32"): (32, 8, 1),
     ("backward", 64, "small"): (32, 4, 1),
     ("forward", 128, "small"): (128, 8, 2),
+    ("carry", 128, "small"): (32, 2, 3),
     ("transfer", 128, "small"): (64, 8, 2),
     ("backward", 128, "small"): (16, 8, 1),
     ("forward", 64, "small float32"): (32, 4, 1),
