@@ -136,6 +136,27 @@ def decoding(rows: Rows) -> str:
     return table(head, lines) if lines else "None in this file."
 
 
+def scaling(rows: Rows) -> str:
+    """Training on several devices against one of them with the work of one."""
+    lines = []
+    for r in rows:
+        if r.get("op") == "scaling" and r["devices"] > 1 and "ms" in r:
+            size = r["shape"]
+            what = (
+                f"{size['layers']} x {size['C']}"
+                if size["layers"]
+                else f"chunk_rwkv7, {size['C'] // 64} heads"
+            )
+            moved = ", ".join(f"{count} {kind}" for kind, count in r["collectives"].items())
+            share = [f"{r[name]:.1%}" if name in r else "" for name in ("efficiency", "share_6n")]
+            batch = f"B {size['B']}, T {size['T']}"
+            lines.append((r["mode"], r["devices"], f"{what}, {batch}", number(r["ms"]), *share))
+            lines[-1] += (number(r["tokens_per_s"], 6), number(r["peak_gb"]), moved)
+    lines.sort(key=lambda line: line[:2])
+    head = ("mode", "devices", "what", "ms", "efficiency", "6 N", "tokens/s", "GB a device", "in the program")
+    return table(head, lines) if lines else "None in this file."
+
+
 def pieces(rows: Rows) -> str:
     """The fused pieces of the layers."""
     lines = []
@@ -188,5 +209,6 @@ TABLES = {
     "pieces": lambda: by_device(pieces),
     "training": lambda: by_device(training),
     "decoding": lambda: by_device(decoding),
+    "scaling": lambda: by_device(scaling),
     "history": over_time,
 }

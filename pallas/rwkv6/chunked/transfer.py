@@ -56,7 +56,9 @@ def rwkv6_transfer_kernel(r_, k_, v_, w_, seg_, T, span, reads_, M_, N_, mode: t
         if block == 0:
             r = load_tokens(r_ + pk, offsets.key, there.key, mode.even).to(tl.float32) * mode.scale
             store_tokens(reads_ + pk, offsets.key, r * read, there.key, mode.even)
-        S = tl.dot(vt, written.to(mode.operand), S * tl.exp2(total * LOG2E)[None, :], input_precision=mode.precision)
+        S = tl.dot(
+            vt, written.to(mode.operand), S * tl.exp2(total * LOG2E)[None, :], input_precision=mode.precision
+        )
         gone += total
         pk += C * mode.H * mode.K
         pv += C * mode.H * mode.V
