@@ -63,10 +63,7 @@ def walk_forward(
         r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even).to(tl.float32) * mode.scale
         k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         vt = load_tokens(tokens.v_ + pv, offsets.turned, turned(there, axes), mode.even).to(mode.operand)
-        if mode.any_decay:
-            decays = factors(w, mode, DELTA=False, SPREAD=True)
-        else:
-            decays = scanned_factors(w)
+        decays = factors(w, mode, DELTA=False, SPREAD=True) if mode.any_decay else scanned_factors(w)
         scaled = scaled_tokens(r, k, decays, mode)
         below = strict
         if mode.segments:
