@@ -82,7 +82,7 @@ def lowest_logs(w, mode: tl.constexpr, SPREAD: tl.constexpr):
 def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = False):
     """The factors for log decays ``w`` [16, K]; all sums over tokens are products with constant triangles.
 
-    The forward makes them with ``SPREAD``, see `token_sums`, of ``w`` [K / 16, 16, 16], loaded as products want
+    The forward makes them with ``SPREAD``, see `token_sums`, of ``w`` [K / 16, 16, 16], loaded as they want
     it: Triton copies the next chunks' tiles into shared memory in the background only where their order in
     memory is the order in which a product reads them. It goes into products only, with the identity in place
     of a cast.
