@@ -24,6 +24,7 @@ from fla_jax.pallas.run.triton import _jax_triton, why_not
 
 H, D, T = 64, 16, 2048  # small heads: they compile fast
 CAPABILITY = 90
+BOUNDED = {"lower_bound": -0.61}
 
 
 def arguments(op: str, B: int = 4, H: int = H, D: int = D, T: int = T, layers: int | None = None):
@@ -35,28 +36,30 @@ def arguments(op: str, B: int = 4, H: int = H, D: int = D, T: int = T, layers: i
     return arrays, jax.ShapeDtypeStruct((*lead, B, H, D, D), jnp.float32)
 
 
-def layer(op: str, **options):
-    """``(x, arrays, state) -> x``: one call of the op, its values fed by ``x`` and its output added to it."""
+def layer(op: str):
+    """``(x, arrays, state) -> x``: one call of the op, its values fed by ``x`` and its output added to it.
+    Decays are bounded: kernels with that form alone compile in half the time.
+    """
 
     def run(x, arrays, state):
         o, final = cases.call(
-            op, {**arrays, "v": arrays["v"] * x, "initial_state": state}, implementation="triton", **options
+            op, {**arrays, "v": arrays["v"] * x, "initial_state": state}, **BOUNDED, implementation="triton"
         )
         return x + jnp.tanh(o) + jnp.mean(jnp.sin(final)).astype(o.dtype)
 
     return run
 
 
-def value(op: str, **options):
+def value(op: str):
     """``(x, arrays, state) -> number``."""
-    return lambda x, arrays, state: jnp.sum(layer(op, **options)(x, arrays, state).astype(jnp.float32))
+    return lambda x, arrays, state: jnp.sum(layer(op)(x, arrays, state).astype(jnp.float32))
 
 
-def gradient(op: str, remat=False, policy=None, layers: int | None = None, **options):
+def gradient(op: str, remat=False, policy=None, layers: int | None = None):
     """Value and gradient through one layer, or through a scan over layers; each layer under `jax.checkpoint`
     with ``remat``.
     """
-    step = jax.checkpoint(layer(op), policy=policy) if remat else layer(op, **options)
+    step = jax.checkpoint(layer(op), policy=policy) if remat else layer(op)
 
     def loss(arrays, state, x):
         if layers is None:
@@ -99,9 +102,7 @@ def taken_over(op: str, D: int, T: int) -> dict[str, list[int]]:
     """
     arrays, state = arguments(op, D=D, T=T)
     (call,) = (
-        c
-        for c in triton_calls(gradient(op, lower_bound=-0.61), arrays["v"], arrays, state)
-        if name_of(c) == f"{op}_bwd_kernel"
+        c for c in triton_calls(gradient(op), arrays["v"], arrays, state) if name_of(c) == f"{op}_bwd_kernel"
     )
     pairs = re.findall(
         r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)",
@@ -157,7 +158,7 @@ def programs(op: str):
     yield "few rows and heads", gradient(op), (few[0]["v"], *few)
     if op == "rwkv7":
         large = arguments(op, D=72)
-        yield "large heads", gradient(op, lower_bound=-0.61), (large[0]["v"], *large)
+        yield "large heads", gradient(op), (large[0]["v"], *large)
 
 
 if __name__ == "__main__":
