@@ -1,17 +1,23 @@
-"""How the tests run on a CPU, chosen before JAX and Triton are imported; processes that tests start inherit
-it.
+"""How the tests run, chosen before JAX and Triton are imported; processes that tests start inherit it.
 
+On NVIDIA GPUs several processes share them: each takes one GPU, and of its memory what it needs. On a CPU
 Triton kernels run in Triton's interpreter. XLA compiles fast rather than well, a program in one piece: the
 suite compiles thousands of small programs and runs each once.
 """
 
 import gc
+import glob
 import importlib.metadata
 import os
 
 import pytest
 
-if not os.path.exists("/dev/nvidiactl"):
+if os.path.exists("/dev/nvidiactl"):
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        gpus = len(glob.glob("/dev/nvidia[0-9]*")) or 1
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(worker.removeprefix("gw")) % gpus))
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     flags = [
         "--xla_backend_optimization_level=0",
@@ -36,8 +42,11 @@ def pytest_collection_finish(session):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """The tests of a file run in one process, where they share what they make and compile; files in their
-    order, whose last ones are short, so that no process waits long for another at the end.
+    order, whose last ones are short, so that no process waits long for another at the end. On a GPU, where
+    most tests are in one file, they are dealt out one by one.
     """
+    if os.path.exists("/dev/nvidiactl"):
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False
