@@ -19,16 +19,19 @@ def token_sums(matrix, x, mode: tl.constexpr, SPREAD: tl.constexpr = False):
     would convert them. ``x`` may be divided already then: [K / 16, 16, 16].
     """
     if SPREAD:
-        if len(x.shape) == 3:
-            N: tl.constexpr = x.shape[0]
-            parts = x
-        else:
-            N: tl.constexpr = x.shape[1] // 16
-            parts = tl.permute(tl.reshape(x, (16, N, 16)), (1, 0, 2))
+        parts = x if len(x.shape) == 3 else divided(x)
+        N: tl.constexpr = parts.shape[0]
         sums = exact_product(tl.broadcast_to(matrix[None, :, :], (N, 16, 16)), parts, mode)
         return tl.reshape(tl.permute(sums, (1, 0, 2)), (16, 16 * N))
     else:
         return exact_product(matrix, x, mode)
+
+
+@triton.jit
+def divided(x):
+    """``x`` [16, K] as [K / 16, 16, 16]."""
+    N: tl.constexpr = x.shape[1] // 16
+    return tl.permute(tl.reshape(x, (16, N, 16)), (1, 0, 2))
 
 
 @triton.jit
