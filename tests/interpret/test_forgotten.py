@@ -17,6 +17,7 @@ if not run.INTERPRET:
 
 from fla_jax.pallas.plan import chunked
 
+pytestmark = pytest.mark.once  # values: Triton's interpreter makes them
 each_op = pytest.mark.parametrize("op", OPS)
 TOLERANCE = 1e-5
 
