@@ -14,7 +14,7 @@ from ..layers.state import RWKVState, check_state
 from ..models.config import check_model
 from .decoder import Decoder, check_decoder
 from .engine import Engine
-from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
+from .loop import Carry, Results, begin, decode, rounds_of, row_keys, row_seeds, undefined
 from .prompts import check_prompts, prefill
 from .sampling import UNDEFINED, Rules, Sampling
 
@@ -110,10 +110,12 @@ def generate(
     carry, decoder, rules = _start(model, params, rows, max_tokens, sampling, seed, state, decoder)
     together = decoder.step.together if max_tokens >= 16 else 1
     results, parts = Results(), [np.empty((0, len(rows)), np.int32)]
-    for start in range(0, max_tokens, STEPS_PER_CALL):
-        count = min(STEPS_PER_CALL, max_tokens - start)
-        carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(count), together)
-        results.add(out, count, start)
+    start = 0
+    while start < max_tokens:
+        rounds = rounds_of(max_tokens - start, together)
+        carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(rounds), together)
+        results.add(out, rounds * together, start)
+        start += rounds * together
         parts += [_checked(*call) for call in results.ready(late=1)]
         if (parts[-1] < 0).all(1).any():  # all rows are over
             break

@@ -16,12 +16,13 @@ import numpy as np
 from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
 from .decoder import Decoder, check_decoder
-from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
+from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, rounds_of, row_keys, row_seeds, undefined
 from .prompts import beside, check_params, check_prompts, reading, take_rows
 from .sampling import UNDEFINED, Sampling
 
-# Steps of a call while prompts wait: a slot whose row ends inside a call stays empty for the rest of it, and
-# one whose row has chosen a stop token for one call more. With four a row of 500 tokens wastes 1 %.
+# Steps of a call while prompts wait, or one round: a slot whose row ends inside a call stays empty for the
+# rest of it, and one whose row has chosen a stop token for one call more. With four a row of 500 tokens
+# wastes 1 %.
 _STEPS_WHILE_WAITING = 4
 # How many prompts are read at a time, filled up: each number makes programs to compile. A free slot waits
 # until there are a few to be filled together, a thirty-second of all.
@@ -246,9 +247,11 @@ class Engine:
         return begin(self._params, beside(self._params, logits), state, keys, 0)
 
     def _decode(self) -> None:
-        count = _STEPS_WHILE_WAITING if self._waiting or self._reading else STEPS_PER_CALL
         step, weights = self._decoder.step, self._decoder.weights
-        self._carry, out = decode(step, weights, self._rules, self._carry, np.int32(count), step.together)
+        steps = _STEPS_WHILE_WAITING if self._waiting or self._reading else STEPS_PER_CALL
+        rounds = rounds_of(steps, step.together)
+        count = rounds * step.together
+        self._carry, out = decode(step, weights, self._rules, self._carry, np.int32(rounds), step.together)
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
         self._results.add(out, count, rows)
         self.started += self.slots * min(count, max(row.limit - row.started for _, row in rows))

@@ -76,19 +76,24 @@ def begin(params: Any, logits: jax.Array, state: RWKVState, keys: jax.Array, lim
     return Carry(logits, state, *beside(params, new))
 
 
+def rounds_of(steps: int, together: int) -> int:
+    """Rounds of ``together`` steps for at least so many ``steps``, of which one call has STEPS_PER_CALL."""
+    return min(-(-steps // together), STEPS_PER_CALL // together)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)
 def decode(
-    step: Step, weights: Any, rules: Rules, carry: Carry, count: jax.Array, together: int = 1
+    step: Step, weights: Any, rules: Rules, carry: Carry, rounds: jax.Array, together: int = 1
 ) -> tuple[Carry, jax.Array]:
-    """Up to ``count`` <= STEPS_PER_CALL more tokens a row: a multiple of ``together``, or all they may have.
+    """``rounds`` times ``together`` <= STEPS_PER_CALL more tokens a row, unless all rows are over before.
 
-    [STEPS_PER_CALL, B]: -1 where a row is over; `UNDEFINED` where it has no logits to choose from, which
-    ends all.
+    [STEPS_PER_CALL, B]: -1 where a row is over, and after the steps that were asked for; `UNDEFINED` where a
+    row has no logits to choose from, which ends all.
     """
 
     def more(loop: Any) -> jax.Array:
         i, carry, _ = loop
-        return (i < count) & ~jnp.all(carry.done)
+        return (i < rounds * together) & ~jnp.all(carry.done)
 
     def some(loop: Any) -> Any:
         return one(0, loop) if together == 1 else jax.lax.fori_loop(0, together, one, loop)

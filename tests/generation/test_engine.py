@@ -64,8 +64,8 @@ def test_generate_with_more_prompts_than_slots(setup):
     assert same.state is not None
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_the_slots_are_used(setup, monkeypatch, known):
+@pytest.mark.parametrize(("known", "rounds_of"), [(True, 1), (False, 4), (True, 8)])
+def test_the_slots_are_used(setup, monkeypatch, known, rounds_of):
     """Lengths from 16 to 1024 in 16 slots, eight prompts for each: 85 % of the row-steps give a token.
 
     It is about the bookkeeping, which is the same for any model: this one counts down in its state from the
@@ -73,7 +73,7 @@ def test_the_slots_are_used(setup, monkeypatch, known):
     """
 
     class Countdown:
-        sampling, together = "xla", 4
+        sampling, together = "xla", rounds_of
 
         def __call__(self, weights, tokens, state, alive):
             left = state.att_shift - alive[None, :, None]
