@@ -24,9 +24,11 @@ from .sampling import UNDEFINED, Sampling
 # rest of it, and one whose row has chosen a stop token for one call more. With four a row of 500 tokens
 # wastes 1 %.
 _STEPS_WHILE_WAITING = 4
-# How many prompts are read at a time, filled up: each number makes programs to compile. A free slot waits
-# until there are a few to be filled together, a thirty-second of all.
+# How many prompts are read at a time: each number makes programs to compile. Few are filled up to the next
+# number; from eight on so many are read as there is a number for, for rows that fill a batch up cost as much
+# as others. A free slot waits until there are a few to be filled together, a thirty-second of all.
 _TOGETHER = (1, 2, 8, 64)
+_FILLED_UP = 8
 _WAITING_SLOTS = 32
 _WINDOW = 4  # prompts are chosen for similar lengths among so many times as many as are read together
 
@@ -201,9 +203,11 @@ class Engine:
 
     def _next_rows(self, free: int) -> list[_Row]:
         """Prompts to be read next, taken from those that wait: the first, and others of similar lengths."""
-        count = min(free, len(self._waiting), _TOGETHER[-1])
+        count = min(free, len(self._waiting))
         if count == 0 or count < min(self.slots // _WAITING_SLOTS, len(self._waiting)):
             return []
+        if count >= _FILLED_UP:
+            count = max(size for size in _TOGETHER if size <= count)
         window = list(itertools.islice(self._waiting, _WINDOW * count))
         first = len(window[0].prompt)
         window.sort(key=lambda row: (abs(len(row.prompt) - first), row.number))
