@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 _DECAY_BASE = ("w0", "time_decay")
@@ -74,12 +75,27 @@ def rwkv_optimizer(
         >>> state = tx.init({"w0": jnp.zeros(4), "key": {"kernel": jnp.zeros((4, 4))}})
     """
     return optax.chain(
-        optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm),
+        optax.identity() if clip_norm is None else _clip_by_global_norm(clip_norm),
         optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
         optax.add_decayed_weights(weight_decay, mask=_in_group("matrix")),
         optax.masked(optax.scale(2.0), _in_group("decay_base")),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def _clip_by_global_norm(limit: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm`, whose factor all parameters wait for.
+
+    XLA else computes the factor again for every parameter, and looks at all of those places each time that it
+    has changed one: with 24 layers a third of its time to find what to fuse.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        norm = optax.tree.norm(updates)
+        factor = jax.lax.optimization_barrier(jnp.where(norm < limit, 1.0, limit / norm))
+        return jax.tree.map(lambda x: x * factor.astype(x.dtype), updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def rwkv_schedule(peak: float, final: float, total_steps: int, warmup_steps: int = 10) -> optax.Schedule:
