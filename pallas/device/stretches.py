@@ -21,23 +21,29 @@ def combine_kernel(
 ):
     """Grid (value blocks, heads, rows): the state at the near edge of every stretch, from ``edge_``
     [B, H, K, V] on; from the end with ``BACKWARD``.
+
+    Stretches are one after another, few programs walk them, and what takes time is to wait for memory. M is
+    copied ahead by the load pipeline; N, which no product reads as a tile, is loaded a stretch ahead here.
     """
     block, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key, value = tl.arange(0, BK), block * BV + tl.arange(0, BV)
     has_key, has_value = key < K, value < V
     offsets, mask = key[:, None] * V + value[None, :], has_key[:, None] & has_value[None, :]
     S = tl.load(edge_ + (row * H + h).to(tl.int64) * (K * V) + offsets, mask=mask, other=0.0)
+    head = ((row * SPLITS + (SPLITS - 1 if BACKWARD else 0)) * H + h).to(tl.int64)
+    step = -H if BACKWARD else H
+    N = tl.load(N_ + head * (K * V) + offsets, mask=mask, other=0.0)
     for i in range(0, SPLITS):
-        stretch = SPLITS - 1 - i if BACKWARD else i
-        head = ((row * SPLITS + stretch) * H + h).to(tl.int64)
         tl.store(states_ + head * (K * V) + offsets, S, mask=mask)
-        N = tl.load(N_ + head * (K * V) + offsets, mask=mask, other=0.0)
+        ahead = tl.load(N_ + (head + step) * (K * V) + offsets, mask=mask & (i < SPLITS - 1), other=0.0)
         if DIAGONAL:
             S = S * tl.load(M_ + head * K + key, mask=has_key, other=0.0)[:, None] + N
         else:
             there = has_key[:, None] & has_key[None, :]
             M = tl.load(M_ + head * (K * K) + key[:, None] * K + key[None, :], mask=there, other=0.0)
             S = tl.dot(tl.trans(M) if BACKWARD else M, S, N, input_precision="tf32x3")
+        N = ahead
+        head += step
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def _combine(M: jax.Array, N: jax.Array, edge: jax.Array, splits: int, backward:
         dict(states_=jax.ShapeDtypeStruct((B * splits, H, K, V), jnp.float32)),
         grid=(-(-V // BV), H, B),
         num_warps=4,
-        num_stages=2,
+        num_stages=3 if BK <= 64 else 2,  # for M of 128 keys the smallest GPUs have no room
         H=H,
         K=K,
         V=V,
