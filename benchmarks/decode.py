@@ -182,27 +182,27 @@ def decoding(
     carry = begin(params, logits, decoder.state(state), row_keys(range(batch)), 2**30)
     rules = Sampling().arrays(model.config.vocab_size)
     arguments = (decoder.step, decoder.weights, rules)
-    together = decoder.step.together
-    rounds = np.int32(STEPS_PER_CALL // together)
+    fixed = decoder.step.together
+    count = np.int32(fixed or STEPS_PER_CALL)
     size = state.wkv[0].size
-    compiled = decode.lower(*arguments, carry, rounds, together).compile()
+    compiled = decode.lower(*arguments, carry, count, fixed).compile()
     run = functools.partial(compiled, decoder.weights, rules)
-    carry, out = run(carry, rounds)
+    carry, out = run(carry, count)
     np.asarray(out)
     first = time.perf_counter() - began
     found, copies = kernels(compiled.as_text(), size)
 
     times = []
-    calls = max(2, options.tokens // STEPS_PER_CALL)
+    calls = max(2, options.tokens // int(count))
     for _ in range(3):
         began = time.perf_counter()
         for _ in range(calls):
-            carry, out = run(carry, rounds)
+            carry, out = run(carry, count)
         assert (np.asarray(out) >= 0).all(), "a row without tokens"
-        times.append((time.perf_counter() - began) / (calls * STEPS_PER_CALL) * 1e3)
+        times.append((time.perf_counter() - began) / (calls * int(count)) * 1e3)
     if options.profile:
         with jax.profiler.trace(str(options.profile / f"{implementation}-{batch}")):
-            carry, out = run(carry, rounds)
+            carry, out = run(carry, count)
             np.asarray(out)
     memory = compiled.memory_analysis()
     return {

@@ -14,9 +14,11 @@ from ..layers.state import RWKVState, check_state
 from ..models.config import check_model
 from .decoder import Decoder, check_decoder
 from .engine import Engine
-from .loop import Carry, Results, begin, decode, rounds_of, row_keys, row_seeds, undefined
+from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
 from .prompts import check_prompts, prefill
 from .sampling import UNDEFINED, Rules, Sampling
+
+_FEW_TOKENS = 16
 
 
 class Generation(NamedTuple):
@@ -108,14 +110,13 @@ def generate(
         tokens = _in_slots(model, params, rows, max_tokens, sampling, seed, state, slots, decoder)
         return Generation(tokens, None)
     carry, decoder, rules = _start(model, params, rows, max_tokens, sampling, seed, state, decoder)
-    together = decoder.step.together if max_tokens >= 16 else 1
+    # few tokens take the program that `stream` has
+    fixed = decoder.step.together if max_tokens >= _FEW_TOKENS else None
     results, parts = Results(), [np.empty((0, len(rows)), np.int32)]
-    start = 0
-    while start < max_tokens:
-        rounds = rounds_of(max_tokens - start, together)
-        carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(rounds), together)
-        results.add(out, rounds * together, start)
-        start += rounds * together
+    for start in range(0, max_tokens, fixed or STEPS_PER_CALL):
+        count = fixed or min(STEPS_PER_CALL, max_tokens - start)
+        carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(count), fixed)
+        results.add(out, count, start)
         parts += [_checked(*call) for call in results.ready(late=1)]
         if (parts[-1] < 0).all(1).any():  # all rows are over
             break
@@ -161,7 +162,7 @@ def stream(
     results = Results()
     for i in range(max_tokens + 1):
         if i < max_tokens:
-            carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(1))
+            carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(1), None)
             results.add(out, 1, i)
         for call in results.ready(late=int(i < max_tokens)):
             tokens = _checked(*call)[0]

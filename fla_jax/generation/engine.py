@@ -16,20 +16,20 @@ import numpy as np
 from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
 from .decoder import Decoder, check_decoder
-from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, rounds_of, row_keys, row_seeds, undefined
+from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
 from .prompts import beside, check_params, check_prompts, reading, take_rows
 from .sampling import UNDEFINED, Sampling
 
-# Steps of a call while prompts wait, or one round: a slot whose row ends inside a call stays empty for the
-# rest of it, and one whose row has chosen a stop token for one call more. With four a row of 500 tokens
-# wastes 1 %.
+# Steps of a call while prompts wait, where their number is not fixed: a slot whose row ends inside a call
+# stays empty for the rest of it, and one whose row has chosen a stop token for one call more. With four a row
+# of 500 tokens wastes 1 %.
 _STEPS_WHILE_WAITING = 4
 # How many prompts are read at a time: each number makes programs to compile. Few are filled up to the next
-# number; from eight on so many are read as there is a number for, for rows that fill a batch up cost as much
-# as others. A free slot waits until there are a few to be filled together, a thirty-second of all.
-_TOGETHER = (1, 2, 8, 64)
-_FILLED_UP = 8
-_WAITING_SLOTS = 32
+# number; from four on so many are read as there is a number for, for rows that fill a batch up cost as much
+# as others. A free slot waits until there are a few to be filled together, a sixteenth of all.
+_TOGETHER = (1, 4, 16, 64)
+_FILLED_UP = 4
+_WAITING_SLOTS = 16
 _WINDOW = 4  # prompts are chosen for similar lengths among so many times as many as are read together
 
 
@@ -252,10 +252,9 @@ class Engine:
 
     def _decode(self) -> None:
         step, weights = self._decoder.step, self._decoder.weights
-        steps = _STEPS_WHILE_WAITING if self._waiting or self._reading else STEPS_PER_CALL
-        rounds = rounds_of(steps, step.together)
-        count = rounds * step.together
-        self._carry, out = decode(step, weights, self._rules, self._carry, np.int32(rounds), step.together)
+        count = _STEPS_WHILE_WAITING if self._waiting or self._reading else STEPS_PER_CALL
+        count = step.together or count
+        self._carry, out = decode(step, weights, self._rules, self._carry, np.int32(count), step.together)
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
         self._results.add(out, count, rows)
         self.started += self.slots * min(count, max(row.limit - row.started for _, row in rows))

@@ -3,10 +3,14 @@
 A row is over when it has chosen a stop token or has as many tokens as it may have. It then stays in the
 batch: it keeps the state that it stopped with, and whatever else is computed for it is thrown away.
 
-Nothing here waits for the device. A call starts up to `STEPS_PER_CALL` steps and gives back arrays that are
-still being computed; the caller starts the next call first and reads the tokens of the one before then
-(`Results`), so the device always has work. Rows that are over by themselves are therefore noticed one call
-late; calls whose rows are all over run no step.
+A call gives back arrays that are still being computed; the caller starts the next call first and reads the
+tokens of the one before then (`Results`), so the device always has work. Rows that are over by themselves are
+therefore noticed one call late.
+
+How many steps a call has depends on who can tell that all rows are over. On a CPU the loop looks after every
+step. On a GPU somebody would have to wait: the host starts the kernels of a step only when the device has
+told it that there is one, and the call comes back when that is over. So there a call has a fixed number of
+steps, none of which is asked for: `Step.together`.
 """
 
 from __future__ import annotations
@@ -37,8 +41,7 @@ class Step(Hashable, Protocol):
 
     Attributes:
         sampling: the implementation of `sample` that goes with it.
-        together: how many steps are run at a time. On a GPU the host waits for the device to tell whether
-            there is another round of a loop whose end is not known, and starts its kernels only then.
+        together: how many steps a call has; None where the loop itself looks whether there is another one.
     """
 
     @property
@@ -46,7 +49,7 @@ class Step(Hashable, Protocol):
         """See the class."""
 
     @property
-    def together(self) -> int:
+    def together(self) -> int | None:
         """See the class."""
 
     def __call__(
@@ -76,29 +79,23 @@ def begin(params: Any, logits: jax.Array, state: RWKVState, keys: jax.Array, lim
     return Carry(logits, state, *beside(params, new))
 
 
-def rounds_of(steps: int, together: int) -> int:
-    """Rounds of ``together`` steps for at least so many ``steps``, of which one call has STEPS_PER_CALL."""
-    return min(-(-steps // together), STEPS_PER_CALL // together)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)
 def decode(
-    step: Step, weights: Any, rules: Rules, carry: Carry, rounds: jax.Array, together: int = 1
+    step: Step, weights: Any, rules: Rules, carry: Carry, most: jax.Array, fixed: int | None
 ) -> tuple[Carry, jax.Array]:
-    """``rounds`` times ``together`` <= STEPS_PER_CALL more tokens a row, unless all rows are over before.
+    """More tokens a row: as many steps as are ``fixed``, or with None up to ``most`` <= STEPS_PER_CALL, until
+    all rows are over.
 
-    [STEPS_PER_CALL, B]: -1 where a row is over, and after the steps that were asked for; `UNDEFINED` where a
-    row has no logits to choose from, which ends all.
+    [``fixed`` or STEPS_PER_CALL, B]: -1 where a row is over, and after the last step; `UNDEFINED` where a row
+    has no logits to choose from, which ends all.
     """
+    rows = STEPS_PER_CALL if fixed is None else fixed
 
     def more(loop: Any) -> jax.Array:
         i, carry, _ = loop
-        return (i < rounds * together) & ~jnp.all(carry.done)
+        return (i < most) & ~jnp.all(carry.done)
 
-    def some(loop: Any) -> Any:
-        return one(0, loop) if together == 1 else jax.lax.fori_loop(0, together, one, loop)
-
-    def one(_: Any, loop: Any) -> Any:
+    def one(loop: Any) -> Any:
         i, carry, out = loop
         tokens = jnp.where(
             carry.done, 0, sample(rules, carry.logits, carry.occurrences, keys[i], step.sampling)
@@ -116,10 +113,13 @@ def decode(
         return i + 1, carry, out.at[i].set(jnp.where(over & (tokens != UNDEFINED), -1, tokens))
 
     # all at once: for one token these are many kernels that do next to nothing
-    steps = carry.step + jnp.arange(STEPS_PER_CALL, dtype=jnp.int32)[:, None]
-    keys = jax.vmap(jax.vmap(jax.random.fold_in), (None, 0))(carry.keys, steps)
-    out = jnp.full((STEPS_PER_CALL, carry.done.shape[0]), -1, jnp.int32)
-    _, carry, out = jax.lax.while_loop(more, some, (jnp.int32(0), carry, out))
+    numbers = carry.step + jnp.arange(rows, dtype=jnp.int32)[:, None]
+    keys = jax.vmap(jax.vmap(jax.random.fold_in), (None, 0))(carry.keys, numbers)
+    loop = jnp.int32(0), carry, jnp.full((rows, carry.done.shape[0]), -1, jnp.int32)
+    if fixed is None:
+        _, carry, out = jax.lax.while_loop(more, one, loop)
+    else:
+        _, carry, out = jax.lax.fori_loop(0, fixed, lambda _, loop: one(loop), loop)
     return carry, out
 
 

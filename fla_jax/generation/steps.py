@@ -23,7 +23,7 @@ class ModelStep:
 
     model: Any
     sampling: ClassVar[str] = "xla"
-    together: ClassVar[int] = 1
+    together: ClassVar[int | None] = None
 
     def __call__(
         self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array
@@ -55,9 +55,9 @@ class FastStep:
         return "triton" if self.implementation == "triton" else "xla"
 
     @property
-    def together(self) -> int:
+    def together(self) -> int | None:
         """See `fla_jax.generation.loop.Step`."""
-        return 8 if self.implementation == "triton" else 1
+        return 8 if self.implementation == "triton" else None
 
     def __call__(
         self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array

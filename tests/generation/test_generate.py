@@ -124,7 +124,7 @@ def test_the_state_is_donated_and_the_callers_is_not(setup):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
     rows = [np.array(row, np.int32) for row in PROMPTS]
     carry, decoder, rules = decoding._start(model, params, rows, 2, SAMPLING, 0, state, None)
-    new, _ = loop.decode(decoder.step, decoder.weights, rules, carry, np.int32(1))
+    new, _ = loop.decode(decoder.step, decoder.weights, rules, carry, np.int32(1), None)
     assert carry.state.wkv.is_deleted() and not new.state.wkv.is_deleted()
 
 
