@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,7 @@ def reported_once() -> Iterator[None]:
     """
     hook, levels = sys.unraisablehook, {name: logging.getLogger(name).level for name in ("absl", "asyncio")}
     sys.unraisablehook = lambda unraisable: None
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in levels:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     yield

@@ -25,9 +25,6 @@ OPS = ("rwkv6", "rwkv7")
 IMPLEMENTATIONS = ("reference", "xla")  # every implementation that the shared suite runs
 TOKENS = {"rwkv6": ("r", "k", "v", "w"), "rwkv7": ("r", "w", "k", "v", "a", "b")}
 INPUTS = {"rwkv6": (*TOKENS["rwkv6"], "u", "initial_state"), "rwkv7": (*TOKENS["rwkv7"], "initial_state")}
-# Halves the time that gradients take to compile on a CPU: for tests of what transformations do, not of
-# numerics.
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # log decays: "forget" empties the state at every token, "mixed" draws one of LEVELS for each element,
 # "channels" one for each channel
 LEVELS = (0.0, -0.01, -0.6, -20.0, -1e4, -np.inf)

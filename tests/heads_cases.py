@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import heads_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import FAST_COMPILE
 
 from fla_jax.ops.layer.keys import Keys, rwkv7_keys
 from fla_jax.ops.layer.readout import rwkv6_readout, rwkv7_readout
@@ -90,7 +88,7 @@ def run(case: Case, implementation: str | None, arrays=None, cotangents=None):
         arrays, cotangents = build(case)
     arrays, cotangents = jax.tree.map(jnp.asarray, (arrays, cotangents))
 
-    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    @jax.jit
     def both(arrays, cotangents):
         results, pull = jax.vjp(lambda arrays: call(case, arrays, implementation), arrays)
         return results, pull(cotangents)[0]

@@ -139,3 +139,8 @@ def run(z, version, tokens, state=None, *, heads, rate_scale=1.0):
             ffn_shift[i] = h
         logits.append(top["head.weight"] @ norm(x, top["ln_out.weight"], top["ln_out.bias"]))
     return np.array(logits), (att_shift, ffn_shift, wkv)
+
+
+def file(version, params, dtype=np.float32):
+    """A file's tensors in the official names and layouts, by the mapping that the equations' oracle uses."""
+    return {name: x.astype(dtype) for name, x in checkpoint(params, version).items()}

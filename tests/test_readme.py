@@ -13,6 +13,7 @@ TEXT = (blocks.ROOT / "README.md").read_text()
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_python():
     names = blocks.run("README.md")
     assert names["o2"].shape == (2, 1024, 4, 64) and [len(row) for row in names["rows"]] == [20]

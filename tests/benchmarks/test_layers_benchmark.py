@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.once]
 
 FIELDS = {"op", "form", "implementation", "library", "shape", "dtype", "pass", "ms", "gbs", "of_copy"}
 FIELDS |= {"copy_gbs", "copy", "ratio", "versions", "commit", "device", "run"}

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.once]
 
 
 def test_quick_writes_whole_records(tmp_path, command, module):
@@ -16,10 +16,7 @@ def test_quick_writes_whole_records(tmp_path, command, module):
     results = tmp_path / "results.json"
     old = {"op": "train_step", "implementation": "fla", "shape": {}, "ms": 2.0}
     results.write_text(json.dumps([{"op": "chunk_rwkv7", "ms": 1.0}, old]))
-    command(
-        *("train_step.py", "--quick", "--implementation", "reference", "--out", results),
-        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
-    )
+    command("train_step.py", "--quick", "--implementation", "reference", "--out", results)
     module("train_step").main(
         ["--quick", "--sides", "fla", "--fla-python", "no/python", "--out", str(results)]
     )

@@ -1,11 +1,8 @@
-"""Files that are damaged or made to do harm: an error that names file and tensor, soon, and nothing else."""
+"""Damaged `.pth` files and such as would take memory: errors that name file and tensor, soon."""
 
 from __future__ import annotations
 
 import functools
-import json
-import os
-import signal
 import struct
 import time
 import zipfile
@@ -16,69 +13,9 @@ import numpy as np
 import official
 import pytest
 import small_models as small
+from broken_files import NASTY, entry, pickled_file, refused, text
 
 from fla_jax.checkpoints import load_checkpoint, load_extras, read_pth, save_checkpoint, write_pth
-
-# would rename a terminal's window, begin a new line, turn the writing round
-NASTY = "\x1b]0;owned\x07\n\u202e\ud800"
-
-
-@pytest.fixture(autouse=True)
-def in_time():
-    """A read that waits for a writer would wait for ever."""
-
-    def stop(*_):
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def refused(act, *parts):
-    """Runs ``act``; its error must hold the parts, be short, and be fit for a terminal."""
-    with pytest.raises(ValueError) as error:
-        act()
-    text = str(error.value)
-    assert all(str(part) in text for part in parts), text
-    assert text.isprintable() and len(text) < 1000
-    return text
-
-
-def text(s):
-    s = s.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(s)) + s
-
-
-def number(n):
-    return (
-        b"J" + struct.pack("<i", n)
-        if -(2**31) <= n < 2**31
-        else b"\x8a\x20" + n.to_bytes(32, "little", signed=True)
-    )
-
-
-def entry(name, key, size, shape, stride=None, offset=0, metadata=b""):
-    """A name and a tensor of float32 as PyTorch pickles them."""
-    stride = [int(np.prod(shape[i + 1 :])) for i in range(len(shape))] if stride is None else stride
-    numbers = lambda ns: b"(" + b"".join(map(number, ns)) + b"t"
-    storage = (
-        b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu") + number(size) + b"tQ"
-    )
-    tensor = b"(" + storage + number(offset) + numbers(shape) + numbers(stride) + b"\x89}" + metadata + b"t"
-    return text(name) + b"ctorch._utils\n_rebuild_tensor_v2\n" + tensor + b"R"
-
-
-def make(path, entries, storages):
-    """A file with this pickle and these storages."""
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a/data.pkl", b"\x80\x02}(" + b"".join(entries) + b"u.")
-        for key, values in storages.items():
-            archive.writestr(f"a/data/{key}", np.asarray(values, np.float32).tobytes())
-    return path
-
 
 SIX = {"0": np.arange(6)}
 
@@ -132,7 +69,7 @@ def path_of(folder, data):
 
 def test_files_without_checksums(tmp_path):
     """PyTorch writes 0 when torch.utils.serialization.config.save.compute_crc32 is off."""
-    path = make(tmp_path / "x.pth", [entry("x", "0", 6, (6,))], SIX)
+    path = pickled_file(tmp_path / "x.pth", [entry("x", "0", 6, (6,))], SIX)
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
@@ -157,13 +94,13 @@ def test_truncated_anywhere(tmp_path):
 def test_names_that_are_there_twice(tmp_path):
     x = entry("x", "0", 6, (6,))
     refused(
-        lambda: read_pth(make(tmp_path / "x.pth", [x, entry("y", "0", 6, (3,)), x], SIX)),
+        lambda: read_pth(pickled_file(tmp_path / "x.pth", [x, entry("y", "0", 6, (3,)), x], SIX)),
         "x.pth",
         "holds 'x' twice",
     )
     with (
         pytest.warns(UserWarning, match="Duplicate"),
-        zipfile.ZipFile(make(tmp_path / "x.pth", [x], SIX), "a") as archive,
+        zipfile.ZipFile(pickled_file(tmp_path / "x.pth", [x], SIX), "a") as archive,
     ):
         archive.writestr("a/data/0", bytes(24))
     refused(lambda: read_pth(tmp_path / "x.pth"), "x.pth", "holds 'a/data/0' twice")
@@ -184,7 +121,7 @@ def test_names_that_are_there_twice(tmp_path):
 def test_members_that_lie_over_one_another(tmp_path):
     """A hundred entries of the directory, one piece of the file."""
     many = 100
-    path = make(
+    path = pickled_file(
         tmp_path / "x.pth", [entry(f"x{i}", str(i), 600, (600,)) for i in range(many)], {"0": np.zeros(600)}
     )
     with zipfile.ZipFile(path, "a") as archive:
@@ -225,14 +162,9 @@ def test_members_that_lie_over_one_another(tmp_path):
 )
 def test_hostile_tensors(tmp_path, tensor, message):
     began = time.process_time()
-    path = make(tmp_path / "x.pth", [tensor], SIX)
+    path = pickled_file(tmp_path / "x.pth", [tensor], SIX)
     refused(lambda: read_pth(path), path, message)
     assert time.process_time() - began < 5
-
-
-@pytest.fixture(scope="module")
-def tensors():
-    return official.checkpoint(small.params(small.model(7)), 7)
 
 
 def test_shared_values(tensors, tmp_path):
@@ -252,7 +184,7 @@ def test_shared_values(tensors, tmp_path):
         entries = [
             entry(name, key(name), size(name), x.shape, None, offset(name)) for name, x in tensors.items()
         ]
-        return make(path, entries, storages)
+        return pickled_file(path, entries, storages)
 
     # side by side in one storage, as some trainers have them
     starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist()))
@@ -293,121 +225,10 @@ def test_small_files_of_large_models(monkeypatch, tmp_path):
                 f"blocks.{i}.att.v2": (32, 64),
             }
     size = 4 * 64 * 64
-    path = make(
+    path = pickled_file(
         tmp_path / "x.pth",
         [entry(name, "0", size, shape) for name, shape in every.items()],
         {"0": np.zeros(size)},
     )
     monkeypatch.setattr("fla_jax.checkpoints.tree.read", None)  # takes the memory
     refused(lambda: load_checkpoint(path), path, "shares its values with other tensors")
-
-
-def test_what_is_no_file(tensors, tmp_path):
-    """FIFOs and devices are not waited for; links to files are files."""
-    os.mkfifo(tmp_path / "fifo")
-    os.mkfifo(tmp_path / "fifo.safetensors")
-    (tmp_path / "link.pth").symlink_to("fifo")
-    (tmp_path / "device.pth").symlink_to("/dev/zero")
-    for name, kind in (
-        ("fifo", "FIFO"),
-        ("fifo.safetensors", "FIFO"),
-        ("link.pth", "FIFO"),
-        ("device.pth", "device"),
-    ):
-        refused(
-            functools.partial(load_checkpoint, tmp_path / name),
-            tmp_path / name,
-            f"must be a regular file, got a {kind}",
-        )
-    refused(lambda: read_pth(tmp_path), f"{tmp_path} must be a regular file, got a directory")
-    names = fla.tensors(7, tensors, 2)
-    for i, name in enumerate(("model.safetensors", "config.json", "model.safetensors.index.json")):
-        fla.save(tmp_path / str(i), names)
-        if name == "model.safetensors":
-            (tmp_path / str(i) / name).unlink()
-        os.mkfifo(tmp_path / str(i) / name)
-        refused(
-            functools.partial(load_checkpoint, tmp_path / str(i)),
-            tmp_path / str(i) / name,
-            "must be a regular file, got a FIFO",
-        )
-    (tmp_path / "2" / "model.safetensors.index.json").unlink()
-    (tmp_path / "2" / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict.fromkeys(names, "part")})
-    )
-    os.mkfifo(tmp_path / "2" / "part")
-    refused(
-        lambda: load_checkpoint(tmp_path / "2"), tmp_path / "2" / "part", "must be a regular file, got a FIFO"
-    )
-
-    write_pth(tmp_path / "x.pth", tensors)
-    (tmp_path / "to.pth").symlink_to("x.pth")
-    (tmp_path / "to").symlink_to("0")
-    (tmp_path / "0" / "model.safetensors").unlink()
-    fla.save(tmp_path, names, "blob")
-    (tmp_path / "0" / "model.safetensors").symlink_to("../blob")
-    load_checkpoint(tmp_path / "to.pth")
-    load_checkpoint(tmp_path / "to")
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(OSError, match="loop"):
-        load_checkpoint(tmp_path / "loop")
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("..", "must have a weight_map of tensors to files beside it"),
-        ("", "must have a weight_map of tensors to files beside it"),
-        ("/etc/passwd", "must have a weight_map of tensors to files beside it"),
-        (NASTY, "must have a weight_map of tensors to files beside it"),
-        (3, "must have a weight_map of tensors to files beside it"),
-    ],
-)
-def test_indices(tmp_path, name, message):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    refused(lambda: load_checkpoint(tmp_path), tmp_path, message)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"[" * 10**6, b'{"norm_eps": ' + b"1" * 10_000 + b"}", b"\xff", b"[]", b'{"norm_eps": "\\u001b"}'],
-)
-def test_broken_json(tensors, tmp_path, data):
-    fla.save(tmp_path, fla.tensors(7, tensors, 2))
-    (tmp_path / "config.json").write_bytes(data)
-    refused(lambda: load_checkpoint(tmp_path), tmp_path / "config.json")
-
-
-def test_nasty_names_in_safetensors(tensors, tmp_path):
-    nasty = NASTY.replace("\ud800", "")
-    for change in (
-        {nasty: np.ones(3, np.float32)},
-        {nasty: np.ones(3, np.int8)},
-        {f"model.layers.0.attn.q_proj.{nasty}": np.ones(3, np.float32)},
-    ):
-        fla.save(tmp_path, fla.tensors(7, tensors, 2) | change)
-        refused(lambda: load_checkpoint(tmp_path), tmp_path, "x1b]0;owned")
-    header = '{"x":{"dtype":"\\u001b[31m","shape":[2],"data_offsets":[0,8]}}'
-    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(8))
-    refused(lambda: load_checkpoint(tmp_path / "x.safetensors"), "x.safetensors")
-
-
-def test_zeros_and_mixtures(tensors, tmp_path):
-    """Sizes without values could be anything; bfloat16 beside float16 in stacked layers needs float32."""
-    for name, shape in (("blocks.0.att.w1", (0, 2**40)), ("blocks.0.att.time_state", (2, 0, 16))):
-        write_pth(tmp_path / "x.pth", tensors | {name: np.empty((0,), np.float32).reshape((0,) * len(shape))})
-        refused(lambda: load_checkpoint(tmp_path / "x.pth"), f"{name!r} has no values")
-    mixed = tensors | {"blocks.0.ln1.bias": tensors["blocks.0.ln1.bias"].astype(np.float16)}
-    mixed["blocks.1.ln1.bias"] = mixed["blocks.1.ln1.bias"].astype(ml_dtypes.bfloat16)
-    write_pth(tmp_path / "x.pth", mixed)
-    _, params = load_checkpoint(tmp_path / "x.pth", scan_layers=True)
-    bias = params["blocks"]["ln1"]["bias"]
-    assert bias.dtype == np.float32
-    for i in range(2):
-        np.testing.assert_array_equal(bias[i], mixed[f"blocks.{i}.ln1.bias"].astype(np.float32))
-
-
-def test_options_are_checked_first(tmp_path):
-    """An option that does not fit is not the file's fault."""
-    with pytest.raises(ValueError, match=r"^chunk_size must be a power of two"):
-        load_checkpoint(tmp_path / "missing.pth", chunk_size=3)

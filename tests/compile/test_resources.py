@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed (it exists for Linux only)")
 
+pytestmark = pytest.mark.once
+
 HERE = pathlib.Path(__file__).parent
 KERNELS = {
     *(f"rwkv6_{name}_kernel" for name in ("fwd", "transfer", "bwd")),

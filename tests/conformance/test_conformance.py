@@ -65,6 +65,12 @@ def each(entries: Any) -> Any:
     return pytest.mark.parametrize("entry", [pytest.param(e, id=f"{e.place} {e.name}") for e in entries])
 
 
+def once(entry: Entry) -> Any:
+    """In its interpreter values are Triton's and NumPy's: the tests below show that JAX hands them on."""
+    marks = [pytest.mark.once] if entry.place is TRITON_INTERPRETER else []
+    return pytest.param(entry, id=f"{entry.place} {entry.name}", marks=marks)
+
+
 @pytest.fixture(autouse=True)
 def place(monkeypatch, entry):
     """Interpreters are asked for; where rows are cut there, stretches are short."""
@@ -74,7 +80,7 @@ def place(monkeypatch, entry):
         monkeypatch.setattr(norm_mix_launcher, "SHORTEST", SPAN)
 
 
-@each(ENTRIES)
+@pytest.mark.parametrize("entry", map(once, ENTRIES))
 def test_values_and_gradients(entry):
     with jax.enable_x64(entry.dtype == "float64"):
         entry.check()

@@ -1,13 +1,10 @@
-"""Runs the models on a mesh of eight fake devices with explicit axes and prints, as JSON, what failed and by
-how much.
+"""The models on a mesh of eight fake devices with explicit axes: what failed and by how much.
 
-Started by test_models_explicit.py in a process of its own: the number of devices is fixed when JAX starts. A
-sharding that does not fit is an error of types: most calls are traced and not compiled.
+For test_models_explicit.py. A sharding that does not fit is an error of types: most calls are traced and not
+compiled.
 """
 
 import functools
-import json
-import sys
 
 import flax.linen as nn
 import jax
@@ -102,7 +99,7 @@ def gradient(model, params, tokens, state=None, segment_ids=None):
 
 
 def jitted(fn):
-    return jax.jit(fn, static_argnums=0, compiler_options=small.FAST_COMPILE)
+    return jax.jit(fn, static_argnums=0)
 
 
 def shifted_over_time(x, last, ids):
@@ -173,7 +170,3 @@ def report(version):
         x = jax.device_put(jnp.zeros((8, 4, 32)), over_time)
         attempt("x over time", traced, RWKV7FeedForward(32).init, jax.random.key(0), x)
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(report(int(sys.argv[1]))))

@@ -1,18 +1,13 @@
-"""Trains on meshes of eight fake devices and prints, as JSON, the errors against one device and all
-collectives.
-
-Started by test_models_parallel.py in a process of its own: the number of devices is fixed when JAX starts.
+"""Training on meshes of eight fake devices: the errors against one device and all collectives. For
+test_models_parallel.py.
 """
-
-import json
-import re
-import sys
 
 import flax.linen as nn
 import jax
 import numpy as np
 import optax
 import small_models as small
+from collectives import collectives
 from jax.sharding import NamedSharding
 
 from fla_jax.parallel import (
@@ -25,11 +20,6 @@ from fla_jax.parallel import (
 )
 from fla_jax.training import chunked_cross_entropy, rwkv_optimizer
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-FAST = {
-    **small.FAST_COMPILE,
-    **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
-}
 # name: sizes, explicit, remat
 MODES = {
     7: {
@@ -47,17 +37,9 @@ MODES = {
 }
 
 
-def collectives(text):
-    """[kind, "loop" or "once", shape] of every array that a compiled program communicates."""
-    found, computation, loops = [], None, set(re.findall(r"body=%?([\w.\-]+)", text))
-    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
-        if head := re.match(r"%?([\w.\-]+) \(.*\{", line):
-            computation = head[1]
-        if match := re.search(rf"= (\(?[^=]*?\)?) ({'|'.join(KINDS)})(?:-start)?\(", line):
-            shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
-            where = "loop" if computation in loops else "once"
-            found += [[match[2], where, [int(n) for n in shape.split(",") if n]] for shape in shapes]
-    return found
+def arrays(text):
+    """(kind, "loop" or "once", shape) of every array that a compiled program communicates."""
+    return [(kind, where, shape) for kind, where, shapes in collectives(text) for shape in shapes]
 
 
 def model_of(version, remat):
@@ -84,7 +66,7 @@ def train(version, name, params, batch, want):
         optax.trace(0.9), rwkv_optimizer(1e-2)
     )  # the first keeps the gradients as they come
     mesh = make_mesh(**sizes, explicit=explicit)
-    step = TrainStep(model, optimizer, mesh, mean_loss(model), compiler_options={**FAST, **overlap_options()})
+    step = TrainStep(model, optimizer, mesh, mean_loss(model), compiler_options=overlap_options())
     state, batch = step.start(params), step.shard(batch)
     program = step.lower(state, batch).compile()
     with jax.set_mesh(mesh):
@@ -102,7 +84,7 @@ def train(version, name, params, batch, want):
         "parameters": max(jax.tree.leaves(jax.tree.map(small.error, after.params, updated))),
         "misplaced": misplaced,
         "donated": all(x.is_deleted() for x in jax.tree.leaves(state.params)),
-        "collectives": collectives(text := program.as_text()),
+        "collectives": arrays(text := program.as_text()),
         "stacked": sorted(shape for shape in wholes if f"[{shape}]" in text),
         "bytes": [memory.argument_size_in_bytes, memory.temp_size_in_bytes],
         "stored": sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(after.params)),
@@ -123,11 +105,11 @@ def forward(version, params, tokens):
         boxed = jax.tree.map(put, boxes, params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
         state = jax.device_put(model.init_state(tokens.shape[0]), state_shardings(mesh))
         read = jax.jit(lambda p, *x: model.apply({"params": p}, *x, method="hidden"))
-        program = read.lower(boxed, tokens, state).compile(FAST)
+        program = read.lower(boxed, tokens, state).compile()
         hidden, state = program(boxed, tokens, state)
-    want = jax.jit(model_of(version, False).apply, static_argnames="method", compiler_options=FAST)
+    want = jax.jit(model_of(version, False).apply, static_argnames="method")
     want, _ = want({"params": params}, tokens, method="hidden")
-    return {"error": small.error(hidden, want), "collectives": collectives(program.as_text())}
+    return {"error": small.error(hidden, want), "collectives": arrays(program.as_text())}
 
 
 def refusals():
@@ -152,7 +134,7 @@ def refusals():
     return found
 
 
-def report(version, *wanted):
+def report(version):
     params = small.params(model_of(version, False))
     tokens = np.asarray(small.tokens(8, 9, seed=2))
     mask = np.random.default_rng(0).uniform(size=(8, 8)).astype(np.float32)
@@ -167,8 +149,8 @@ def report(version, *wanted):
         return value, grads, optax.apply_updates(params, updates)
 
     batch = tokens, mask, ids
-    want = jax.jit(one, compiler_options=FAST)(params, batch)
-    found = {name: train(version, name, params, batch, want) for name in wanted or MODES[version]}
+    want = jax.jit(one)(params, batch)
+    found = {name: train(version, name, params, batch, want) for name in MODES[version]}
     found["sizes"] = {
         "layer": sum(x.size for x in jax.tree.leaves(params["blocks"])) // 2,
         "rest": sum(
@@ -183,7 +165,3 @@ def report(version, *wanted):
     if version == 7:
         found["forward"] = forward(version, params, tokens[:, :-1])
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(report(int(sys.argv[1]), *sys.argv[2:])))

@@ -43,7 +43,7 @@ def main(*meshes):
     params, found = small.params(model()), {}
     for name in meshes:
         mesh = make_mesh(**MESHES[name])
-        step = TrainStep(model(), optax.sgd(0.5), mesh, compiler_options=small.FAST_COMPILE)
+        step = TrainStep(model(), optax.sgd(0.5), mesh)
         state, losses = step.start(params), []
         mine = step.shard(tuple(own(x, mesh) for x in batch()))
         for _ in range(2):

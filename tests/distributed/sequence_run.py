@@ -1,20 +1,18 @@
-"""Runs one implementation of one op with the tokens of rows on four of eight fake devices and prints, as
-JSON, the collectives of each program and its error against the oracle.
+"""One implementation of one op with the tokens of rows on four of eight fake devices: the collectives of each
+program and its error against the oracle.
 
-Started by test_sequences.py in a process of its own. "triton" runs in Triton's interpreter; JAX cannot run
-host callbacks inside automatically partitioned kernels, so there its program is compiled and collectives
-counted.
+For test_sequences.py. "triton" runs in Triton's interpreter; JAX cannot run host callbacks inside
+automatically partitioned kernels, so there its program is compiled and collectives counted.
 """
 
-import json
-import sys
+from unittest import mock
 
 import cases
 import jax
 import jax.numpy as jnp
+from collectives import sizes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_run import collectives
 
 MODES = {
     "xla": ("explicit, segments", "auto, segments", "shard_map, segments", "shard_map with its check"),
@@ -76,13 +74,16 @@ def refusals(op):
     return found
 
 
-def main(op, implementation, *wanted):
-    report, T = {}, 64
+def report(op, implementation):
     if implementation == "triton":  # two stretches a device, of one chunk each
-        from fla_jax.pallas.plan import chunked
+        with mock.patch("fla_jax.pallas.plan.chunked.SHORTEST", 16):
+            return programs(op, implementation, T=128) | {"errors": refusals(op)}
+    return programs(op, implementation, T=64)
 
-        chunked.SHORTEST, T = 16, 128
-    for mode in wanted or MODES[implementation]:
+
+def programs(op, implementation, T):
+    found = {}
+    for mode in MODES[implementation]:
         extra = dict(layout="segments", lengths=(5, 11, 16, 8, 24, 64)) if "segments" in mode else {}
         # segments begin inside shards, and at their borders
         case = cases.Case(op, B=2, T=T, H=2, K=4, V=3, chunk_size=4, **extra)
@@ -100,20 +101,10 @@ def main(op, implementation, *wanted):
                 args = jax.tree.map(
                     lambda a, spec, mesh=mesh: jax.device_put(a, NamedSharding(mesh, spec)), args, specs
                 )
-                compiled = jax.jit(run).lower(*args).compile(cases.FAST_COMPILE)
-                found = {"collectives": collectives(compiled.as_text()), "error": None}
+                compiled = jax.jit(run).lower(*args).compile()
+                found[mode] = {"collectives": sizes(compiled.as_text()), "error": None}
                 if implementation != "triton" or not mode.startswith("auto"):
                     cases.compare(jax.device_get(compiled(*args)), want)
         except Exception as e:
-            if wanted:
-                raise
-            found = {"collectives": None, "error": f"{type(e).__name__}: {e}"[:2000]}
-        report[mode] = found
-    if implementation == "triton":
-        report["errors"] = refusals(op)
-    print("REPORT", json.dumps(report))
-
-
-if __name__ == "__main__":
-    assert len(jax.devices()) == 8
-    main(*sys.argv[1:])
+            found[mode] = {"collectives": None, "error": f"{type(e).__name__}: {e}"[:2000]}
+    return found

@@ -1,30 +1,17 @@
-"""Runs one implementation of one op on eight fake devices and prints, as JSON, the collectives of each
-sharded program and its errors against the oracle.
+"""One implementation of one op on eight fake devices: the collectives of each sharded program and its errors
+against the oracle.
 
-Started by test_sharding.py in a process of its own: the number of devices is fixed when JAX starts. "triton"
-runs in Triton's interpreter; JAX cannot run host callbacks inside automatically partitioned kernels, so there
-its programs are compiled and their collectives counted (test_partition.py has the numbers).
+For test_sharding.py. "triton" runs in Triton's interpreter; JAX cannot run host callbacks inside
+automatically partitioned kernels, so there its programs are compiled and their collectives counted.
 """
-
-import json
-import math
-import re
-import sys
 
 import cases
 import jax
 import numpy as np
+from collectives import sizes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-permute",
-    "reduce-scatter",
-    "collective-broadcast",
-)
 HEADS, ROWS, TIME = P("data", None, "model"), P(("data", "model")), P(None, ("data", "model"))
 # name: (axis type, spec of the token arrays and cotangent, of the states, of u)
 LAYOUTS = {
@@ -38,15 +25,6 @@ LAYOUTS = {
     "shard_map, rows and heads": (AxisType.Auto, HEADS, P("data", "model"), P("model")),
     "shard_map with its check, no initial state": (AxisType.Auto, HEADS, P("data", "model"), P("model")),
 }
-
-
-def collectives(text: str) -> list[list]:
-    """[kind, elements of its largest result] of every collective in an optimised program."""
-    found = []
-    for result, kind in re.findall(rf"= (\S+(?: \S+)*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", text):
-        shapes = re.findall(r"\w+\[([\d,]*)\]", result)
-        found.append([kind, max(math.prod(int(n) for n in s.split(",") if n) for s in shapes)])
-    return found
 
 
 def program(op: str, implementation: str, mesh, name: str, specs):
@@ -70,8 +48,8 @@ def program(op: str, implementation: str, mesh, name: str, specs):
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check)
 
 
-def main(op: str, implementation: str) -> None:
-    report = {}
+def report(op: str, implementation: str) -> dict:
+    found = {}
     for name, (kind, token, state, u) in LAYOUTS.items():
         case = cases.Case(op, B=8, T=32, H=4, K=4, V=4, chunk_size=8)
         if "segments" in name:
@@ -100,20 +78,11 @@ def main(op: str, implementation: str) -> None:
                 ]
                 if x.segment_ids is not None:
                     args.append(put(x.segment_ids, P("data")))
-                compiled = (
-                    jax.jit(program(op, implementation, mesh, name, specs))
-                    .lower(*args)
-                    .compile(cases.FAST_COMPILE)
-                )
-                found = collectives(compiled.as_text())
+                run = jax.jit(program(op, implementation, mesh, name, specs))
+                compiled = run.lower(*args).compile()
                 if implementation != "triton" or not name.startswith("auto"):
                     cases.compare(jax.device_get(compiled(*args)), want)
-            report[name] = {"collectives": found, "error": None}
+            found[name] = {"collectives": sizes(compiled.as_text()), "error": None}
         except Exception as e:
-            report[name] = {"collectives": None, "error": f"{type(e).__name__}: {e}"[:9000]}
-    print("REPORT", json.dumps(report))
-
-
-if __name__ == "__main__":
-    assert len(jax.devices()) == 8
-    main(*sys.argv[1:])
+            found[name] = {"collectives": None, "error": f"{type(e).__name__}: {e}"[:9000]}
+    return found

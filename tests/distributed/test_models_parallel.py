@@ -1,19 +1,19 @@
 """Training steps on meshes of eight fake devices: one device's numbers, and no communication but what each
 mode is.
 
-parallel_run.py does the work, in one process for each version.
+parallel_run.py does the work.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import fake_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +33,7 @@ from fla_jax.parallel import (
 )
 from fla_jax.parallel.rules import parameter_shapes
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 MODES = [
     *((7, mode) for mode in ("data", "fsdp", "tensor", "sequence", "all, explicit")),
     *((6, mode) for mode in ("all", "fsdp, explicit", "sequence, explicit")),
@@ -42,22 +42,14 @@ MODES = [
 
 @functools.cache
 def report(version):
-    flags = (
-        f"--xla_force_host_platform_device_count=8 {overlap_flags()}"  # an unknown one would end the process
-    )
-    path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    run = [sys.executable, str(HERE / "parallel_run.py"), str(version)]
-    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return fake_devices.report("distributed/parallel_run.py", version)
 
 
 def talk(version, mode, *kinds):
-    """[where, shape] of all arrays of these kinds of collectives; all other kinds must be absent."""
+    """(where, shape) of all arrays of these kinds of collectives; all other kinds must be absent."""
     found = report(version)[mode]["collectives"]
     assert {kind for kind, _, _ in found} <= {*kinds}, found
-    return lambda kind: [(where, tuple(shape)) for k, where, shape in found if k == kind]
+    return lambda kind: [(where, shape) for k, where, shape in found if k == kind]
 
 
 def numbers(arrays, where):
@@ -226,9 +218,7 @@ def test_init_and_any_loss():
         right = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
         return jnp.mean(right), {"worst": jnp.max(right)}
 
-    step = TrainStep(
-        model, optax.adam(1e-2), make_mesh(), loss, has_aux=True, compiler_options=small.FAST_COMPILE
-    )
+    step = TrainStep(model, optax.adam(1e-2), make_mesh(), loss, has_aux=True)
     state = step.init(jax.random.key(0))
     batch, values = step.shard({"tokens": np.arange(10)[None] % 8}), []
     for _ in range(5):
@@ -244,12 +234,11 @@ def test_flags_after_start():
 
 
 def test_flags_before_start():
-    program = "import os, fla_jax.parallel as p; p.set_overlap_flags(); print(os.environ['XLA_FLAGS'])"
+    program = "import os, jax, fla_jax.parallel as p; p.set_overlap_flags(); print(os.environ['XLA_FLAGS'])"
+    program += "; jax.devices()"  # an unknown flag would end the process
     mine = "--xla_gpu_all_reduce_combine_threshold_bytes=7"
     env = {**os.environ, "XLA_FLAGS": mine, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, cwd=HERE.parents[1]
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     flags = done.stdout.split()
     assert flags[0] == mine and {*flags[1:]} == {

@@ -1,37 +1,19 @@
 """The ops on rows whose tokens four devices share: right results, one gather of (M, N) each way, no token
 moved.
 
-sequence_run.py does the work, in one process for each op and implementation.
+sequence_run.py does the work.
 """
 
 import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
+import fake_devices
 import pytest
 from cases import OPS
-
-HERE = pathlib.Path(__file__).parent
 
 
 @functools.cache
 def report(op, implementation):
-    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    env = dict(
-        os.environ,
-        XLA_FLAGS="--xla_force_host_platform_device_count=8",
-        JAX_PLATFORMS="cpu",
-        PYTHONPATH=path,
-        TRITON_INTERPRET="1",
-    )
-    run = [sys.executable, str(HERE / "sequence_run.py"), op, implementation]
-    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=500)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
-    assert done.returncode == 0 and lines, f"exit status {done.returncode}\n{done.stderr[-4000:]}"
-    return json.loads(lines[0].removeprefix("REPORT "))
+    return fake_devices.report("distributed/sequence_run.py", op, implementation)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])

@@ -2,17 +2,10 @@
 independent.
 """
 
-import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
+import fake_devices
 import pytest
 from cases import OPS
 
-HERE = pathlib.Path(__file__).parent
 LAYOUTS = (
     "auto, rows and heads",
     "auto, rows",
@@ -26,33 +19,10 @@ LAYOUTS = (
 )
 
 
-@functools.cache
-def _report(op, implementation):
-    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    env = dict(
-        os.environ,
-        XLA_FLAGS="--xla_force_host_platform_device_count=8",
-        JAX_PLATFORMS="cpu",
-        PYTHONPATH=path,
-        TRITON_INTERPRET="1",
-    )
-    done = subprocess.run(
-        [sys.executable, str(HERE / "sharded_run.py"), op, implementation],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
-    assert done.returncode == 0 and lines, f"exit status {done.returncode}\n{done.stderr[-4000:]}"
-    return json.loads(lines[0].removeprefix("REPORT "))
-
-
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("op", OPS)
 def test_sharded_programs(op, implementation):
-    """One test for each implementation, so that one process serves all layouts."""
-    report = _report(op, implementation)
+    report = fake_devices.report("distributed/sharded_run.py", op, implementation)
     assert tuple(report) == LAYOUTS
     over_time = report["auto, time"]
     if implementation == "triton":  # a kernel would have to gather; XLA does that with plain JAX

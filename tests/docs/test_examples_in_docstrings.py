@@ -7,6 +7,8 @@ import doctest
 import public
 import pytest
 
+pytestmark = pytest.mark.once
+
 DOCUMENTED = public.documented()
 FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
 

@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.once]
 FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
 matplotlib.use("Agg")
 

@@ -25,6 +25,8 @@ from _pretrain import program
 from fla_jax.checkpoints import load_checkpoint
 from fla_jax.data import BinIdxWriter, open_binidx
 
+pytestmark = pytest.mark.once
+
 PROGRAM = Path(__file__).parents[2] / "examples" / "pretrain.py"
 TINY = ["--hidden-size", "32", "--head-dim", "16", "--num-layers", "2", "--sequence", "32", "--batch", "8"]
 TINY += ["--save-every", "10", "--eval-every", "20", "--eval-rows", "12", "--log-every", "5"]
@@ -45,16 +47,6 @@ def pretrain():
     return load()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compile time is most of the time here, in this process and in those that it starts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Documents of counting bytes, of many lengths."""
@@ -71,7 +63,8 @@ def arguments(data, out, *more, steps=STEPS):
 
 
 def environment(devices):
-    return {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
+    return {**os.environ, "XLA_FLAGS": flags}
 
 
 def start(devices, *more):

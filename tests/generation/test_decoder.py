@@ -20,14 +20,6 @@ SLOW = pytest.mark.slow
 PROMPTS = [[3, 1, 4, 1, 5], [9]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compile time is most of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def setup(version, **options):
     # ranks that are no multiples of anything, and layers of different ranks would be filled up, too

@@ -15,20 +15,6 @@ SAMPLING = Sampling(temperature=1.3, top_p=0.9, stop=(0,))
 LENGTHS = (21, 1, 9, 30, 5, 17, 2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compile time is most of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(scope="module")
-def setup():
-    model = small.model(7)
-    return model, small.params(model)
-
-
 @pytest.fixture(scope="module")
 def alone(setup):
     """Prompts, and the rows that they give one by one: the row's own limit of tokens, seed and state."""

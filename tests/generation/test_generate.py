@@ -23,20 +23,6 @@ PROMPTS = [[int(t) for t in small.tokens(1, n, seed=n)[0]] for n in (21, 1, 9)]
 SAMPLING = Sampling(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compile time is most of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(scope="module")
-def setup():
-    model = small.model(7)
-    return model, small.params(model)
-
-
 @pytest.fixture(scope="module")
 def batch(setup):
     return generate(*setup, PROMPTS, 40, SAMPLING, seed=3)

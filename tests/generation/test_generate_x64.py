@@ -14,14 +14,6 @@ PROMPTS = [[3, 5, 7, 1], [2]]
 SAMPLING = Sampling(temperature=0.9, top_p=0.9, top_k=12, banned=(0,), stop=(4,))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compile time is most of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def model_and_params(version, dtype):
     """Parameters are float32 numbers in every precision: the official model in NumPy reads those."""
     options = {"num_layers": 1, "implementation": "reference"}

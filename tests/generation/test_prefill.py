@@ -18,14 +18,6 @@ from fla_jax.models import stack_layers
 LENGTHS = (20, 0, 37, 5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compile time is most of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def setup():
     model = small.model(7, num_layers=1, implementation="reference")
@@ -59,7 +51,7 @@ def test_a_row_with_a_length_equals_the_row_alone(version, scan):
     if scan:
         model = small.model(version, scan_layers=True)
         broken = stack_layers(broken)
-    apply = jax.jit(model.apply, compiler_options=small.FAST_COMPILE)
+    apply = jax.jit(model.apply)
     for T in (37, 1):  # the chunked op and the recurrent one
         lengths = np.minimum(LENGTHS, T)
         logits, new = apply({"params": broken}, tokens[:, :T], state, lengths=lengths)

@@ -31,14 +31,6 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compile time is most of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def steps(seed, count=8):
     rng = np.random.default_rng(seed)
     return [(2 * rng.normal(size=V), int(token)) for token in rng.choice([2, 3, 4, 9], count)]

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from cases import FAST_COMPILE
 from layer_ops import norm_mix_reference as reference
 
 from fla_jax.ops.layer import norm_shift_mix
@@ -147,7 +146,7 @@ def runner(implementation: str | None, normalised: bool, **options: Any):
 
 def jitted(f):
     """``f`` jitted, compiled fast rather than well on a CPU."""
-    return jax.jit(f, compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else None)
+    return jax.jit(f)
 
 
 def run(case: Case, implementation: str | None) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -1,25 +1,17 @@
-"""Runs one implementation of the ops on tokens and heads on eight fake devices, and reports as JSON.
+"""One implementation of the ops on tokens and heads on eight fake devices: the collectives of each sharded
+program and what went wrong.
 
-The collectives of each sharded program and what went wrong.
-
-Started by test_keys_sharding.py in a process of its own: the number of devices is fixed when JAX starts.
-"triton" runs in Triton's interpreter; JAX cannot run host callbacks inside automatically partitioned kernels,
-so there its programs are compiled and their collectives counted.
+For test_keys_sharding.py. "triton" runs in Triton's interpreter; JAX cannot run host callbacks inside
+automatically partitioned kernels, so there its programs are compiled and their collectives counted.
 """
-
-import json
-import math
-import re
-import sys
 
 import heads_cases
 import jax
-from cases import FAST_COMPILE
+from collectives import sizes
 from heads_cases import TOKENS, Case, build, call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-KINDS = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
 BOTH, ROWS, TIME = P("data", None, "model"), P(("data", "model")), P("data", "model")
 # name: (axis type, spec of tokens and cotangents, of vectors)
 LAYOUTS = {
@@ -32,15 +24,6 @@ LAYOUTS = {
     "shard_map": (AxisType.Auto, BOTH, P("model")),
     "shard_map with its check": (AxisType.Auto, BOTH, P("model")),
 }
-
-
-def collectives(text: str) -> list[list]:
-    """[kind, elements of its largest result] of every collective in an optimised program."""
-    found = []
-    for result, kind in re.findall(rf"= (\S+(?: \S+)*?) ({KINDS})(?:-start)?\(", text):
-        shapes = re.findall(r"\w+\[([\d,]*)\]", result)
-        found.append([kind, max(math.prod(int(n) for n in s.split(",") if n) for s in shapes)])
-    return found
 
 
 def program(case: Case, implementation: str, mesh, name: str, specs):
@@ -65,7 +48,7 @@ def program(case: Case, implementation: str, mesh, name: str, specs):
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma="check" in name)
 
 
-def one(case: Case, implementation: str, name: str) -> list[list]:
+def one(case: Case, implementation: str, name: str) -> list[tuple[str, int]]:
     """The collectives of a layout's program, its results compared where it can run."""
     kind, token, vector = LAYOUTS[name]
     arrays, cotangents = build(case)
@@ -75,31 +58,24 @@ def one(case: Case, implementation: str, name: str) -> list[list]:
         put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
         args = jax.tree.map(put, (arrays, cotangents), specs)
         run = jax.jit(program(case, implementation, mesh, name, specs))
-        compiled = run.lower(*args).compile(FAST_COMPILE)
+        compiled = run.lower(*args).compile()
         if implementation != "triton" or not name.startswith("auto"):
             for got, want in zip(jax.device_get(compiled(*args)), heads_cases.expected(case)):
                 wrong = {n: e for n, e in heads_cases.errors(got, want).items() if not e < 1e-6}
                 assert not wrong, wrong
-    return collectives(compiled.as_text())
+    return sizes(compiled.as_text())
 
 
-def main(implementation: str) -> None:
-    report = {}
+def report(implementation: str) -> dict:
+    found = {}
     for case in (
         Case("rwkv7_keys", B=8, T=8, H=4, N=4, residual="traced True"),
         Case("rwkv7_readout", B=8, T=8, H=4, N=4),
     ):
         for name in LAYOUTS:
             try:
-                report[f"{case.op}: {name}"] = {"collectives": one(case, implementation, name), "error": None}
+                result = {"collectives": one(case, implementation, name), "error": None}
             except Exception as e:
-                report[f"{case.op}: {name}"] = {
-                    "collectives": None,
-                    "error": f"{type(e).__name__}: {e}"[:2000],
-                }
-    print("REPORT", json.dumps(report))
-
-
-if __name__ == "__main__":
-    assert len(jax.devices()) == 8
-    main(*sys.argv[1:])
+                result = {"collectives": None, "error": f"{type(e).__name__}: {e}"[:2000]}
+            found[f"{case.op}: {name}"] = result
+    return found

@@ -1,30 +1,17 @@
-"""Runs norm, shift and mixes on four fake devices; prints, as JSON, collectives and errors of each program.
+"""Norm, shift and mixes on four fake devices: collectives and errors of each program.
 
-Started by test_norm_mix_sharded.py in a process of its own. The kernels run in Triton's interpreter; JAX
-cannot run host callbacks inside automatically partitioned kernels, so there programs are compiled and
-collectives counted.
+For test_norm_mix_sharded.py. The kernels run in Triton's interpreter; JAX cannot run host callbacks inside
+automatically partitioned kernels, so there programs are compiled and collectives counted.
 """
-
-import json
-import math
-import re
 
 import jax
 import numpy as np
-from cases import FAST_COMPILE
+from collectives import sizes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layer_ops import norm_mix_cases as cases
 from layer_ops.norm_mix_cases import Case
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-permute",
-    "reduce-scatter",
-    "collective-broadcast",
-)
 CASE = Case(B=4, T=5, C=6, M=2, moves=True, lengths=(3, 9))
 # rows over devices, or the tokens of each row
 LONG = Case(B=2, T=8, C=6, M=2, moves=True, lengths=(3, 1, 9))
@@ -36,17 +23,6 @@ SPECS = {
     "mixed": P(None, "data"),
 }
 OVER_TOKENS = SPECS | {"last": P(), "moves": P(None, None, "data"), "mixed": P(None, None, "data")}
-
-
-def collectives(text: str) -> list[list]:
-    """[kind, elements] of every array that a collective in an optimised program makes."""
-    found = []
-    for result, kind in re.findall(rf"= (\S+(?: \S+)*?) ({'|'.join(KINDS)})(?:-start)?\(", text):
-        found += [
-            [kind, math.prod(map(int, filter(None, s.split(","))))]
-            for s in re.findall(r"\w+\[([\d,]*)\]", result)
-        ]
-    return found
 
 
 def specs(names, over_tokens=False) -> dict:
@@ -68,8 +44,8 @@ def one_device(run):
     return local
 
 
-def main() -> None:
-    report = {}
+def report() -> dict:
+    programs = {}
     rows = ("auto", "explicit", "shard_map")
     for implementation in ("xla", "triton"):
         for layout in (*rows, *(f"{layout}, tokens" for layout in rows)):
@@ -95,8 +71,8 @@ def main() -> None:
                 with jax.set_mesh(mesh):
                     put = lambda a, spec, mesh=mesh: jax.device_put(a, NamedSharding(mesh, spec))
                     args = jax.tree.map(put, args, where)
-                    compiled = jax.jit(run).lower(*args).compile(FAST_COMPILE)
-                    found = {"collectives": collectives(compiled.as_text())}
+                    compiled = jax.jit(run).lower(*args).compile()
+                    found = {"collectives": sizes(compiled.as_text())}
                     if implementation != "triton" or not layout.startswith("auto"):
                         stack = lambda tree: {
                             n: np.stack(a) if isinstance(a, tuple) else np.asarray(a) for n, a in tree.items()
@@ -106,10 +82,5 @@ def main() -> None:
                         )
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            report[f"{implementation}, {layout}"] = found
-    print("REPORT", json.dumps(report))
-
-
-if __name__ == "__main__":
-    assert len(jax.devices()) == 4
-    main()
+            programs[f"{implementation}, {layout}"] = found
+    return programs

@@ -1,26 +1,12 @@
 """Keys and readout on eight fake devices: right results, and nothing is sent but vectors' gradients."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
+import fake_devices
 import pytest
-
-HERE = pathlib.Path(__file__).parent
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_sharded_programs(implementation):
-    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    flags = "--xla_force_host_platform_device_count=8"
-    env = dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=path, TRITON_INTERPRET="1")
-    command = [sys.executable, str(HERE / "sharded_heads.py"), implementation]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
-    assert done.returncode == 0 and lines, f"exit status {done.returncode}\n{done.stderr[-4000:]}"
-    report = json.loads(lines[0].removeprefix("REPORT "))
+    report = fake_devices.report("layer_ops/sharded_heads.py", implementation)
     assert len(report) == 16
     wrong = {name: r["error"] for name, r in report.items() if r["error"]}
     assert not wrong, wrong

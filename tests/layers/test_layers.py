@@ -130,9 +130,7 @@ def test_which_op_is_called(version, module, monkeypatch):
 @pytest.fixture(scope="module", params=small.VERSIONS)
 def initial(request):
     model = small.model(request.param, scan_layers=True)
-    return request.param, jax.jit(model.init, compiler_options=small.FAST_COMPILE)(
-        jax.random.key(0), small.tokens(1, 1)
-    )["params"]
+    return request.param, jax.jit(model.init)(jax.random.key(0), small.tokens(1, 1))["params"]
 
 
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
@@ -162,9 +160,7 @@ def test_bfloat16_is_finite_at_initialisation(initial, param_dtype):
             jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(state)
         )
 
-    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=small.FAST_COMPILE)(
-        params, model.init_state(2)
-    )
+    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, model.init_state(2))
     assert np.isfinite(value)
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(grads))
 
@@ -173,10 +169,7 @@ def test_bfloat16_is_finite_at_initialisation(initial, param_dtype):
 def test_bfloat16_is_near_float32(version):
     params = small.params(small.model(version))
     tokens = small.tokens(2, 8)
-    run = lambda dtype: jax.jit(
-        small.model(version, dtype=dtype, implementation="reference").apply,
-        compiler_options=small.FAST_COMPILE,
-    )
+    run = lambda dtype: jax.jit(small.model(version, dtype=dtype, implementation="reference").apply)
     full, half = (run(dtype)({"params": params}, tokens)[0] for dtype in (jnp.float32, jnp.bfloat16))
     assert 1e-4 < np.sqrt(np.mean((full - half) ** 2)) / np.std(full) < 0.05
 
@@ -185,9 +178,7 @@ def test_extreme_decay_has_finite_gradients():
     """RWKV-6: exp(x) overflows from x = 89 on."""
     att, _ = attention(6, implementation="reference")
     params = {**drawn(att, X), "time_decay": jnp.full(C, 100.0)}
-    grads = jax.jit(
-        jax.grad(lambda p: jnp.sum(att.apply({"params": p}, X)[0])), compiler_options=small.FAST_COMPILE
-    )(params)
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(att.apply({"params": p}, X)[0])))(params)
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(grads))
 
 

@@ -25,7 +25,7 @@ def setup(request):
         request.param,
         model,
         small.params(model),
-        jax.jit(model.apply, compiler_options=small.FAST_COMPILE),
+        jax.jit(model.apply),
     )
 
 
@@ -101,7 +101,7 @@ def value_and_grad(model, params, tokens):
         logits, state = model.apply({"params": params}, tokens, state, jnp.array([[0] * 4 + [1] * 3] * 2))
         return jnp.sum(jnp.sin(logits)) + sum(jnp.sum(x**2) for x in jax.tree.leaves(state)), (logits, state)
 
-    gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=small.FAST_COMPILE)
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
     (_, results), grads = gradient(params, small.random_state(model, 2))
     return results, grads
 
@@ -153,10 +153,7 @@ def test_remat_runs_the_op_once(version, scan, monkeypatch):
             version, num_layers=2 if scan else 1, scan_layers=scan, remat=remat, implementation="reference"
         )
         params = small.shapes(model, tokens)
-        gradient = jax.jit(
-            jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens)[0])),
-            compiler_options=small.FAST_COMPILE,
-        )
+        gradient = jax.jit(jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens)[0])))
         return gradient.lower(params).compile().as_text().count(" while(")
 
     kept = loops(True)
@@ -174,10 +171,7 @@ def test_dense_remat_runs_no_projection_twice(version, ups):
 
     def products(remat):
         model = small.model(version, num_layers=1, remat=remat, implementation="reference")
-        gradient = jax.jit(
-            jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens)[0])),
-            compiler_options=small.FAST_COMPILE,
-        )
+        gradient = jax.jit(jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens)[0])))
         return gradient.lower(small.shapes(model, tokens)).compile().as_text().count(" dot(")
 
     none, dense, blocks = map(products, (False, "dense", True))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import functools
 
+import fake_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,33 +115,10 @@ def test_errors():
         chunked_cross_entropy(hidden, kernel, labels, block_tokens=0)
 
 
-SHARDED = """
-import functools, jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from fla_jax.training import chunked_cross_entropy
-rng = np.random.default_rng(0)
-hidden, kernel = np.float32(rng.normal(size=(2, 6, 8))), np.float32(rng.normal(size=(8, 10)))
-labels = rng.integers(0, 10, (2, 6))
-loss = lambda h, k, y: chunked_cross_entropy(h, k, y, block_tokens=4)
-f = jax.jit(jax.value_and_grad(loss, (0, 1)))
-want = f(hidden, kernel, labels)
-for kind in (AxisType.Auto, AxisType.Explicit):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
-    with jax.set_mesh(mesh):
-        placed = ((hidden, P("data")), (kernel, P()), (labels, P("data")))
-        got = f(*(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in placed))
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
-    jax.tree.map(close, jax.device_get(got), want)
-    assert got[1][0].sharding.spec[0] == "data"
-"""
-
-
 def test_sharded_over_the_batch():
     """On two devices, on meshes with automatic and with explicit axes."""
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    want, found = fake_devices.report("training/sharded_loss_run.py")
+    assert {*found} == {"Auto", "Explicit"}
+    for got, spec in found.values():
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, want)
+        assert spec[0] == "data"

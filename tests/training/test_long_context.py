@@ -15,7 +15,7 @@ MASK = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 24)), bool)
 
 
 def compiled(f):
-    return jax.jit(f, compiler_options=small.FAST_COMPILE)
+    return jax.jit(f)
 
 
 def close(got, want, tolerance=1e-5):

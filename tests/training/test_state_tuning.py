@@ -18,14 +18,6 @@ from fla_jax.generation import Sampling, generate
 from fla_jax.training import initial_state, load_states, save_states, state_loss, tune_states, zero_states
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compile():
-    """Compile time is most of the time here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def setup():
     model = small.model(7, implementation="reference")

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import signal
+
+import official
+import pytest
+import small_models as small
+
+
+@pytest.fixture(autouse=True)
+def in_time():
+    """A read that waits for a writer would wait for ever."""
+
+    def stop(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def tensors():
+    """Of an RWKV-7 model, by their official names."""
+    return official.checkpoint(small.params(small.model(7)), 7)
