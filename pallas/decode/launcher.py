@@ -211,13 +211,12 @@ def choose(
         inputs | rules | surveyed,
         dict(token_=jax.ShapeDtypeStruct((B,), jnp.int32)),
         grid=(B,),
-        num_warps=16,
-        num_stages=2,
+        num_warps=8,
+        num_stages=1,
         V=V,
         P=parts,
         BP=1 << (parts - 1).bit_length(),
-        BV=min(8192, 1 << (V - 1).bit_length()),
-        STAGES=2,
+        BV=part,
         UNDEFINED=undefined,
     )
     return made["token_"]
