@@ -68,14 +68,15 @@ def layer_code(layer: int) -> int:
 
 
 def _pieces(K: int, N: int, norm: bool) -> tuple[int, int, int]:
-    """Padded K, rows of a matrix for a program, warps: 16 KB of bfloat16 weights, less where rows are few.
+    """Padded K, rows of a matrix for a program, warps: 16 KB of bfloat16 weights, less where rows are few,
+    down to 4 KB.
 
     Half as many where no norm comes first, which every program computes again.
     """
     BK = 1 << (K - 1).bit_length()
     warps = 4 if BK <= 2048 else 8
     most = warps * (2048 if norm else 1024) // BK
-    return BK, max(1, min(most, 16, 1 << max(N // _PROGRAMS, 1).bit_length() - 1)), warps
+    return BK, max(1, 2048 // BK, min(most, 16, 1 << max(N // _PROGRAMS, 1).bit_length() - 1)), warps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Mix, Mixed, MixInputs
+from ....core.gpu import compute_capability
 from ...plan.shapes import given, like, result, tile
 from ...run.triton import launch
 from .backward import mix_bwd_kernel, norm_bwd_kernel
@@ -52,7 +53,7 @@ for _n in (128, 256, 512, 1024, 2048, 4096):
     WHOLE["forward", "few", _n] = Launch(_n, _warps, 32, 2, tokens=4)
     WHOLE["forward", "many", _n] = Launch(_n, _warps, 32, 2, tokens=2)
     if _n <= 2048:
-        WHOLE["backward", "few", _n] = Launch(_n, _warps, 64, 3, tokens=2)
+        WHOLE["backward", "few", _n] = Launch(_n, _warps, 64, 3 if _n <= 1024 else 2, tokens=2)
         WHOLE["backward", "many", _n] = Launch(_n, _warps, 64, 2, tokens=2)
 WHOLE["backward", "many", 2048] = Launch(2048, 8, 64, 3)
 WHOLE["forward", "few", 8192] = Launch(8192, 32, 64)
@@ -64,6 +65,7 @@ TILES: dict[str, Launch] = {
     "norm": Launch(0, 0, 16, 2),
 }
 FEW = 2
+LARGE = (80, 90, 100, 103)  # GPUs with more than 100 KB of shared memory for a program
 # Warps that keep a GPU busy: with fewer, shares are halved, down to the shortest that is worth a program.
 WARPS, SHORTEST = 4096, 8
 
@@ -74,7 +76,15 @@ def _whole(kernel: str, x: MixInputs) -> Launch | None:
     if x.scale is None or x.moves is not None:
         return None  # no sums over channels, or too many arrays at once
     few = "few" if len(x.mixes) <= FEW else "many"
-    return WHOLE.get((kernel, few, max(128, tile(C))))
+    chosen = WHOLE.get((kernel, few, max(128, tile(C))))
+    if chosen is not None and compute_capability() not in LARGE:
+        chosen = chosen._replace(stages=min(chosen.stages, 2))
+    if chosen is not None and x.x.dtype.itemsize > 2:
+        # numbers of four bytes: half as many a thread, and no more on their way than fits every GPU
+        warps = min(chosen.channels // 128, 16 if kernel == "backward" else 32)
+        stages = min(chosen.stages, 2 if chosen.channels < 4096 else 1)
+        chosen = chosen._replace(warps=warps, span=64, stages=stages, tokens=1)
+    return chosen
 
 
 def _tiled(kernel: str, C: int) -> Launch:
