@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed (it exists for Linux only)")
 
+pytestmark = pytest.mark.once
 SCRIPT = pathlib.Path(__file__).parent / "compile_decode.py"
 
 
