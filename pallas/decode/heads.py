@@ -5,8 +5,6 @@ writes it back. So do the shifts [layers, B, C]: nobody reads this layer's token
 kernels run, nor the feed-forward's of the layer before, so they put the new ones in their place. Nothing
 changes for a row that is not alive.
 
-A program has ROWS rows of a head, one after another: the states of the next ones are on their way meanwhile.
-
 ``layer`` comes as 2 layer + 3, see products.py. N is the number of channels of a head, a power of two.
 """
 
@@ -71,9 +69,8 @@ def rwkv7_kernel(
     R_RATE: tl.constexpr, R_MIX: tl.constexpr, R_GATE: tl.constexpr, BR: tl.constexpr,
     WIDTH: tl.constexpr, FIRST: tl.constexpr, LOW_RANK: tl.constexpr, RESIDUAL: tl.constexpr,
     DECAY_SCALE: tl.constexpr, RATE_SCALE: tl.constexpr, EPS: tl.constexpr, NORM_EPS: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, B / ROWS).
+    """Grid (H, B).
 
     ``made_`` [B, WIDTH] float32: r, k, v (C = H N each), then the ranks of decay, rate, value and gate,
     multiples of BR; with LOW_RANK ``w2_`` [4, C, R] makes numbers of those, else they are there, ``second_``
@@ -91,51 +88,50 @@ def rwkv7_kernel(
     bias = vector(bias_, channel)
     if RESIDUAL:
         v0 = vector(v0_, channel)
-    for i in tl.range(0, ROWS, num_stages=STAGES):
-        b = tl.program_id(1) * ROWS + i
-        place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
-        state = tl.load(state_ + place + tile).to(tl.float32)
-        token = made_ + b * WIDTH
-        r, k, v = vector(token, channel), vector(token + C, channel), vector(token + 2 * C, channel)
+    b = tl.program_id(1)
+    place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
+    state = tl.load(state_ + place + tile).to(tl.float32)
+    token = made_ + b * WIDTH
+    r, k, v = vector(token, channel), vector(token + C, channel), vector(token + 2 * C, channel)
+    if RESIDUAL:
+        first = vector(first_ + b * FIRST + 2 * C, channel)
+    alive = tl.load(alive_ + b) != 0
+    store_shifts(att_, ffn_, shift_, before_, layer, b, channel, B, C)
+    if LOW_RANK:
+        w_, h_, c = w2_ + head * (N * R), token + 3 * C, tl.arange(0, N)
+        decay_w, decay_h = second_stage(w_, h_, c, R, R_DECAY, BR)
+        rate_w, rate_h = second_stage(w_ + C * R, h_ + R_DECAY, c, R, R_RATE, BR)
+        h_ += R_DECAY + R_RATE
         if RESIDUAL:
-            first = vector(first_ + b * FIRST + 2 * C, channel)
-        alive = tl.load(alive_ + b) != 0
-        store_shifts(att_, ffn_, shift_, before_, layer, b, channel, B, C)
-        if LOW_RANK:
-            w_, h_, c = w2_ + head * (N * R), token + 3 * C, tl.arange(0, N)
-            decay_w, decay_h = second_stage(w_, h_, c, R, R_DECAY, BR)
-            rate_w, rate_h = second_stage(w_ + C * R, h_ + R_DECAY, c, R, R_RATE, BR)
-            h_ += R_DECAY + R_RATE
-            if RESIDUAL:
-                mix_w, mix_h = second_stage(w_ + 2 * C * R, h_, c, R, R_MIX, BR)
-            gate_w, gate_h = second_stage(w_ + 3 * C * R, h_ + R_MIX, c, R, R_GATE, BR)
-            decay, rate, gate = times(decay_w, decay_h), times(rate_w, rate_h), times(gate_w, gate_h)
-            if RESIDUAL:
-                mix = times(mix_w, mix_h)
-        else:
-            decay, rate = vector(second_ + b * C, channel), vector(second_ + (B + b) * C, channel)
-            gate = vector(second_ + (3 * B + b) * C, channel)
-            if RESIDUAL:
-                mix = vector(second_ + (2 * B + b) * C, channel)
-        decay = tl.exp(DECAY_SCALE * sigmoid(w0 + decay))
-        rate = sigmoid(a0 + rate)
+            mix_w, mix_h = second_stage(w_ + 2 * C * R, h_, c, R, R_MIX, BR)
+        gate_w, gate_h = second_stage(w_ + 3 * C * R, h_ + R_MIX, c, R, R_GATE, BR)
+        decay, rate, gate = times(decay_w, decay_h), times(rate_w, rate_h), times(gate_w, gate_h)
         if RESIDUAL:
-            v += (first - v) * sigmoid(v0 + mix)
-        kk = k * k_k
-        k *= 1.0 + (rate - 1.0) * k_a
+            mix = times(mix_w, mix_h)
+    else:
+        decay, rate = vector(second_ + b * C, channel), vector(second_ + (B + b) * C, channel)
+        gate = vector(second_ + (3 * B + b) * C, channel)
+        if RESIDUAL:
+            mix = vector(second_ + (2 * B + b) * C, channel)
+    decay = tl.exp(DECAY_SCALE * sigmoid(w0 + decay))
+    rate = sigmoid(a0 + rate)
+    if RESIDUAL:
+        v += (first - v) * sigmoid(v0 + mix)
+    kk = k * k_k
+    k *= 1.0 + (rate - 1.0) * k_a
 
-        # What the token reads of the new state is what it reads of the old one, decayed, and of its own
-        # writes: so that it needs not to wait for the new one.
-        square, by_key, by_kk, bonus = sums((kk * kk, r * k, r * kk * rate, r * k * r_k))
-        unit = tl.where(square > EPS * EPS, tl.rsqrt(square), 1.0 / EPS)
-        kk *= unit
-        read, o = sums((state * kk[:, None], state * (decay * r)[:, None]))
-        write = kk * rate * RATE_SCALE
-        state = state * decay[:, None] + (k[:, None] * v[None, :] - write[:, None] * read[None, :])
-        tl.store(state_ + place + tile, state.to(state_.dtype.element_ty), mask=alive)
-        o += by_key * v - (by_kk * unit * RATE_SCALE) * read
-        o = readout(o, scale, bias, N, NORM_EPS) + bonus * v
-        tl.store(y_ + b * C + channel, (o * gate).to(y_.dtype.element_ty))
+    # What the token reads of the new state is what it reads of the old one, decayed, and of its own
+    # writes: so that it needs not to wait for the new one.
+    square, by_key, by_kk, bonus = sums((kk * kk, r * k, r * kk * rate, r * k * r_k))
+    unit = tl.where(square > EPS * EPS, tl.rsqrt(square), 1.0 / EPS)
+    kk *= unit
+    read, o = sums((state * kk[:, None], state * (decay * r)[:, None]))
+    write = kk * rate * RATE_SCALE
+    state = state * decay[:, None] + (k[:, None] * v[None, :] - write[:, None] * read[None, :])
+    tl.store(state_ + place + tile, state.to(state_.dtype.element_ty), mask=alive)
+    o += by_key * v - (by_kk * unit * RATE_SCALE) * read
+    o = readout(o, scale, bias, N, NORM_EPS) + bonus * v
+    tl.store(y_ + b * C + channel, (o * gate).to(y_.dtype.element_ty))
 
 
 @triton.jit
@@ -143,37 +139,35 @@ def rwkv6_kernel(
     state_, att_, ffn_, made_, second_, w2_, base_, bonus_, scale_, bias_, shift_, before_, alive_, layer,
     y_, new_, new_att_, new_ffn_,
     B: tl.constexpr, H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-    WIDTH: tl.constexpr, LOW_RANK: tl.constexpr, NORM_EPS: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, LOW_RANK: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, B / ROWS): as `rwkv7_kernel`, with ``made_`` r, k, v, gate (C each), then R for the decay."""
+    """Grid (H, B): as `rwkv7_kernel`, with ``made_`` r, k, v, gate (C each), then R for the decay."""
     C: tl.constexpr = H * N
     head = tl.program_id(0)
     channel = head * N + tl.arange(0, N)
     tile = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     base, bonus = vector(base_, channel), vector(bonus_, channel)
     scale, bias = vector(scale_, channel), vector(bias_, channel)
-    for i in tl.range(0, ROWS, num_stages=STAGES):
-        b = tl.program_id(1) * ROWS + i
-        place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
-        state = tl.load(state_ + place + tile).to(tl.float32)
-        token = made_ + b * WIDTH
-        r, k, v = vector(token, channel), vector(token + C, channel), vector(token + 2 * C, channel)
-        gate = vector(token + 3 * C, channel)
-        alive = tl.load(alive_ + b) != 0
-        store_shifts(att_, ffn_, shift_, before_, layer, b, channel, B, C)
-        if LOW_RANK:
-            ws, hs = second_stage(w2_ + head * (N * R), token + 4 * C, tl.arange(0, N), R, R, BR)
-            decay = times(ws, hs)
-        else:
-            decay = vector(second_ + b * C, channel)
-        # exp(-exp(20)) is 0 already
-        decay = tl.exp(-tl.exp(tl.minimum(base + decay, 20.0)))
-        o = tl.sum(state * r[:, None], 0) + tl.sum(r * k * bonus, 0) * v
-        state = state * decay[:, None] + k[:, None] * v[None, :]
-        tl.store(state_ + place + tile, state.to(state_.dtype.element_ty), mask=alive)
-        o = readout(o, scale, bias, N, NORM_EPS)
-        tl.store(y_ + b * C + channel, (o * gate * sigmoid(gate)).to(y_.dtype.element_ty))
+    b = tl.program_id(1)
+    place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
+    state = tl.load(state_ + place + tile).to(tl.float32)
+    token = made_ + b * WIDTH
+    r, k, v = vector(token, channel), vector(token + C, channel), vector(token + 2 * C, channel)
+    gate = vector(token + 3 * C, channel)
+    alive = tl.load(alive_ + b) != 0
+    store_shifts(att_, ffn_, shift_, before_, layer, b, channel, B, C)
+    if LOW_RANK:
+        ws, hs = second_stage(w2_ + head * (N * R), token + 4 * C, tl.arange(0, N), R, R, BR)
+        decay = times(ws, hs)
+    else:
+        decay = vector(second_ + b * C, channel)
+    # exp(-exp(20)) is 0 already
+    decay = tl.exp(-tl.exp(tl.minimum(base + decay, 20.0)))
+    o = tl.sum(state * r[:, None], 0) + tl.sum(r * k * bonus, 0) * v
+    state = state * decay[:, None] + k[:, None] * v[None, :]
+    tl.store(state_ + place + tile, state.to(state_.dtype.element_ty), mask=alive)
+    o = readout(o, scale, bias, N, NORM_EPS)
+    tl.store(y_ + b * C + channel, (o * gate * sigmoid(gate)).to(y_.dtype.element_ty))
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from .products_launcher import CODE_ROWS, FEW, layer_code, project
 
 __all__ = ["advance6", "advance7", "choose", "moves6", "project"]
 _IN_PLACE = {"state_": "new_", "att_": "new_att_", "ffn_": "new_ffn_"}
-_ROWS, _STAGES = 1, 2  # of `rwkv7_kernel` and `rwkv6_kernel`, where there are many rows
 _PART = 2048  # tokens of the vocabulary for a program of `survey_kernel`
 _GROUP_EPS, _KEY_EPS, _DECAY_SCALE = 64e-5, 1e-12, -math.exp(-0.5)
 
@@ -27,7 +26,7 @@ def advance7(
 ) -> tuple[jax.Array, Any]:
     """See `fla_jax.ops.decode.plain.advance7`; the state is written in place."""
     R, (B, H, N) = p.second.shape[2], state.wkv.shape[1:4]
-    few, second, rows = B <= FEW, jnp.zeros(1, jnp.int32), _rows(B, N)
+    few, second = B <= FEW, jnp.zeros(1, jnp.int32)
     if not few:
         second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
     results = launch(
@@ -51,8 +50,8 @@ def advance7(
         ),
         _step_results(state, dtype),
         aliases=_IN_PLACE,
-        grid=(H, B // rows),
-        num_warps=16 if few else 4,
+        grid=(H, B),
+        num_warps=16 if few else 2,
         num_stages=1,
         B=B,
         H=H,
@@ -71,8 +70,6 @@ def advance7(
         RATE_SCALE=float(rate_scale),
         EPS=_KEY_EPS,
         NORM_EPS=_GROUP_EPS,
-        ROWS=rows,
-        STAGES=_STAGES if rows > 1 else 1,
     )
     return results["y_"], _written(state, results)
 
@@ -95,11 +92,6 @@ def _step_results(state: Any, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
 def _written(state: Any, results: dict[str, jax.Array]) -> Any:
     """``state`` after a head's step."""
     return state.replace(wkv=results["new_"], att_shift=results["new_att_"], ffn_shift=results["new_ffn_"])
-
-
-def _rows(B: int, N: int) -> int:
-    """Rows of a head for a program: several where there are many, so that the next state is on its way."""
-    return _ROWS if B > FEW and B % _ROWS == 0 and B >= 64 and N <= 64 else 1
 
 
 def moves6(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.Array:
@@ -133,7 +125,7 @@ def advance6(
 ) -> tuple[jax.Array, Any]:
     """See `fla_jax.ops.decode.plain.advance6`; the state is written in place."""
     (C, R), (B, H, N) = p.second.shape, state.wkv.shape[1:4]
-    few, second, rows = B <= FEW, jnp.zeros(1, jnp.int32), _rows(B, N)
+    few, second = B <= FEW, jnp.zeros(1, jnp.int32)
     if not few:
         low = made[:, 4 * C :].astype(p.second.dtype)
         second = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32)
@@ -153,8 +145,8 @@ def advance6(
         ),
         _step_results(state, dtype),
         aliases=_IN_PLACE,
-        grid=(H, B // rows),
-        num_warps=4,
+        grid=(H, B),
+        num_warps=4 if few else 2,
         num_stages=1,
         B=B,
         H=H,
@@ -164,8 +156,6 @@ def advance6(
         WIDTH=made.shape[1],
         LOW_RANK=few,
         NORM_EPS=_GROUP_EPS,
-        ROWS=rows,
-        STAGES=_STAGES if rows > 1 else 1,
     )
     return results["y_"], _written(state, results)
 
