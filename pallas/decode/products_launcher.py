@@ -231,12 +231,11 @@ def _many(matrix: Any, x: jax.Array, *, add: Any, gate: Any, gate_at: int, dtype
     if x.shape[-1] != K:
         x = x[..., :K]
     if len(matrix.segments) == 1 and B > TILED:
-        # in the result's dtype, as the model's: the library adds into a result of its own dtype
-        y = jnp.einsum("bk,nk->bn", x.reshape(B, K), weight, preferred_element_type=dtype)
-        kind = matrix.segments[0][2]
-        y = _FINISH[kind](y.astype(jnp.float32)).astype(dtype) if kind else y
-        y = y if gate is None else y * gate[:, gate_at : gate_at + N].astype(dtype)
-        return y if add is None else y + add.astype(dtype)
+        y = jnp.einsum("bk,nk->bn", x.reshape(B, K), weight, preferred_element_type=jnp.float32)
+        y = _FINISH[matrix.segments[0][2]](y)
+        y = y if gate is None else y * gate[:, gate_at : gate_at + N].astype(jnp.float32)
+        y = y if add is None else y + add.astype(jnp.float32)
+        return y.astype(dtype)
     many, few = next(tiles for rows, tiles in TILES.items() if rows >= B)
     one = few if N // many.results < _PROGRAMS // 2 else many
     none = jnp.zeros(1, jnp.int32)
