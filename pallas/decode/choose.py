@@ -7,7 +7,9 @@ which sorting gives, since scores (logits over the temperature, plus random numb
 come would have been left out; most rows need one round, and every other round leaves few tokens.
 
 `survey_kernel` looks at parts of the vocabulary, all at the same time: with few rows one program for a row
-would leave the GPU idle. `choose_kernel` puts the parts together and has a program for a row.
+would leave the GPU idle. `choose_kernel` puts the parts together and has a program for a row. What is more
+probable than a token lies in the few parts whose largest logit is above its own: the sum passes over all
+others.
 """
 
 import triton
@@ -62,8 +64,7 @@ def survey_kernel(
 @triton.jit
 def choose_kernel(
     x_, noise_, top_p_, top_k_, temperature_, high_, mass_, best_, found_, place_, token_,
-    V: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
-    UNDEFINED: tl.constexpr,
+    V: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, UNDEFINED: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows. ``x_`` [B, V], -inf for what may not come; ``noise_`` [B, V]; what `survey_kernel` found;
     ``token_`` [B].
@@ -92,10 +93,11 @@ def choose_kernel(
     token = tl.full((), UNDEFINED, tl.int32)
     while searching:
         above, number = tl.zeros((BV,), tl.float32), tl.zeros((BV,), tl.int32)
-        for at in tl.range(0, V, BV, num_stages=STAGES):
-            x = tokens_at(x_, at, lanes, V, EVEN)
-            above += tl.where(x > found, tl.exp(x - largest), 0.0)
-            number += (x > found).to(tl.int32)
+        for p in range(P):
+            if tl.load(high_ + row * P + p) > found:
+                x = tokens_at(x_, p * BV, lanes, V, EVEN)
+                above += tl.where(x > found, tl.exp(x - largest), 0.0)
+                number += (x > found).to(tl.int32)
         before = tl.sum(number, 0)
         by_p = (top_p >= 1.0) | (tl.sum(above, 0) < top_p * total)
         accepted = (before == 0) | (by_p & (before < top_k))
@@ -105,12 +107,14 @@ def choose_kernel(
             bound = found
             best_of, best_x = tl.full((BV,), none, tl.float32), tl.zeros((BV,), tl.float32)
             place = tl.full((BV,), V, tl.int32)
-            for at in tl.range(0, V, BV, num_stages=STAGES):
-                x, noise = tokens_at(x_, at, lanes, V, EVEN), tokens_at(noise_, at, lanes, V, EVEN)
-                score = scores(x, noise, largest, temperature)
-                better = (x > bound) & (score > best_of)
-                best_of, best_x = tl.where(better, score, best_of), tl.where(better, x, best_x)
-                place = tl.where(better, at + lanes, place)
+            for p in range(P):
+                if tl.load(high_ + row * P + p) > bound:
+                    at = p * BV
+                    x, noise = tokens_at(x_, at, lanes, V, EVEN), tokens_at(noise_, at, lanes, V, EVEN)
+                    score = scores(x, noise, largest, temperature)
+                    better = (x > bound) & (score > best_of)
+                    best_of, best_x = tl.where(better, score, best_of), tl.where(better, x, best_x)
+                    place = tl.where(better, at + lanes, place)
             first = tl.min(tl.where(best_of == tl.max(best_of, 0), place, V), 0)
             found = tl.max(tl.where(place == first, best_x, none), 0)
     tl.store(token_ + row, token)
