@@ -38,7 +38,7 @@ def train(row: Row, job: Job) -> dict[str, Any]:
     )
     model, optimizer = getattr(models, f"RWKV{version}ForCausalLM")(config), rwkv_optimizer(6e-4)
     tokens = jax.random.randint(jax.random.key(1), (row.batch, row.tokens + 1), 0, row.vocab)
-    params = jax.jit(model.init)(jax.random.key(0), tokens[:1, :2])["params"]
+    params = models.initial_params(model, jax.random.key(0))
 
     def train_step(params: Any, state: Any, tokens: jax.Array) -> Any:
         def loss_fn(params: Any) -> jax.Array:

@@ -4,7 +4,7 @@ from ..layers.state import RWKVState
 from .blocks import RWKV6Block, RWKV7Block
 from .causal_lm import RWKV6ForCausalLM, RWKV7ForCausalLM
 from .config import RWKV6Config, RWKV7Config
-from .stacking import stack_layers, unstack_layers
+from .stacking import initial_params, stack_layers, unstack_layers
 
 __all__ = [
     "RWKV6Block",
@@ -14,6 +14,7 @@ __all__ = [
     "RWKV7Config",
     "RWKV7ForCausalLM",
     "RWKVState",
+    "initial_params",
     "stack_layers",
     "unstack_layers",
 ]

@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..models import initial_params
 from ..training import chunked_cross_entropy
 from .mesh import ROWS, is_explicit_mesh, row_parts
 from .rules import (
@@ -123,8 +124,7 @@ class TrainStep:
         """A new state, made in parts where it will lie. ``key``: from `jax.random.key`."""
 
         def create(key: jax.Array) -> TrainState:
-            params = self.model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
-            return self._state(nn.meta.unbox(params))
+            return self._state(nn.meta.unbox(initial_params(self.model, key)))
 
         # XLA splits the work by what is wanted in the end; on a mesh with explicit axes the whole would come
         # first

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.models import causal_lm, stack_layers, unstack_layers
+from fla_jax.models import causal_lm, initial_params, stack_layers, unstack_layers
 
 TOLERANCE = 1e-5
 
@@ -197,3 +197,19 @@ def test_logical_axes(version):
             assert isinstance(box, nn.LogicallyPartitioned), jax.tree_util.keystr(path)
             assert len(box.names) == box.value.ndim, jax.tree_util.keystr(path)
             assert (box.names[0] == "layers") == (path[0].key == "blocks")
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+@pytest.mark.parametrize("form", [{}, {"scan_layers": True}, {"num_layers": 1}, {"logical_axes": True}])
+def test_initial_params(version, form):
+    """They have the names, shapes and boxes of model.init's, and the numbers of the scanned model's."""
+    model = small.model(version, **form)
+    want = jax.eval_shape(model.init, jax.random.key(3), small.tokens(1, 2))["params"]
+    got = initial_params(model, jax.random.key(3))
+    shapes = jax.eval_shape(lambda: got)
+    assert jax.tree.structure(shapes) == jax.tree.structure(want)
+    assert jax.tree.leaves(shapes) == jax.tree.leaves(want)
+    if form == {}:
+        scanned = small.model(version, scan_layers=True)
+        drawn = jax.jit(scanned.init)(jax.random.key(3), small.tokens(1, 2))["params"]
+        jax.tree.map(np.testing.assert_array_equal, got, unstack_layers(drawn))
