@@ -8,8 +8,9 @@ come would have been left out; most rows need one round, and every other round l
 
 `survey_kernel` looks at parts of the vocabulary, all at the same time: with few rows one program for a row
 would leave the GPU idle. `choose_kernel` puts the parts together and has a program for a row. What is more
-probable than a token lies in the few parts whose largest logit is above its own: the sum passes over all
-others.
+probable than a token lies in the few parts whose largest logit is above its own: with many rows, where memory
+is what takes time, it passes over all others. With few it reads all, larger pieces of the vocabulary at a
+time: what takes time is to wait for one answer after another.
 """
 
 import triton
@@ -32,6 +33,15 @@ def scores(x, noise, highest, temperature):
     # what may not come stays that, whatever the temperature
     tempered = tl.where(x > -float("inf"), (x - highest) / tl.where(greedy, 1.0, temperature) + noise, x)
     return tl.where(greedy, x, tempered)
+
+
+@triton.jit
+def holds(high_, at, x, BV: tl.constexpr, SKIP: tl.constexpr):
+    """Whether to look for more than ``x`` in the part of the vocabulary that begins at ``at``."""
+    if SKIP:
+        return tl.load(high_ + at // BV) > x
+    else:
+        return True
 
 
 @triton.jit
@@ -64,12 +74,14 @@ def survey_kernel(
 @triton.jit
 def choose_kernel(
     x_, noise_, top_p_, top_k_, temperature_, high_, mass_, best_, found_, place_, token_,
-    V: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, UNDEFINED: tl.constexpr,
+    V: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    SKIP: tl.constexpr, UNDEFINED: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows. ``x_`` [B, V], -inf for what may not come; ``noise_`` [B, V]; what `survey_kernel` found;
     ``token_`` [B].
 
-    UNDEFINED for a row with NaN, or without a finite largest x.
+    UNDEFINED for a row with NaN, or without a finite largest x. With ``SKIP`` parts are passed over, and BV
+    is that of `survey_kernel`.
     """
     EVEN: tl.constexpr = V % BV == 0
     row = tl.program_id(0)
@@ -93,9 +105,9 @@ def choose_kernel(
     token = tl.full((), UNDEFINED, tl.int32)
     while searching:
         above, number = tl.zeros((BV,), tl.float32), tl.zeros((BV,), tl.int32)
-        for p in range(P):
-            if tl.load(high_ + row * P + p) > found:
-                x = tokens_at(x_, p * BV, lanes, V, EVEN)
+        for at in tl.range(0, V, BV, num_stages=STAGES):
+            if holds(high_ + row * P, at, found, BV, SKIP):
+                x = tokens_at(x_, at, lanes, V, EVEN)
                 above += tl.where(x > found, tl.exp(x - largest), 0.0)
                 number += (x > found).to(tl.int32)
         before = tl.sum(number, 0)
@@ -107,9 +119,8 @@ def choose_kernel(
             bound = found
             best_of, best_x = tl.full((BV,), none, tl.float32), tl.zeros((BV,), tl.float32)
             place = tl.full((BV,), V, tl.int32)
-            for p in range(P):
-                if tl.load(high_ + row * P + p) > bound:
-                    at = p * BV
+            for at in tl.range(0, V, BV, num_stages=STAGES):
+                if holds(high_ + row * P, at, bound, BV, SKIP):
                     x, noise = tokens_at(x_, at, lanes, V, EVEN), tokens_at(noise_, at, lanes, V, EVEN)
                     score = scores(x, noise, largest, temperature)
                     better = (x > bound) & (score > best_of)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..run.triton import launch
 from .choose import choose_kernel, survey_kernel
 from .heads import moves_kernel, rwkv6_kernel, rwkv7_kernel
-from .products_launcher import CODE_ROWS, FEW, layer_code, project
+from .products_launcher import CODE_ROWS, FEW, layer_code, low_rank, project
 
 __all__ = ["advance6", "advance7", "choose", "moves6", "project"]
 _IN_PLACE = {"state_": "new_", "att_": "new_att_", "ffn_": "new_ffn_"}
@@ -28,7 +28,7 @@ def advance7(
     R, (B, H, N) = p.second.shape[2], state.wkv.shape[1:4]
     few, second = B <= FEW, jnp.zeros(1, jnp.int32)
     if not few:
-        second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
+        second = low_rank(made, p.second, 3 * H * N, p.ranks)
     results = launch(
         rwkv7_kernel,
         _states(state, new)
@@ -134,8 +134,7 @@ def advance6(
     (C, R), (B, H, N) = p.second.shape, state.wkv.shape[1:4]
     few, second = B <= FEW, jnp.zeros(1, jnp.int32)
     if not few:
-        low = made[:, 4 * C :].astype(p.second.dtype)
-        second = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32)
+        second = low_rank(made, p.second[None], 4 * C, (R,))[0]
     results = launch(
         rwkv6_kernel,
         _states(state, new)
@@ -182,7 +181,7 @@ def choose(
     """
     (B, V), one = logits.shape, lambda x, dtype: jnp.asarray(x, dtype).reshape(1)
     part = min(_PART, 1 << (V - 1).bit_length())
-    parts = -(-V // part)
+    parts, many = -(-V // part), B > FEW
     rules = dict(top_p_=one(top_p, jnp.float32), top_k_=one(top_k, jnp.int32))
     inputs = dict(x_=logits, noise_=noise, temperature_=one(temperature, jnp.float32))
     found = jax.ShapeDtypeStruct((B, parts), jnp.float32)
@@ -208,12 +207,14 @@ def choose(
         inputs | rules | surveyed,
         dict(token_=jax.ShapeDtypeStruct((B,), jnp.int32)),
         grid=(B,),
-        num_warps=8,
-        num_stages=1,
+        num_warps=8 if many else 16,
+        num_stages=1 if many else 2,
         V=V,
         P=parts,
         BP=1 << (parts - 1).bit_length(),
-        BV=part,
+        BV=part if many else min(8192, 1 << (V - 1).bit_length()),
+        STAGES=1 if many else 2,
+        SKIP=many,
         UNDEFINED=undefined,
     )
     return made["token_"]
