@@ -237,27 +237,32 @@ def reading(model: Any, params: Any, length: int) -> dict[str, float]:
 
 
 def joining(model: Any, params: Any, slots: int, options: argparse.Namespace) -> dict[str, float]:
-    """Tokens/s of `Engine`: prompts of 8 to 256 tokens, rows of 16 to 1024, eight for each slot."""
+    """Tokens/s of `Engine`: prompts of 8 to 256 tokens, rows of 16 to 1024, eight for each slot; in all, and
+    while prompts wait.
+    """
     import numpy as np
 
     from fla_jax.generation import Decoder, Engine
 
-    rng, small = np.random.default_rng(0), options.quick
+    small = options.quick
     decoder = Decoder(model, params, state_dtype=options.state, int8_group=options.int8_group)
+    count = (2 if small else 8) * slots
 
-    def run(count: int) -> tuple[Any, float]:
-        engine = Engine(model, params, slots, decoder=decoder)
+    def run() -> dict[str, float]:
+        engine, rng = Engine(model, params, slots, decoder=decoder), np.random.default_rng(0)
         for _ in range(count):
             prompt = rng.integers(1, model.config.vocab_size, rng.integers(8, 33 if small else 257))
             engine.put(prompt, int(rng.integers(16, 33 if small else 1025)), seed=1)
-        began = time.perf_counter()
-        for _ in engine.results():
-            pass
-        return engine, time.perf_counter() - began
+        began, full = time.perf_counter(), 0.0
+        for ended, _ in enumerate(engine.results(), 1):
+            if ended == count - slots:  # from here on slots stay empty
+                full = engine.chosen / (time.perf_counter() - began)
+        took = time.perf_counter() - began
+        rate = engine.chosen / took
+        return {"tokens_per_s": rate, "full_per_s": full, "slots_used": engine.chosen / engine.started}
 
-    run((1 if small else 4) * slots)  # compiles
-    engine, took = run((2 if small else 8) * slots)
-    return {"tokens_per_s": engine.chosen / took, "slots_used": engine.chosen / engine.started}
+    run()  # compiles
+    return run()
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -331,7 +336,10 @@ def main(arguments: list[str] | None = None) -> None:
                     found = joining(model, params, batch, options)
                     own = [r for r in rows if r["version"] == version and r["model"] == size]
                     steady = max((r["tokens_per_s"] for r in own if r["batch"] == batch), default=None)
-                    share = {"of_steady": steady and found["tokens_per_s"] / steady}
+                    share = {
+                        "of_steady": steady and found["tokens_per_s"] / steady,
+                        "full_of_steady": steady and found["full_per_s"] / steady,
+                    }
                     rows.append(
                         {"op": "engine", "implementation": "best", "batch": batch} | found | share | about
                     )

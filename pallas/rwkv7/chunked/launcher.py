@@ -42,6 +42,9 @@ LAUNCH: LaunchTable = {
     ("backward", 128): (128, 8, 1),
     ("forward", 256): (16, 4, 1),
     ("backward", 256): (16, 8, 1),
+    ("forward", 64, "float32"): (64, 4, 3),
+    ("transfer", 64, "float32"): (64, 4, 3),
+    ("backward", 64, "float32"): (64, 4, 2),
     # not measured: what fits and spills least (tests/compile/resources.py)
     ("forward", 128, "float32"): (32, 8, 1),
     ("carry", 128, "float32"): (32, 8, 1),
