@@ -23,6 +23,7 @@ from fla_jax.pallas.rwkv7.chunked import launcher as rwkv7
 launcher = {"rwkv6": rwkv6, "rwkv7": rwkv7}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "K, V, arrays", [(16, 10, 1), (16, 24, 2), (24, 40, 4), (64, 64, 4), (16, 72, 0), (128, 16, 1)]
 )
@@ -38,17 +39,18 @@ def test_states_kept_where_gradients_go(op, K, V, arrays):
     check(case, "triton")
 
 
+STRETCHES = [
+    dict(decay="layer", lower_bound=-0.61),
+    dict(decay="strong"),
+    dict(T=80, decay="smooth", K=72, V=24),
+    # segments that begin where a stretch does
+    dict(decay="smooth", layout="segments", lengths=(16, 16, 1, 40)),
+    dict(decay="mixed", layout="segments", lengths=(80,)),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        dict(decay="mixed"),
-        dict(decay="layer", lower_bound=-0.61),
-        dict(decay="strong"),
-        dict(T=80, decay="smooth", K=72, V=24),
-        # segments that begin where a stretch does
-        dict(decay="smooth", layout="segments", lengths=(16, 16, 1, 40)),
-        dict(decay="mixed", layout="segments", lengths=(80,)),
-    ],
+    "case", [dict(decay="mixed"), *(pytest.param(case, marks=pytest.mark.once) for case in STRETCHES)]
 )
 def test_rows_cut_into_stretches(op, case, split):
     case = Case(op, **(dict(B=2, T=70, H=1, K=16, V=16) | case))
