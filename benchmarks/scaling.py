@@ -192,8 +192,6 @@ def child(name: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
     with jax.set_mesh(mesh):
         losses = [float(start_step()) for _ in range(3)]
         times, more = queued_steps(start_step, options.steps)
-        folder = options.profile and options.profile / f"{name}-{count}".replace(" ", "-")
-        kernels_ms = profiled(folder, start_step, count) if folder else None
     losses += more
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"the loss is not finite: {losses}")
@@ -213,8 +211,10 @@ def child(name: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
         "device": kind,
         **records.versions(("jax", "jaxlib", "flax", "jax-triton", "triton")),
     }
-    if kernels_ms:
-        record["kernels_ms"] = kernels_ms
+    if options.profile:
+        folder = options.profile / f"{name}-{count}".replace(" ", "-")
+        with jax.set_mesh(mesh):
+            record["kernels_ms"] = profiled(folder, start_step, count)
     if parameters and kind in PEAK:
         record["share_6n"] = 6 * parameters * record["tokens_per_s"] / count / PEAK[kind]
     return record

@@ -142,16 +142,19 @@ def scaling(rows: Rows) -> str:
     for r in rows:
         if r.get("op") == "scaling" and r["devices"] > 1 and "ms" in r:
             size = r["shape"]
-            what = (
-                f"{size['layers']} x {size['C']}"
-                if size["layers"]
-                else f"chunk_rwkv7, {size['C'] // 64} heads"
-            )
+            layers, heads = f"{size['layers']} x {size['C']}", f"chunk_rwkv7, {size['C'] // 64} heads"
             moved = ", ".join(f"{count} {kind}" for kind, count in r["collectives"].items())
-            share = [f"{r[name]:.1%}" if name in r else "" for name in ("efficiency", "share_6n")]
-            batch = f"B {size['B']}, T {size['T']}"
-            lines.append((r["mode"], r["devices"], f"{what}, {batch}", number(r["ms"]), *share))
-            lines[-1] += (number(r["tokens_per_s"], 6), number(r["peak_gb"]), moved)
+            line = (
+                r["mode"],
+                r["devices"],
+                f"{layers if size['layers'] else heads}, B {size['B']}, T {size['T']}",
+                number(r["ms"]),
+                *(f"{r[name]:.1%}" if name in r else "" for name in ("efficiency", "share_6n")),
+                number(r["tokens_per_s"], 6),
+                number(r["peak_gb"]),
+                moved,
+            )
+            lines.append(line)
     lines.sort(key=lambda line: line[:2])
     head = ("mode", "devices", "what", "ms", "efficiency", "6 N", "tokens/s", "GB a device", "in the program")
     return table(head, lines) if lines else "None in this file."

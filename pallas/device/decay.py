@@ -79,6 +79,14 @@ def lowest_logs(w, mode: tl.constexpr, SPREAD: tl.constexpr):
 
 
 @triton.jit
+def bounded_factors(incl, excl, back, total):
+    """The factors of the bounded form, from the chunk's start on: with and without the token's own decay, its
+    inverse, and the decay of the whole chunk.
+    """
+    return Factors(incl, excl, back, back, incl, excl, pre=total, post=total, cut=total)
+
+
+@triton.jit
 def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = False):
     """The factors for log decays ``w`` [16, K]; all sums over tokens are products with constant triangles.
 
@@ -129,7 +137,7 @@ def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = F
             Gx = G - w.to(tl.float32) * LOG2E
         incl, excl, back = tl.exp2(G), tl.exp2(Gx), tl.exp2(-G)
         total = tl.sum(tl.where(t == 15, incl, 0.0), 0)
-        return Factors(incl, excl, back, back, incl, excl, pre=total, post=total, cut=total)
+        return bounded_factors(incl, excl, back, total)
 
 
 @triton.jit
@@ -140,7 +148,7 @@ def scanned_factors(w):
     g = w.to(tl.float32) * LOG2E
     G = tl.cumsum(g, 0)
     incl, excl, back, total = tl.exp2(G), tl.exp2(G - g), tl.exp2(-G), tl.exp2(tl.sum(g, 0))
-    return Factors(incl, excl, back, back, incl, excl, pre=total, post=total, cut=total)
+    return bounded_factors(incl, excl, back, total)
 
 
 class Rows(NamedTuple):

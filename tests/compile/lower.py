@@ -59,7 +59,9 @@ def gradient(op: str, remat=False, policy=None, layers: int | None = None):
     """Value and gradient through one layer, or through a scan over layers; each layer under `jax.checkpoint`
     with ``remat``.
     """
-    step = jax.checkpoint(layer(op), policy=policy) if remat else layer(op)
+    step = layer(op)
+    if remat:
+        step = jax.checkpoint(step, policy=policy)
 
     def loss(arrays, state, x):
         if layers is None:

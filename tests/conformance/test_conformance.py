@@ -7,6 +7,7 @@ an NVIDIA GPU the kernels run there, elsewhere in their interpreters.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -66,8 +67,11 @@ def each(entries: Any) -> Any:
 
 
 def once(entry: Entry) -> Any:
-    """In its interpreter values are Triton's and NumPy's: the tests below show that JAX hands them on."""
-    marks = [pytest.mark.once] if entry.place is TRITON_INTERPRETER else []
+    """In its interpreter values are Triton's and NumPy's: the tests below show that JAX hands them on. More
+    sizes, lengths and chunks elsewhere are more of the same programs.
+    """
+    more = re.fullmatch(r"\S+ (T|K \d+ V|chunk|segments|packed) \d+", entry.name)
+    marks = [pytest.mark.once] if more or entry.place is TRITON_INTERPRETER else []
     return pytest.param(entry, id=f"{entry.place} {entry.name}", marks=marks)
 
 

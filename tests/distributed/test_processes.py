@@ -82,7 +82,11 @@ def alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "launcher, meshes", [("SLURM", ("rows and tokens", "tokens")), ("Open MPI", ("fsdp",))]
+    "launcher, meshes",
+    [
+        pytest.param("SLURM", ("rows and tokens", "tokens"), marks=pytest.mark.once),
+        ("Open MPI", ("fsdp",)),
+    ],
 )
 def test_two_processes(launcher, meshes):
     (first, one), (second, two) = run(launcher, *meshes)

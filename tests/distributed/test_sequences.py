@@ -7,8 +7,6 @@ sequence_run.py does the work.
 import functools
 
 import fake_devices
-import pytest
-from cases import OPS
 
 
 @functools.cache
@@ -16,9 +14,8 @@ def report(op, implementation):
     return fake_devices.report("distributed/sequence_run.py", op, implementation)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("op", OPS)
-def test_programs(op, implementation):
+def test_programs(pair):
+    op, implementation = pair
     found = {name: r for name, r in report(op, implementation).items() if name != "errors"}
     wrong = {name: r["error"] for name, r in found.items() if r["error"]}
     assert not wrong, wrong

@@ -3,8 +3,6 @@ independent.
 """
 
 import fake_devices
-import pytest
-from cases import OPS
 
 LAYOUTS = (
     "auto, rows and heads",
@@ -19,9 +17,8 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("op", OPS)
-def test_sharded_programs(op, implementation):
+def test_sharded_programs(pair):
+    op, implementation = pair
     report = fake_devices.report("distributed/sharded_run.py", op, implementation)
     assert tuple(report) == LAYOUTS
     over_time = report["auto, time"]

@@ -16,7 +16,7 @@ from fla_jax.models import stack_layers
 from fla_jax.ops.decode import Matrix
 
 GREEDY = Sampling(temperature=0.0)
-SLOW = pytest.mark.slow
+SLOW = (pytest.mark.slow, pytest.mark.once)
 PROMPTS = [[3, 1, 4, 1, 5], [9]]
 
 
@@ -167,7 +167,8 @@ def test_weights_of_8_bits(group):
     assert small.error(logits_of(decoder, tokens, model.init_state(2)), want) < 0.05
 
 
-@SLOW
+@pytest.mark.slow
+@pytest.mark.once
 def test_the_kernel_of_8_bits(monkeypatch):
     launcher = pytest.importorskip("fla_jax.pallas.decode.products_launcher")
     if not launcher.launch.__globals__["INTERPRET"]:

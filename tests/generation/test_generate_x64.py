@@ -22,7 +22,10 @@ def model_and_params(version, dtype):
     return small.model(version, dtype=dtype, param_dtype=dtype, **options), params
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float64", "float32", *(pytest.param(name, marks=pytest.mark.once) for name in ("bfloat16", "float16"))],
+)
 @pytest.mark.parametrize("version", small.VERSIONS)
 def test_every_precision(version, dtype):
     """The state after some tokens is the official model's, to the precision of the model; streaming

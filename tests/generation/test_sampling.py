@@ -51,6 +51,7 @@ def test_equals_the_rules(name):
 EXTREMES = {"freezing": Sampling(temperature=1e-38), "boiling": Sampling(temperature=1e38, banned=(3,))}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("part", [16, 4])
 @pytest.mark.parametrize("name", [*SETTINGS, *EXTREMES])
 def test_without_sorting(name, part, monkeypatch):

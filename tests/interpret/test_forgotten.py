@@ -7,7 +7,7 @@ import cases
 import jax
 import numpy as np
 import pytest
-from cases import OPS, Case
+from cases import Case
 
 from fla_jax.pallas.run import triton as run
 
@@ -18,19 +18,7 @@ if not run.INTERPRET:
 from fla_jax.pallas.plan import chunked
 
 pytestmark = pytest.mark.once  # values: Triton's interpreter makes them
-each_op = pytest.mark.parametrize("op", OPS)
 TOLERANCE = 1e-5
-
-
-@pytest.fixture
-def split(monkeypatch):
-    """Rows are cut from two chunks on; traces made without are not used again."""
-    monkeypatch.setattr(chunked, "SHORTEST", 16)
-    jax.clear_caches()
-    cases.runner.cache_clear()
-    yield
-    jax.clear_caches()
-    cases.runner.cache_clear()
 
 
 def forgotten(case: Case, level=-np.inf, at=(21,), channels=slice(None), written=None) -> cases.Inputs:
@@ -70,7 +58,6 @@ def check_forgotten(case: Case, **how) -> None:
         cases.assert_close(f"d{name}", got.grads[name], want, TOLERANCE)
 
 
-@each_op
 @pytest.mark.parametrize(
     "how",
     [
@@ -93,7 +80,6 @@ def test_what_is_forgotten_is_gone(op, how):
     check_forgotten(Case(op, B=1, T=43, H=1, K=16, V=16), **how)
 
 
-@each_op
 @pytest.mark.parametrize(
     "case",
     [
@@ -107,7 +93,6 @@ def test_what_is_forgotten_is_gone_everywhere(op, case):
     check_forgotten(Case(op, **(dict(B=1, H=1, K=16, V=16) | case)))
 
 
-@each_op
 @pytest.mark.parametrize("how", [dict(), dict(at=(9, 37)), dict(written=3), dict(level=-20.37)])
 def test_what_is_forgotten_is_gone_from_stretches(op, how, split):
     case = Case(op, B=1, T=70, H=1, K=16, V=16)

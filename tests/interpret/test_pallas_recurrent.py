@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPS, Case
+from cases import Case
 from conformance import places
 
 if jax.default_backend() == "gpu":
     pytest.skip("an NVIDIA GPU is here: tests/gpu runs the kernels themselves", allow_module_level=True)
 
 EXACT = places.RECURRENCE[places.PALLAS_INTERPRETER]["float32"]
-each_op = pytest.mark.parametrize("op", OPS)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +22,6 @@ def interpreter(monkeypatch):
     monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
 
 
-@each_op
 @pytest.mark.parametrize("K, V", [(16, 32), (24, 16)])
 def test_decoding_step(op, K, V):
     case = Case(op, B=2, T=1, H=2, K=K, V=V, decay="mixed", dtype="bfloat16", scale=0.5)
@@ -48,7 +46,6 @@ def test_each_input_keeps_its_dtype():
     cases.compare(got, cases.Outputs(o, final, grads), EXACT)
 
 
-@each_op
 def test_without_a_backward_no_states_are_kept_and_the_results_are_the_same(op):
     case = Case(op, B=2, T=37, H=2, K=16, V=16, decay="mixed", scale=0.7)
     x, want = cases.build(case), cases.run(case, "pallas", "fused_recurrent")
@@ -63,7 +60,6 @@ def test_without_a_backward_no_states_are_kept_and_the_results_are_the_same(op):
     assert largest < 2 * 3 * 2 * 16 * 16 * 2  # rows, stretches, heads, K, V, with some room for padded tokens
 
 
-@each_op
 def test_where_it_cannot_run_it_says_why(op, monkeypatch):
     monkeypatch.delenv("FLA_JAX_PALLAS_INTERPRET")
     x = cases.build(Case(op, T=5))
@@ -71,7 +67,6 @@ def test_where_it_cannot_run_it_says_why(op, monkeypatch):
         cases.call(op, x.arrays, "fused_recurrent", implementation="pallas")
 
 
-@each_op
 def test_float64_is_refused(op):
     with jax.enable_x64(True):
         x = cases.build(Case(op, T=5, dtype="float64"))

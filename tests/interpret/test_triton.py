@@ -6,7 +6,7 @@ import cases
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import OPS, Case, check
+from cases import Case, check
 
 from fla_jax.core.names import remat_policy
 from fla_jax.pallas.run import triton as run
@@ -22,21 +22,8 @@ from fla_jax.pallas.rwkv7.chunked import launcher as rwkv7
 
 launcher = {"rwkv6": rwkv6, "rwkv7": rwkv7}
 
-each_op = pytest.mark.parametrize("op", OPS)
 
-
-@pytest.fixture
-def split(monkeypatch):
-    """Rows are cut from two chunks on; traces made without are not used again."""
-    monkeypatch.setattr(chunked, "SHORTEST", 16)
-    jax.clear_caches()
-    cases.runner.cache_clear()
-    yield
-    jax.clear_caches()
-    cases.runner.cache_clear()
-
-
-@each_op
+@pytest.mark.once
 @pytest.mark.parametrize(
     "K, V, arrays", [(16, 10, 1), (16, 24, 2), (24, 40, 4), (64, 64, 4), (16, 72, 0), (128, 16, 1)]
 )
@@ -52,18 +39,18 @@ def test_states_kept_where_gradients_go(op, K, V, arrays):
     check(case, "triton")
 
 
-@each_op
+STRETCHES = [
+    dict(decay="layer", lower_bound=-0.61),
+    dict(decay="strong"),
+    dict(T=80, decay="smooth", K=72, V=24),
+    # segments that begin where a stretch does
+    dict(decay="smooth", layout="segments", lengths=(16, 16, 1, 40)),
+    dict(decay="mixed", layout="segments", lengths=(80,)),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        dict(decay="mixed"),
-        dict(decay="layer", lower_bound=-0.61),
-        dict(decay="strong"),
-        dict(T=80, decay="smooth", K=72, V=24),
-        # segments that begin where a stretch does
-        dict(decay="smooth", layout="segments", lengths=(16, 16, 1, 40)),
-        dict(decay="mixed", layout="segments", lengths=(80,)),
-    ],
+    "case", [dict(decay="mixed"), *(pytest.param(case, marks=pytest.mark.once) for case in STRETCHES)]
 )
 def test_rows_cut_into_stretches(op, case, split):
     case = Case(op, **(dict(B=2, T=70, H=1, K=16, V=16) | case))
@@ -71,7 +58,6 @@ def test_rows_cut_into_stretches(op, case, split):
     check(case, "triton")
 
 
-@each_op
 def test_without_a_gradient_nothing_is_kept(op):
     """The kernel's outputs: o and the final state in full, of the rest one number each."""
     x = cases.build(Case(op, T=33, K=16, V=16))
@@ -82,7 +68,6 @@ def test_without_a_gradient_nothing_is_kept(op):
     assert "3,2,16,16]" in str(jax.make_jaxpr(cases.runner(op, "triton"))(x.arrays, x.do, x.ds))
 
 
-@each_op
 @pytest.mark.parametrize("policy, forwards", [("named", 1), ("nothing", 2)])
 def test_the_forward_runs_once_under_the_policy(op, policy, forwards):
     x = cases.build(Case(op, B=1, T=20, H=1, K=16, V=16))
@@ -98,7 +83,6 @@ def test_the_forward_runs_once_under_the_policy(op, policy, forwards):
 
 
 @pytest.mark.parametrize("bad, reason", [(dict(dtype="float64"), "float64")])
-@each_op
 def test_calls_it_cannot_run_say_why(op, bad, reason):
     with jax.enable_x64(True):
         x = cases.build(Case(op, **bad))

@@ -39,6 +39,7 @@ def by_tiles(monkeypatch):
     monkeypatch.setattr(launcher, "TILES", small)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "case",
     [
@@ -53,6 +54,7 @@ def test_tiles_of_channels(case, by_tiles):
     cases.check(case, "triton")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("tokens", [2, 4])
 @pytest.mark.parametrize(
     "case",

@@ -47,14 +47,16 @@ class Launch(NamedTuple):
 # tiles. Eight channels a thread and two or four tokens at a time: sums over channels are barriers, and few of
 # them are most of the time of a token that is short. Those of 1024 channels, and the backward of many mixes
 # at 2048, were the fastest of nine to fourteen that were tried on an H200 (docs/performance.md).
-WHOLE: dict[tuple[str, str, int], Launch] = {}
-for _n in (128, 256, 512, 1024, 2048, 4096):
-    _warps = max(1, _n // 256)
-    WHOLE["forward", "few", _n] = Launch(_n, _warps, 32, 2, tokens=4)
-    WHOLE["forward", "many", _n] = Launch(_n, _warps, 32, 2, tokens=2)
-    if _n <= 2048:
-        WHOLE["backward", "few", _n] = Launch(_n, _warps, 64, 3 if _n <= 1024 else 2, tokens=2)
-        WHOLE["backward", "many", _n] = Launch(_n, _warps, 64, 2, tokens=2)
+WHOLE: dict[tuple[str, str, int], Launch] = {
+    ("forward", mixes, n): Launch(n, max(1, n // 256), 32, 2, tokens=tokens)
+    for mixes, tokens in (("few", 4), ("many", 2))
+    for n in (128, 256, 512, 1024, 2048, 4096)
+} | {
+    ("backward", mixes, n): Launch(n, max(1, n // 256), 64, stages, tokens=2)
+    for mixes, stages in (("few", 3), ("many", 2))
+    for n in (128, 256, 512, 1024)
+}
+WHOLE["backward", "few", 2048] = Launch(2048, 8, 64, 2, tokens=2)
 WHOLE["backward", "many", 2048] = Launch(2048, 8, 64, 3)
 WHOLE["forward", "few", 8192] = Launch(8192, 32, 64)
 WHOLE["backward", "few", 4096] = Launch(4096, 16, 64, 2)
