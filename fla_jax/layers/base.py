@@ -14,7 +14,7 @@ from ..ops.layer import norm_shift_mix
 from .fields import check_fields
 from .init import ByDepth, Initializer, computed
 from .norm import Affine, NormParameters
-from .placement import Axes, check_sequence, gathered, hold, product, sequence_axis
+from .placement import Axes, check_sequence, copies_of, gathered, hold, own_rows, product, sequence_axis
 from .shift import last_token
 from .state import RWKVState, check_state, zero_state
 
@@ -86,12 +86,18 @@ class Layer(nn.Module):
         return product(x, weight, axes, self.parts(axes[-1]), **options)
 
     def dense(
-        self, name: str, features: int, init: Initializer, axes: tuple[str | None, ...], x: jax.Array
+        self,
+        name: str,
+        features: int,
+        init: Initializer,
+        axes: tuple[str | None, ...],
+        x: jax.Array,
+        copies: int = 1,
     ) -> jax.Array:
-        """``x @ kernel``, kernel [in, out]."""
+        """``x @ kernel``, kernel [in, out]; ``copies`` as in `placement.product`."""
 
         def dot_general(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
-            return self.product(x, kernel, axes, **options)
+            return self.product(x, kernel, axes, copies=copies, **options)
 
         layer = nn.Dense(
             features,
@@ -114,28 +120,33 @@ class Layer(nn.Module):
         norm: Affine | None,
         y: jax.Array | None = None,
         normalised: bool = False,
+        copies: int = 1,
     ):
         """`fla_jax.ops.layer.norm_shift_mix`, whose ``last`` is that of each row's last token with
         ``lengths``.
+
+        ``mixed`` are `placement.own_rows` where ``copies`` is not 1.
         """
         scale, bias = (None, None) if norm is None else norm
         last = beside(last, x, 0, 2)
         mixed = norm_shift_mix(
-            x,
+            own_rows(x, copies),
             mixes,
-            last,
+            own_rows(last, copies),
             y=y,
             scale=scale,
             bias=bias,
-            segment_ids=segment_ids,
+            segment_ids=None if segment_ids is None else own_rows(segment_ids, copies),
             normalised=normalised,
             sequence_axis=sequence_axis(x),
         )
-        if lengths is None:
+        if lengths is None and copies == 1:
             return mixed
-        end = last_token(x if mixed.x is None else mixed.x, last, lengths)
+        end = last_token(x if mixed.x is None or copies > 1 else mixed.x, last, lengths)
         if norm is not None:
             end = norm_shift_mix(end[:, None], mixes[:1], scale=scale, bias=bias).last
+        if lengths is None:
+            return mixed._replace(last=end)
         return mixed._replace(last=jnp.where(lengths[:, None] > 0, end, last.astype(x.dtype)))
 
     def check_input(
@@ -238,6 +249,10 @@ class Attention(Layer):
     def parts(self, axis: str | None) -> int | None:
         """Heads."""
         return self.hidden_size // self.head_dim if axis == "heads" else None
+
+    def copies(self, x: jax.Array) -> int:
+        """For `placement.own_rows` of ``x`` [B, T, C]."""
+        return copies_of(x, self.hidden_size // self.head_dim)
 
     def heads(self, x: jax.Array) -> jax.Array:
         """[B, T, C] -> [B, T, H, N]."""

@@ -91,11 +91,12 @@ def is_placed() -> bool:
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """A `jax.checkpoint` policy: keeps everything for the backward pass but what was only moved between
-    devices.
+    devices, and what is another shape of something else.
 
-    Gathered weights kept from all layers would be the whole model on every device.
+    Gathered weights kept from all layers would be the whole model on every device, and `own_rows` would be
+    kept beside the rows.
     """
-    return primitive.name not in ("sharding_constraint", "reshard")
+    return primitive.name not in ("sharding_constraint", "reshard", "broadcast_in_dim", "reshape")
 
 
 def _held(weight: jax.Array, axes: Axes) -> jax.Array:
@@ -134,8 +135,58 @@ def result(*split: Any) -> dict[str, Any]:
     return {"out_sharding": P(*split)} if is_explicit() else {}
 
 
+def copies_of(x: jax.Array, heads: int) -> int:
+    """P for `own_rows`: over how many devices rules split the heads of the rows of ``x`` [B, T, C]; 1 where
+    not evenly, and for single tokens, which have no backward pass.
+    """
+    if is_explicit() or not is_placed() or x.shape[1] == 1:
+        return 1
+    sizes = jax.sharding.get_abstract_mesh().shape
+    devices = math.prod(sizes.get(axis, 1) for axis in mesh_axes(_rows_and_heads()[2]))
+    return 1 if heads % devices else devices
+
+
+def _rows_and_heads() -> Any:
+    """What the rules split rows, tokens and heads over."""
+    return nn.logical_to_mesh_axes(("batch", "length", "act_heads"))
+
+
+def own_rows(x: jax.Array, copies: int) -> jax.Array:
+    """[B, ...] -> [P B, ...]: rows that all devices of the heads' axis hold, as P rows of one device each.
+
+    Nothing moves. But the gradient of what is made of such rows may differ from device to device: each
+    carries its own part of the sum back to here, through mixes, shift and norm, and one [B, T, C] is summed
+    in place of one for every product that the rows go into. `product` with heads ends the copies.
+    """
+    if copies == 1:
+        return x
+    x = _hold_own(jnp.broadcast_to(x, (copies, *x.shape)), merged=False)
+    return _hold_own(x.reshape(-1, *x.shape[2:]), merged=True)
+
+
+def _hold_own(x: jax.Array, merged: bool) -> jax.Array:
+    """Holds [P, B, ...], or ``merged`` [P B, ...], to one device a copy, and [..., T, C] to the rules."""
+    rows, tokens, heads = (mesh_axes(entry) for entry in _rows_and_heads())
+    first = (heads + rows,) if merged else (heads, rows or None)
+    free = x.ndim - len(first)
+    rest = (tokens or None, None) if free == 2 else (P.UNCONSTRAINED,) * free
+    return jax.lax.with_sharding_constraint(x, P(*first, *rest))
+
+
+def _product_of_own(
+    x: jax.Array, weight: jax.Array, copies: int, to_heads: bool, **options: Any
+) -> jax.Array:
+    """`product` of `own_rows` [P B, T, I]: with each copy's part of the weight [I, O], or with all of it."""
+    if not to_heads:
+        return _hold_own(jax.lax.dot_general(x, weight, (((2,), (0,)), ((), ())), **options), merged=True)
+    x = _hold_own(x.reshape(copies, -1, *x.shape[1:]), merged=False)
+    weight = weight.reshape(weight.shape[0], copies, -1)
+    y = jnp.moveaxis(jax.lax.dot_general(x, weight, (((3,), (0,)), ((0,), (1,))), **options), 0, 2)
+    return hold(y.reshape(*y.shape[:2], -1), "batch", "length", "act_heads")
+
+
 def product(
-    x: jax.Array, weight: jax.Array, axes: Axes, parts: int | None = None, **options: Any
+    x: jax.Array, weight: jax.Array, axes: Axes, parts: int | None = None, copies: int = 1, **options: Any
 ) -> jax.Array:
     """``x @ weight``, computed where the rows are.
 
@@ -144,6 +195,8 @@ def product(
         weight: [I, O].
         axes: names of the weight's axes.
         parts: how many pieces O consists of that no device may own a fraction of (heads); None for O itself.
+        copies: where it is not 1, ``x`` is from `own_rows`; the result is [B, T, O] if O are heads, and still
+            [P B, T, O] if not.
         options: of `jax.lax.dot_general`.
 
     Returns:
@@ -151,6 +204,8 @@ def product(
         whole.
     """
     weight = weight_for(x, weight, axes, parts)
+    if copies > 1:
+        return _product_of_own(x, weight, copies, axes[-1] == "heads", **options)
     *rows, _ = entries(x)
     inner, out = entries(weight)
     names = ("batch", "length", *(None,) * (x.ndim - 3))[: x.ndim - 1]

@@ -15,7 +15,7 @@ from ..ops.layer import norm_shift_mix, rwkv6_readout
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, orthogonal, symmetric_uniform
 from .norm import Affine
-from .placement import sequence_axis
+from .placement import own_rows, sequence_axis
 from .state import RWKVState
 
 _zeros = nn.initializers.zeros
@@ -83,7 +83,7 @@ class RWKV6Attention(Attention):
         RWKV-LM ``RWKV-v5/src/model.py``.
         """
         x, state = self.prepare(x, state, segment_ids, lengths)
-        B, T, C = x.shape
+        T, C = x.shape[1:]
         depth, dtype = self.depth, x.dtype
         wide = jnp.promote_types(dtype, jnp.float32)
         official = 1 if C < 4096 else 2
@@ -110,26 +110,27 @@ class RWKV6Attention(Attention):
             x, [mu["x"]], state.att_shift, segment_ids, lengths, norm, normalised=norm is not None
         )
         z = self.product(first.mixed[0], w1, ("embed", "rank"))
-        z = jnp.tanh(name_dense(z)).reshape(B, T, 5, R)
+        copies = self.copies(x)
+        z = own_rows(jnp.tanh(name_dense(z)), copies).reshape(-1, T, 5, R)
         moves = jnp.einsum("btnr,nrc->nbtc", z, w2.astype(dtype))
         mixed = norm_shift_mix(
-            x if norm is None else first.normalised,
+            own_rows(x if norm is None else first.normalised, copies),
             [mu[name] for name in "wkvrg"],
-            beside(state.att_shift, x, 0, 2),
+            own_rows(beside(state.att_shift, x, 0, 2), copies),
             moves=moves,
-            segment_ids=segment_ids,
+            segment_ids=None if segment_ids is None else own_rows(segment_ids, copies),
             sequence_axis=sequence_axis(x),
         )
         xw, xk, xv, xr, xg = mixed.mixed
 
-        r = self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr)
-        k = self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk)
-        v = self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv)
-        gate = self.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg)
+        r = self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr, copies)
+        k = self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk, copies)
+        v = self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv, copies)
+        gate = self.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg, copies)
         d1 = self.weight("time_decay_w1", _zeros, (C, D), ("embed", "rank")).astype(dtype)
         d2 = self.weight("time_decay_w2", symmetric_uniform(0.01), (D, C), ("rank", "heads")).astype(dtype)
-        w = jnp.tanh(name_dense(self.product(xw, d1, ("embed", "rank"))))
-        w = self.product(w, d2, ("rank", "heads"), preferred_element_type=wide)
+        w = jnp.tanh(name_dense(self.product(xw, d1, ("embed", "rank"), copies=copies)))
+        w = self.product(w, d2, ("rank", "heads"), copies=copies, preferred_element_type=wide)
         w = vector("time_decay", depth.decay6, "heads").astype(wide) + w
         # exp(-exp(20)) is 0 already; without the bound exp overflows and its gradient is inf * 0
         w = -jnp.exp(jnp.minimum(w, 20))

@@ -70,8 +70,9 @@ class RWKV7Attention(Attention):
         factor: float,
         activation: Any = None,
         keep: Any = None,
+        copies: int = 1,
     ) -> jax.Array:
-        """``activation(x @ name1) @ name2``."""
+        """``activation(x @ name1) @ name2``; ``copies`` as in `placement.product`."""
         C = self.hidden_size
         rank = low_rank_dim(C, factor) if rank is None else rank
 
@@ -80,8 +81,8 @@ class RWKV7Attention(Attention):
 
         down = self.weight(f"{name}1", _zeros, (C, rank), ("embed", "rank")).astype(x.dtype)
         up = self.weight(f"{name}2", second, (rank, C), ("rank", "heads")).astype(x.dtype)
-        h = name_dense(self.product(x, down, ("embed", "rank")))
-        return self.product(h if activation is None else activation(h), up, ("rank", "heads"))
+        h = name_dense(self.product(x, down, ("embed", "rank"), copies=copies))
+        return self.product(h if activation is None else activation(h), up, ("rank", "heads"), copies=copies)
 
     @nn.compact
     def __call__(
@@ -139,18 +140,21 @@ class RWKV7Attention(Attention):
             return vector(f"x_{name}", lambda: depth.mix(exponent * depth.falling), None)
 
         mixes = [mix("r", 0.2), mix("w", 0.9), mix("k", 0.7), mix("v", 0.7), mix("a", 0.9), mix("g", 0.2)]
-        mixed = self.shift_and_mix(x, mixes, state.att_shift, segment_ids, lengths, norm)
+        copies = self.copies(x)
+        mixed = self.shift_and_mix(x, mixes, state.att_shift, segment_ids, lengths, norm, copies=copies)
         xr, xw, xk, xv, xa, xg = mixed.mixed
 
-        r = self.heads(self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr))
-        k = self.heads(self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk))
-        v = self.heads(self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv))
-        decay = self.heads(self.low_rank("w", xw, self.decay_low_rank_dim, 2.5, jnp.tanh))
-        rate = self.heads(self.low_rank("a", xa, self.a_low_rank_dim, 2.5))
-        gate = self.heads(self.low_rank("g", xg, self.gate_low_rank_dim, 5.0, jax.nn.sigmoid))
+        r = self.heads(self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr, copies))
+        k = self.heads(self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk, copies))
+        v = self.heads(self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv, copies))
+        decay = self.heads(self.low_rank("w", xw, self.decay_low_rank_dim, 2.5, jnp.tanh, copies=copies))
+        rate = self.heads(self.low_rank("a", xa, self.a_low_rank_dim, 2.5, copies=copies))
+        gate = self.heads(self.low_rank("g", xg, self.gate_low_rank_dim, 5.0, jax.nn.sigmoid, copies=copies))
         residual_mix = v0 = None
         if v_first is not None:
-            residual_mix = self.heads(self.low_rank("v", xv, self.v_low_rank_dim, 1.7, keep=keep))
+            residual_mix = self.heads(
+                self.low_rank("v", xv, self.v_low_rank_dim, 1.7, keep=keep, copies=copies)
+            )
             v0 = self.by_head(vector("v0", lambda: depth.value7() * keep, "heads"))
             v_first = self.heads(v_first)
         keys = rwkv7_keys(

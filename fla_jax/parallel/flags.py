@@ -23,15 +23,17 @@ def overlap_options() -> dict[str, Any]:
       computes.
     * ``xla_gpu_enable_while_loop_double_buffering``: two layers an iteration, so that what came early is not
       copied.
-    * ``xla_gpu_{all_gather,reduce_scatter,all_reduce}_combine_threshold_bytes``: collectives that are ready
-      together become one up to this size, 1 GiB: a layer's matrices travel at once.
+    * ``xla_gpu_{all_gather,reduce_scatter}_combine_threshold_bytes``: collectives that are ready together
+      become one up to this size, 1 GiB: a layer's matrices travel at once. Sums of whole arrays keep XLA's
+      30 MB: it copies what it sums together into one array and out again, which is dearer than a second sum
+      where arrays are activations, as along ``tensor``.
 
     Example:
         >>> from fla_jax.parallel import overlap_options
         >>> all(name.startswith("xla_gpu") for name in overlap_options())
         True
     """
-    collectives = ("all_gather", "reduce_scatter", "all_reduce")
+    collectives = ("all_gather", "reduce_scatter", "all_reduce")  # the first two are combined
     if jax.__version_info__ < (0, 11):
         pipelined: dict[str, Any] = {f"xla_gpu_enable_pipelined_{name}": True for name in collectives}
     else:
@@ -40,7 +42,7 @@ def overlap_options() -> dict[str, Any]:
         "xla_gpu_enable_latency_hiding_scheduler": True,
         **pipelined,
         "xla_gpu_enable_while_loop_double_buffering": True,
-        **{f"xla_gpu_{name}_combine_threshold_bytes": 1 << 30 for name in collectives},
+        **{f"xla_gpu_{name}_combine_threshold_bytes": 1 << 30 for name in collectives[:2]},
     }
 
 

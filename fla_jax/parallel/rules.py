@@ -27,7 +27,7 @@ def axis_rules(model: Any, mesh: Mesh, *, rows: int | None = None) -> Rules:
     tensor. Vectors over the channels between layers have no name and are whole everywhere. Activations:
     ``batch`` over data and fsdp, ``length`` over sequence, ``act_heads``, ``act_mlp`` and ``act_vocab`` over
     tensor, ``act_embed`` whole: matrices are gathered, and activations never move but for two sums a layer
-    over tensor.
+    over tensor, forward and backward.
 
     A vocabulary that tensor does not divide, and ranks of low-rank pairs that fsdp does not divide, are
     whole.

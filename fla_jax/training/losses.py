@@ -167,8 +167,9 @@ def _walk_blocks(
             d = d + jnp.where(position == largest.astype(label.dtype), l2wrap * logits, 0)
         d = (d * weight[..., None]).astype(hidden.dtype)
         d_kernel = d_kernel + dot(h, d, (((0, 1), (0, 1)), ((), ())), **result(*entries(narrow)))
-        d_hidden = dot(d, narrow, (((2,), (1,)), ((), ())), **result(*entries(h)))
-        return (total, d_kernel), d_hidden.astype(hidden.dtype)
+        # in the dtype of hidden at once: devices that share the vocabulary sum it
+        d_hidden = jax.lax.dot_general(d, narrow, (((2,), (1,)), ((), ())), **result(*entries(h)))
+        return (total, d_kernel), d_hidden
 
     # like an array of the mesh: a zero from nowhere cannot be mapped over a mesh axis with an explicit type
     start = jnp.zeros_like(jnp.sum(weights), wide), jnp.zeros_like(narrow, wide) if gradients else None

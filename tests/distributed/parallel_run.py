@@ -26,7 +26,7 @@ MODES = {
         "data": (dict(data=8), False, "dense"),
         "fsdp": (dict(fsdp=8), False, "dense"),
         "tensor": (dict(data=4, tensor=2), False, "dense"),
-        "sequence": (dict(data=2, sequence=4), False, "dense"),
+        "sequence": (dict(sequence=4, tensor=2), False, "dense"),
         "all, explicit": (dict(data=2, fsdp=2, tensor=2), True, True),
     },
     6: {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import fake_devices
 import jax
@@ -122,3 +123,13 @@ def test_sharded_over_the_batch():
     for got, spec in found.values():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, want)
         assert spec[0] == "data"
+
+
+def test_gradient_of_hidden_is_made_in_its_dtype():
+    """Devices that share the vocabulary sum what the product made: in float32 it would be twice the bytes."""
+    hidden, kernel = jnp.zeros((2, 6, 8), jnp.bfloat16), jnp.zeros((8, 32))
+    labels = jnp.zeros((2, 6), jnp.int32)
+    gradient = jax.grad(lambda hidden: chunked_cross_entropy(hidden, kernel, labels, block_tokens=8))
+    lowered = jax.jit(gradient).lower(hidden).as_text()
+    products = re.findall(r"dot_general .*-> tensor<(\S+)>", lowered)
+    assert sorted(products) == ["2x4x32xf32", "2x4x8xbf16"], products
