@@ -184,32 +184,3 @@ def products_kernel(
     if ADD:
         y += tl.load(add_ + at, mask=here & there, other=0.0).to(tl.float32)
     tl.store(y_ + at, y.to(y_.dtype.element_ty), mask=here & there)
-
-
-@triton.jit
-def low_rank_kernel(
-    made_, w_, y_,
-    B: tl.constexpr, C: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, STARTS: tl.constexpr,
-    RANKS: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Grid (pairs * C / BC, blocks of BB rows): the second stages of low-rank pairs, ``y_`` [pairs, B, C].
-
-    Pair p multiplies ``w_`` [pairs, C, R] with RANKS[p] numbers of ``made_`` [B, WIDTH], which
-    `products_kernel` gave, from STARTS[p] on, in the dtype of the weights. Ranks are multiples of BK.
-    """
-    BLOCKS: tl.constexpr = (C + BC - 1) // BC
-    pair = tl.program_id(0) // BLOCKS
-    start, rank = STARTS[0], RANKS[0]
-    for i in tl.static_range(1, len(RANKS)):
-        start, rank = tl.where(pair == i, STARTS[i], start), tl.where(pair == i, RANKS[i], rank)
-    c = (tl.program_id(0) % BLOCKS) * BC + tl.arange(0, BC)
-    b = tl.program_id(1) * BB + tl.arange(0, BB)
-    k = tl.arange(0, BK)
-    here, there = (b < B)[:, None], (c < C)[None, :]
-    w_ += pair * (C * R)
-    sums = tl.zeros((BB, BC), tl.float32)
-    for at in range(0, rank, BK):
-        x = tl.load(made_ + b[:, None] * WIDTH + (start + at + k)[None, :], mask=here, other=0.0)
-        w = tl.load(w_ + c[None, :] * R + (at + k)[:, None], mask=there, other=0.0)
-        sums = tl.dot(x.to(w.dtype), w, sums, input_precision=PRECISION)
-    tl.store(y_ + (pair * B + b[:, None]) * C + c[None, :], sums, mask=here & there)

@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from ..run.triton import launch
-from .products import low_rank_kernel, mix_kernel, products_kernel, rows_kernel
+from .products import mix_kernel, products_kernel, rows_kernel
 
 FEW, TILED = 4, 16
-_LOW_RANK = 64, 64, 64  # most rows, channels and terms of a tile of `low_rank_kernel`
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 CODE_ROWS = 64
 _NORM_EPS = 1e-5
@@ -264,36 +263,3 @@ def _many(matrix: Any, x: jax.Array, *, add: Any, gate: Any, gate_at: int, dtype
         PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
     )
     return made["y_"]
-
-
-def low_rank(made: jax.Array, weight: jax.Array, start: int, ranks: tuple[int, ...]) -> jax.Array:
-    """The second stages of low-rank pairs for more than `FEW` rows, [pairs, B, C] float32.
-
-    Args:
-        made: [B, D] float32; from ``start`` on the first stages, as many numbers as their ``ranks`` each.
-        weight: [pairs, C, R], R the largest rank.
-        start: see ``made``.
-        ranks: multiples of 64, or one.
-    """
-    (B, width), (pairs, C, R) = made.shape, weight.shape
-    rows, channels, terms = _LOW_RANK
-    BB, BC = min(rows, max(16, 1 << (B - 1).bit_length())), min(channels, max(16, 1 << (C - 1).bit_length()))
-    starts = tuple(itertools.accumulate(ranks[:-1], initial=start))
-    return launch(
-        low_rank_kernel,
-        dict(made_=made, w_=weight),
-        dict(y_=jax.ShapeDtypeStruct((pairs, B, C), jnp.float32)),
-        grid=(pairs * -(-C // BC), -(-B // BB)),
-        num_warps=4,
-        num_stages=2,
-        B=B,
-        C=C,
-        R=R,
-        WIDTH=width,
-        STARTS=starts,
-        RANKS=ranks,
-        BB=BB,
-        BC=BC,
-        BK=math.gcd(terms, *ranks),
-        PRECISION="ieee" if weight.dtype == jnp.float32 else "tf32",
-    )["y_"]
