@@ -5,7 +5,6 @@ Triton kernels run in Triton's interpreter. XLA compiles fast rather than well, 
 suite compiles thousands of small programs and runs each once.
 """
 
-import gc
 import glob
 import importlib.metadata
 import os
@@ -28,15 +27,14 @@ else:
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
+import garbage
 import interpreter
 
 interpreter.patch_once()
 
 
 def pytest_collection_finish(session):
-    """Tracing makes many objects that live long: looking through all of them took a twentieth of the time."""
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    garbage.collect_seldom()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import garbage
 import interpreter
 
 TESTS = Path(__file__).parent
@@ -55,4 +56,5 @@ def _load(program: str) -> Any:
     assert spec is not None and spec.loader is not None, program
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    garbage.collect_seldom()
     return module

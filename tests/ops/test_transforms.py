@@ -97,13 +97,14 @@ def _check_vmap(op, implementation, case: Case, mapped: frozenset[str]):
         cases.compare(jax.tree.map(lambda a, i=i: a[i], got), Outputs(o, final, grads))
 
 
-# the reference differs from others in no argument's way of being batched but these
+# the reference differs from others in no argument's way of being batched but these, and no JAX from another
+DIFFER = ("w", "u", "initial_state")
 ONE = [
-    (op, name, i)
+    pytest.param(op, name, i, marks=[] if name in DIFFER else [pytest.mark.once])
     for i in IMPLEMENTATIONS
     for op in OPS
     for name in INPUTS[op]
-    if i != "reference" or name in ("w", "u", "initial_state")
+    if i != "reference" or name in DIFFER
 ]
 
 
