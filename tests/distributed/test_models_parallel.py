@@ -255,3 +255,10 @@ def test_flags_before_start():
 def test_sums_of_activations_are_not_copied_together():
     """XLA copies what it sums together into one array and out again, so large sums must stay apart."""
     assert not [name for name in overlap_options() if "all_reduce_combine" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_ops_that_are_opaque(version):
+    """Gradients of rows that stand for copies are summed over devices where kernels run, too."""
+    assert fake_devices.report("distributed/opaque_run.py", version) < 1e-5
