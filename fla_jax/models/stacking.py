@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,13 +113,13 @@ def initial_params(model: Any, key: jax.Array) -> dict[str, Any]:
         >>> sorted(initial_params(model, jax.random.key(0)))
         ['blocks_0', 'blocks_1', 'emb', 'head', 'ln0', 'ln_out']
     """
-    config, tokens = model.config, jnp.zeros((1, 2), jnp.int32)
+    config = model.config
     apart = not (config.scan_layers or config.logical_axes or config.num_layers == 1)
     drawn = type(model)(dataclasses.replace(config, scan_layers=True)) if apart else model
+    return _draw(drawn, apart, key)
 
-    @jax.jit
-    def draw(key: jax.Array) -> dict[str, Any]:
-        params = drawn.init(key, tokens)["params"]
-        return unstack_layers(params) if apart else params
 
-    return draw(key)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _draw(model: Any, apart: bool, key: jax.Array) -> dict[str, Any]:
+    params = model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
+    return unstack_layers(params) if apart else params
