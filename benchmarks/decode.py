@@ -182,7 +182,7 @@ def decoding(
     carry = begin(params, logits, decoder.state(state), row_keys(range(batch)), 2**30)
     rules = Sampling().arrays(model.config.vocab_size)
     arguments = (decoder.step, decoder.weights, rules)
-    fixed = decoder.step.together
+    fixed = decoder.step.per_call
     count = np.int32(fixed or STEPS_PER_CALL)
     size = state.wkv[0].size
     compiled = decode.lower(*arguments, carry, count, fixed).compile()

@@ -111,7 +111,7 @@ def generate(
         return Generation(tokens, None)
     carry, decoder, rules = _start(model, params, rows, max_tokens, sampling, seed, state, decoder)
     # few tokens take the program that `stream` has
-    fixed = decoder.step.together if max_tokens >= _FEW_TOKENS else None
+    fixed = decoder.step.per_call if max_tokens >= _FEW_TOKENS else None
     results, parts = Results(), [np.empty((0, len(rows)), np.int32)]
     for start in range(0, max_tokens, fixed or STEPS_PER_CALL):
         count = fixed or min(STEPS_PER_CALL, max_tokens - start)

@@ -252,9 +252,10 @@ class Engine:
 
     def _decode(self) -> None:
         step, weights = self._decoder.step, self._decoder.weights
-        count = _STEPS_WHILE_WAITING if self._waiting or self._reading else STEPS_PER_CALL
-        count = step.together or count
-        self._carry, out = decode(step, weights, self._rules, self._carry, np.int32(count), step.together)
+        count = step.per_call
+        if count is None:
+            count = _STEPS_WHILE_WAITING if self._waiting or self._reading else STEPS_PER_CALL
+        self._carry, out = decode(step, weights, self._rules, self._carry, np.int32(count), step.per_call)
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
         self._results.add(out, count, rows)
         self.started += self.slots * min(count, max(row.limit - row.started for _, row in rows))

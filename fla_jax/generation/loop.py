@@ -10,7 +10,7 @@ therefore noticed one call late.
 How many steps a call has depends on who can tell that all rows are over. On a CPU the loop looks after every
 step. On a GPU somebody would have to wait: the host starts the kernels of a step only when the device has
 told it that there is one, and the call comes back when that is over. So there a call has a fixed number of
-steps, none of which is asked for: `Step.together`.
+steps, none of which is asked for: `Step.per_call`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Step(Hashable, Protocol):
 
     Attributes:
         sampling: the implementation of `sample` that goes with it.
-        together: how many steps a call has; None where the loop itself looks whether there is another one.
+        per_call: how many steps a call has; None where the loop itself looks whether there is another one.
     """
 
     @property
@@ -49,7 +49,7 @@ class Step(Hashable, Protocol):
         """See the class."""
 
     @property
-    def together(self) -> int | None:
+    def per_call(self) -> int | None:
         """See the class."""
 
     def __call__(

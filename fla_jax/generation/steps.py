@@ -23,7 +23,7 @@ class ModelStep:
 
     model: Any
     sampling: ClassVar[str] = "xla"
-    together: ClassVar[int | None] = None
+    per_call: ClassVar[int | None] = None
 
     def __call__(
         self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array
@@ -55,7 +55,7 @@ class FastStep:
         return "triton" if self.implementation == "triton" else "xla"
 
     @property
-    def together(self) -> int | None:
+    def per_call(self) -> int | None:
         """See `fla_jax.generation.loop.Step`."""
         return 8 if self.implementation == "triton" else None
 

@@ -73,7 +73,7 @@ def test_the_slots_are_used(setup, monkeypatch, known, fixed):
     """
 
     class Countdown:
-        sampling, together = "xla", fixed
+        sampling, per_call = "xla", fixed
 
         def __call__(self, weights, tokens, state, alive):
             left = state.att_shift - alive[None, :, None]
