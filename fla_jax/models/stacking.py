@@ -95,8 +95,9 @@ def initial_params(model: Any, key: jax.Array) -> dict[str, Any]:
     """Parameters to start training with, drawn in a program that compiles in seconds however many layers.
 
     ``jax.jit(model.init)`` of a model whose layers are not scanned draws every layer's in one program, for
-    which XLA needs more than a minute for a GPU (24 layers). Here the layers are drawn by a scan, and then taken apart.
-    The distribution is the same; the numbers for a key are those of the model with ``scan_layers=True``.
+    which XLA needs more than a minute for a GPU (24 layers). Here the layers are drawn by a scan, and then
+    taken apart. The distribution is the same; the numbers for a key are those of the model with
+    ``scan_layers=True``.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
