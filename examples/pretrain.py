@@ -3,12 +3,12 @@
 Without arguments it trains a tiny model of bytes on Python's own documentation, on whatever device JAX finds:
 no download, no GPU needed, two minutes on two CPU cores. What one really starts looks like this:
 
-    python examples/pretrain.py --size 0.4B --data corpus.idx --batch 64 --out runs/mine   # all GPUs, data
-    parallel python examples/pretrain.py --size 7B --data corpus.idx --mesh-fsdp -1 --dry-run       # does it
-    fit? python examples/pretrain.py --size 0.1B --data texts.jsonl --tokenizer tokenizer.json --vocab-size
-    50277 python examples/pretrain.py ... --resume         # after a crash, a kill, SIGTERM; on any number of
-    devices srun python examples/pretrain.py ...             # several processes, as SLURM or Open MPI start
-    them python examples/pretrain.py --help
+    python examples/pretrain.py --size 0.4B --data corpus.idx --batch 64 --out runs/mine  # on all GPUs
+    python examples/pretrain.py --size 7B --data corpus.idx --mesh-fsdp -1 --dry-run      # does it fit?
+    python examples/pretrain.py --size 0.1B --data texts.jsonl --tokenizer tokenizer.json --vocab-size 50277
+    python examples/pretrain.py ... --resume    # after a crash, a kill, SIGTERM; on any number of devices
+    srun python examples/pretrain.py ...        # several processes, as SLURM or Open MPI start them
+    python examples/pretrain.py --help
 
 Data are the official binidx pairs, or text, whose tokens are made once and kept in --cache. Rows hold packed
 documents, and the state restarts at each. --out gets options.json, checkpoints/ (written while training goes

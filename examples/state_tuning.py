@@ -7,9 +7,10 @@ Python), freezes it, and then tunes the initial states, one matrix per head and 
 weight has changed, and leaves the states in a file that RWKV-PEFT and programs around the ``rwkv`` package
 read. One to two minutes on two CPU cores.
 
-    python examples/state_tuning.py --checkpoint RWKV-x070-World-0.1B.pth --data my_texts.txt     # your
-    model, your text python examples/generate.py --checkpoint RWKV-x070-World-0.1B.pth --states
-    runs/state_tuning/states.pth --prompt "..."
+    # your model, your text
+    python examples/state_tuning.py --checkpoint RWKV-x070-World-0.1B.pth --data my_texts.txt
+    python examples/generate.py --checkpoint RWKV-x070-World-0.1B.pth --states runs/state_tuning/states.pth \\
+        --prompt "..."
 """
 
 from __future__ import annotations

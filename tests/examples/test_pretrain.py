@@ -2,7 +2,6 @@
 in two processes, with losses that are NaN; what it refuses, and what it says of memory.
 """
 
-import csv
 import importlib.util
 import json
 import os
@@ -11,28 +10,34 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
+import pretraining
 import pytest
 from _pretrain import metrics as measured
 from _pretrain import program
+from pretraining import (
+    PROGRAM,
+    STEPS,
+    TINY,
+    arguments,
+    assert_same,
+    column,
+    documents,
+    exact,
+    finish,
+    metrics,
+    saved,
+    wait_for,
+)
 
 from fla_jax.checkpoints import load_checkpoint
 from fla_jax.data import BinIdxWriter, open_binidx
 
 pytestmark = pytest.mark.once
-
-PROGRAM = Path(__file__).parents[2] / "examples" / "pretrain.py"
-TINY = ["--hidden-size", "32", "--head-dim", "16", "--num-layers", "2", "--sequence", "32", "--batch", "8"]
-TINY += ["--save-every", "10", "--eval-every", "20", "--eval-rows", "12", "--log-every", "5"]
-TINY += ["--held-out", "0.1"]
-STEPS = 60
-EXACT = ("step", "loss", "gradient_norm", "learning_rate", "evaluation_loss")
 
 
 def load():
@@ -49,70 +54,12 @@ def pretrain():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Documents of counting bytes, of many lengths."""
-    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    with BinIdxWriter(folder / "d") as writer:
-        for _ in range(400):
-            begin, length = rng.integers(0, 200), rng.integers(2, 60)
-            writer.add([*(begin + np.arange(length)) % 200 + 1, 0])
-    return folder / "d.bin"
-
-
-def arguments(data, out, *more, steps=STEPS):
-    return [str(x) for x in ("--data", data, "--out", out, *TINY, "--steps", steps, *more)]
-
-
-def environment(devices):
-    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
-    return {**os.environ, "XLA_FLAGS": flags}
+    return documents(tmp_path_factory.mktemp("data"))
 
 
 def start(devices, *more):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, PROGRAM, *more], env=environment(devices), **pipes)
-
-
-def finish(process):
-    try:
-        output, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    return output
-
-
-def wait_for(process, is_there):
-    deadline = time.time() + 120
-    while not is_there() and process.poll() is None and time.time() < deadline:
-        time.sleep(0.001)
-
-
-def metrics(out):
-    with open(out / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def exact(out):
-    """What two runs that are the same have in common, to the last bit."""
-    return [[row[name] for name in EXACT] for row in metrics(out)]
-
-
-def column(out, name):
-    return np.array([float(row[name]) for row in metrics(out) if row[name]])
-
-
-def saved(out, step=STEPS):
-    """Everything in a checkpoint, on this process' one device."""
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with ocp.CheckpointManager((out / "checkpoints").absolute()) as manager:
-        assert manager.latest_step() == step
-        items = {"state": ocp.args.StandardRestore(fallback_sharding=place), "data": ocp.args.JsonRestore()}
-        found = manager.restore(step, args=ocp.args.Composite(**items))
-    return found["state"], found["data"]
-
-
-def assert_same(out, other):
-    assert exact(out) == exact(other)
-    jax.tree.map(np.testing.assert_array_equal, saved(out), saved(other))
+    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
+    return pretraining.start(more, {"XLA_FLAGS": flags})
 
 
 def refusal(main, *more):
