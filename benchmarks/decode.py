@@ -16,6 +16,7 @@ be none. Peers run in processes of their own, last: flash-linear-attention's ``g
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import json
@@ -82,14 +83,20 @@ def make(version: int, size: str, vocab: int, dtype: str, scan: bool = False) ->
     import jax
     import jax.numpy as jnp
 
-    from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
+    from fla_jax.models import (
+        RWKV6Config,
+        RWKV6ForCausalLM,
+        RWKV7Config,
+        RWKV7ForCausalLM,
+        unstack_layers,
+    )
 
     layers, width = map(int, size.split("x"))
     config, kind = {6: (RWKV6Config, RWKV6ForCausalLM), 7: (RWKV7Config, RWKV7ForCausalLM)}[version]
     head = 64 if width >= 128 else 16
-    model = kind(
-        config(vocab, width, layers, head_dim=head, dtype=dtype, param_dtype=dtype, scan_layers=scan)
-    )
+    wanted = config(vocab, width, layers, head_dim=head, dtype=dtype, param_dtype=dtype, scan_layers=scan)
+    # all layers of a matrix are drawn at once: a draw for each layer compiles for minutes
+    model = kind(dataclasses.replace(wanted, scan_layers=True))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
 
@@ -102,7 +109,8 @@ def make(version: int, size: str, vocab: int, dtype: str, scan: bool = False) ->
         return (values + (0 if matrix or name == "bias" else middle)).astype(x.dtype)
 
     make_all = jax.jit(lambda: [draw(i, path, x) for i, (path, x) in enumerate(leaves)])
-    return model, jax.tree.unflatten(tree, make_all())
+    stacked = jax.tree.unflatten(tree, make_all())
+    return kind(wanted), stacked if scan else jax.jit(unstack_layers)(stacked)
 
 
 def copy_rate(size: int) -> float:

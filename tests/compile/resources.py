@@ -111,6 +111,7 @@ class _Recorder:
         compute_capability,
         out_shape,
         input_output_aliases=None,
+        custom_call_target_name=None,
         **constexprs,
     ):
         import jax
