@@ -81,7 +81,7 @@ def prefill(
     """
     check_params(model, params)
     rows = check_prompts(prompts, model.config.vocab_size)
-    initial = model.init_state(len(rows))
+    initial = _zero_state(model, len(rows))
     if state is not None:
         check_state(state, initial)
         initial = jax.tree.map(lambda x, zero: jnp.asarray(x, zero.dtype), state, initial)
@@ -116,7 +116,7 @@ def reading(
         return piece_sizes(model.config.hidden_size, batch, device)
 
     groups = [np.arange(len(rows))]
-    if _on_one_device(params, initial):
+    if _on_one_device(jax.tree.leaves(params)[0], initial):
         groups = grouped(lengths, sizes, _overhead(model.config.hidden_size, device)) or groups
     size = batch if len(groups) == 1 else len(groups[0])
     ends: list[tuple[jax.Array, RWKVState]] = []
@@ -131,7 +131,7 @@ def reading(
         tokens = np.tile(np.array([rows[i][:1] for i in filled]), (1, sum(pieces)))
         for row, length, padded in zip(filled, now, tokens):
             padded[:length] = rows[row][:length]
-        carry = beside(params, (jnp.zeros(own.att_shift.shape[1:], own.att_shift.dtype), own))
+        carry = _begun(jax.tree.leaves(params)[0], own)
         for start, length in zip(itertools.accumulate(pieces, initial=0), pieces):
             if ends or start:
                 yield None
@@ -145,7 +145,9 @@ def reading(
         back = np.zeros(batch, np.int32)
         back[: len(rows)] = np.argsort(np.concatenate(groups))  # what fills the last group stands behind
         hidden, state = _joined(ends, back)
-    yield _head(model, params, hidden), state
+    # no layers: hundreds of arrays take a millisecond to hand over
+    rest = {name: value for name, value in params.items() if not name.startswith("blocks")}
+    yield _head(model, rest, hidden), state
 
 
 def grouped(lengths: np.ndarray, sizes: Callable[[int], Sequence[int]], overhead: float) -> Any:
@@ -273,6 +275,18 @@ def beside(params: Any, tree: Any) -> Any:
 @functools.partial(jax.jit, keep_unused=True)
 def _copy(place: jax.Array, tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
+
+
+@functools.partial(jax.jit, keep_unused=True)
+def _begun(place: jax.Array, state: RWKVState) -> tuple[jax.Array, RWKVState]:
+    """What `_read` goes on from before the first token, where the parameters are: see `beside`."""
+    return jnp.zeros(state.att_shift.shape[1:], state.att_shift.dtype), jax.tree.map(jnp.copy, state)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _zero_state(model: Any, batch: int) -> RWKVState:
+    """In one program, where three arrays of zeros by themselves are several for the host to start."""
+    return model.init_state(batch)
 
 
 def _device(params: Any) -> Any:
