@@ -20,7 +20,6 @@ import jax
 from ...core.call import Call
 from ...core.gpu import Mendable, gpu_missing, lowering_target, unfit_inputs
 
-_RECORDED = "triton_kernel_call_ffi"
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -42,34 +41,10 @@ def _jax_triton():
         os.environ["TRITON_CACHE_DIR"] = cache_dir
     old = "out_shape" in inspect.signature(jax_triton.triton_call).parameters
     if old:
-        _record_in_graphs()
+        from . import lowering
+
+        lowering.install()
     return jax_triton, old
-
-
-def _record_in_graphs() -> None:
-    """Lets jax-triton 0.3 call our kernels by the name that jaxlib has for CUDA graphs, as 0.4 does.
-
-    The older name, which 0.3 takes, is called by the host for every kernel of every step: it looks up some
-    ten kilobytes each time, and XLA cannot record it. That is more than half of a decoded token's time.
-    Calls of other kernels keep their name.
-    """
-    from jax.extend.mlir import ir
-    from jax.interpreters import mlir
-    from jax_triton import triton_lib
-
-    def lowered(ctx: Any, *arrays: Any, **parameters: Any) -> Any:
-        results = triton_lib.triton_kernel_call_lowering(
-            triton_lib.get_cuda_backend, ctx, *arrays, **parameters
-        )
-        if parameters["custom_call_target_name"] == _RECORDED:
-            attributes = results[0].owner.attributes  # as JAX itself spells such calls
-            opaque, empty = attributes["backend_config"], ir.StringAttr.get("")
-            attributes["mhlo.backend_config"] = ir.DictAttr.get({"opaque": opaque})
-            attributes["backend_config"] = empty
-            attributes["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1)
-        return results
-
-    mlir.register_lowering(triton_lib.triton_kernel_call_p, lowered, platform="cuda")
 
 
 def supports(call: Call) -> str | None:
@@ -158,7 +133,9 @@ def _call(
     if old:
         # it counts arrays only
         arrays_only = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}
-        options |= {"custom_call_target_name": _RECORDED, "input_output_aliases": arrays_only}
+        from .lowering import RECORDED
+
+        options |= {"custom_call_target_name": RECORDED, "input_output_aliases": arrays_only}
         return jax_triton.triton_call(*inputs, kernel=kernel, out_shape=out, **options)
     # 0.4 binds arrays to parameters in the order operands, results: a result without a parameter must be one
     # of the last. A Python 1 is a constant and no parameter.

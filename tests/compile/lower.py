@@ -134,6 +134,36 @@ def name_of(op) -> str:
     return names[0]
 
 
+def kept() -> dict[str, object]:
+    """Of one program: the names that its kernels are called by; whether it is the same where nothing can be
+    compiled, as in a later process; whether a kernel that was not compiled before is missed there.
+    """
+    from jax_triton import triton_lib
+
+    named = ("call_target_name", "mhlo.backend_config", "output_operand_aliases")
+
+    def calls(D: int) -> list[str]:
+        arrays, state = arguments("rwkv6", D=D)
+        found = triton_calls(value("rwkv6"), arrays["v"], arrays, state)
+        return [str({name: str(call.attributes[name]) for name in named}) for call in found]
+
+    first = calls(16)
+    triton_lib._COMPILED_KERNEL_CACHE.clear()
+    triton_lib.compile_ttir_inplace = None
+    again = calls(16) == first
+    try:
+        calls(24)
+    except TypeError:
+        missed = True
+    else:
+        missed = False
+    return {
+        "recorded": all("triton_kernel_call_ffi" in call for call in first),
+        "again": again,
+        "missed": missed,
+    }
+
+
 KERNELS = (
     *(f"rwkv6_{name}_kernel" for name in ("fwd", "transfer", "bwd")),
     *(f"rwkv7_{name}_kernel" for name in ("fwd", "transfer", "bwd", "carry", "gradients")),
@@ -179,4 +209,5 @@ if __name__ == "__main__":
         report["taken over"] = {
             op: [taken_over(op, 64, 32), taken_over(op, 32, 32), taken_over(op, 32, 33)] for op in OPS
         }
+        report["kept"] = kept()  # the last: from here on nothing can be compiled
     print("REPORT", json.dumps(report))

@@ -1,0 +1,80 @@
+"""How jax-triton 0.3 hands our kernels to XLA: compiled once for all processes, and to be recorded.
+
+jax-triton 0.3 calls a kernel by a name that XLA cannot record into CUDA graphs: the host looks up some ten
+kilobytes for every kernel of every step, which was a third of the time of a token decoded for one row.
+jaxlib has a name that XLA records, which jax-triton 0.4 will take. And it compiles every kernel in every
+process. Triton's own cache (``~/.triton/cache``, or ``TRITON_CACHE_DIR``) keeps what it made.
+
+Calls of other kernels than ours go the way that jax-triton has for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax_triton
+import jaxlib
+import triton
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+from jax_triton import triton_lib
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.runtime.cache import get_cache_manager
+
+RECORDED = "triton_kernel_call_ffi"
+_FILE = "jax-triton-call"
+
+
+def lowered(ctx: Any, *arrays: Any, **parameters: Any) -> Any:
+    """jax-triton's rule for calling a kernel on NVIDIA GPUs, with ours kept and recorded."""
+    if parameters["custom_call_target_name"] != RECORDED:
+        return _theirs(ctx, *arrays, **parameters)
+    key = _key(ctx, parameters)
+    call = _kept(key)
+    if call is None:
+        operation = _theirs(ctx, *arrays, **parameters)[0].owner
+        call = ir.StringAttr(operation.attributes["backend_config"]).value_bytes
+        operation.operation.erase()
+        _keep(key, call)
+    aliases = dict(parameters["input_output_aliases"])
+    rule = jax.ffi.ffi_lowering(RECORDED, api_version=4, operand_output_aliases=aliases)
+    return rule(ctx, *arrays, opaque=call)
+
+
+def _theirs(ctx: Any, *arrays: Any, **parameters: Any) -> Any:
+    return triton_lib.triton_kernel_call_lowering(triton_lib.get_cuda_backend, ctx, *arrays, **parameters)
+
+
+def _key(ctx: Any, parameters: dict[str, Any]) -> str:
+    """All that a compiled kernel and its call are made from: the source with that of all it calls, what it is
+    called with, and who compiles it.
+    """
+    versions = [package.__version__ for package in (triton, jax_triton, jax, jaxlib)]
+    versions += sorted(get_cache_invalidating_env_vars().items())
+    shapes = [(x.shape, x.dtype.name) for x in (*ctx.avals_in, *ctx.avals_out)]
+    rest = sorted((name, value) for name, value in parameters.items() if name not in ("fn", "out_shapes"))
+    described = repr((versions, parameters["fn"].cache_key, shapes, rest))
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
+def _kept(key: str) -> bytes | None:
+    """What `_keep` has put away, if it can be read."""
+    try:
+        path = get_cache_manager(key).get_file(_FILE)
+        return Path(path).read_bytes() if path else None
+    except (OSError, RuntimeError):  # no place to write to, or none at all
+        return None
+
+
+def _keep(key: str, call: bytes) -> None:
+    with contextlib.suppress(OSError, RuntimeError):  # the next process compiles it again
+        get_cache_manager(key).put(call, _FILE, binary=True)
+
+
+def install() -> None:
+    """Makes `lowered` the rule."""
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, lowered, platform="cuda")
