@@ -64,47 +64,44 @@ class FastStep:
     ) -> tuple[jax.Array, RWKVState]:
         """See `fla_jax.generation.loop.Step`; ``weights`` are what `prepare` made."""
         pieces, rows = decode.pieces(self.implementation), alive.astype(jnp.int32)
-        x, wkv = weights.table[tokens], state.wkv
+        x = weights.table[tokens]
         layer = self._layer7 if isinstance(self.model, RWKV7ForCausalLM) else self._layer6
-        shifts, first = [], None
+        first = before = None
         for i, p in enumerate(weights.layers):
-            last = (state.att_shift, state.ffn_shift)
-            x, wkv, shift, made = layer(pieces, p, x, wkv, last, i, rows, first)
+            x, state, before, made = layer(pieces, p, x, state, before, i, rows, first)
             first = made if first is None else first
-            shifts.append(shift)
         logits, _ = pieces.project(weights.head, x, norm=weights.norm)
-        att_shift, ffn_shift = (jnp.stack(of_layers) for of_layers in zip(*shifts))
-        return logits, RWKVState(att_shift, ffn_shift, wkv)
+        return logits, state.replace(ffn_shift=state.ffn_shift.at[-1].set(before))
 
     def _layer7(
-        self, pieces: Any, p: Any, x: Any, wkv: Any, last: Any, i: int, alive: Any, first: Any
+        self, pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, alive: Any, first: Any
     ) -> Any:
         at = {"layer": i, "alive": alive}
-        made, shift = pieces.project(p.into, x, norm=p.norm, mixes=p.mixes, last=last[0], **at)
+        made, shift = pieces.project(p.into, x, norm=p.norm, mixes=p.mixes, last=state.att_shift, **at)
         first, scale = made if first is None else first, self.model.config.rate_scale
-        y, wkv = pieces.advance7(p, made, first, wkv, i, alive, scale, x.dtype)
+        y, state = pieces.advance7(p, made, first, state, (shift, before), i, alive, scale, x.dtype)
         x, _ = pieces.project(p.output, y, add=x, dtype=x.dtype)
         hidden, ffn_shift = pieces.project(
-            p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=last[1], dtype=x.dtype, **at
+            p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=state.ffn_shift, dtype=x.dtype, **at
         )
         x, _ = pieces.project(p.value, hidden, add=x, dtype=x.dtype)
-        return x, wkv, (shift, ffn_shift), made
+        return x, state, ffn_shift, made
 
     def _layer6(
-        self, pieces: Any, p: Any, x: Any, wkv: Any, last: Any, i: int, alive: Any, first: Any
+        self, pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, alive: Any, first: Any
     ) -> Any:
         at = {"layer": i, "alive": alive}
-        z, shift = pieces.project(p.first, x, norm=p.norm, mixes=p.mix_x, last=last[0], **at)
-        mixed = pieces.moves6(p, shift, last[0], i, z, x.dtype)
+        z, shift = pieces.project(p.first, x, norm=p.norm, mixes=p.mix_x, last=state.att_shift, **at)
+        mixed = pieces.moves6(p, shift, state.att_shift, i, z, x.dtype)
         made, _ = pieces.project(p.into, mixed)
-        y, wkv = pieces.advance6(p, made, wkv, i, alive, x.dtype)
+        y, state = pieces.advance6(p, made, state, (shift, before), i, alive, x.dtype)
         x, _ = pieces.project(p.output, y, add=x, dtype=x.dtype)
         hidden, ffn_shift = pieces.project(
-            p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=last[1], dtype=x.dtype, **at
+            p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=state.ffn_shift, dtype=x.dtype, **at
         )
         gate_at = hidden.shape[1] - x.shape[1]
         x, _ = pieces.project(p.value, hidden, gate=hidden, gate_at=gate_at, add=x, dtype=x.dtype)
-        return x, wkv, (shift, ffn_shift), made
+        return x, state, ffn_shift, made
 
 
 def of_rows(rows: jax.Array, x: jax.Array) -> jax.Array:

@@ -7,7 +7,10 @@ which sorting gives, since scores (logits over the temperature, plus random numb
 come would have been left out; most rows need one round, and every other round leaves few tokens.
 
 `survey_kernel` looks at parts of the vocabulary, all at the same time: with few rows one program for a row
-would leave the GPU idle. `choose_kernel` puts the parts together and has a program for a row.
+would leave the GPU idle. `choose_kernel` puts the parts together and has a program for a row. What is more
+probable than a token lies in the few parts whose largest logit is above its own: with many rows, where memory
+is what takes time, it passes over all others. With few it reads all, larger pieces of the vocabulary at a
+time: what takes time is to wait for one answer after another.
 """
 
 import triton
@@ -30,6 +33,15 @@ def scores(x, noise, highest, temperature):
     # what may not come stays that, whatever the temperature
     tempered = tl.where(x > -float("inf"), (x - highest) / tl.where(greedy, 1.0, temperature) + noise, x)
     return tl.where(greedy, x, tempered)
+
+
+@triton.jit
+def holds(high_, at, x, BV: tl.constexpr, SKIP: tl.constexpr):
+    """Whether to look for more than ``x`` in the part of the vocabulary that begins at ``at``."""
+    if SKIP:
+        return tl.load(high_ + at // BV) > x
+    else:
+        return True
 
 
 @triton.jit
@@ -63,12 +75,13 @@ def survey_kernel(
 def choose_kernel(
     x_, noise_, top_p_, top_k_, temperature_, high_, mass_, best_, found_, place_, token_,
     V: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
-    UNDEFINED: tl.constexpr,
+    SKIP: tl.constexpr, UNDEFINED: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows. ``x_`` [B, V], -inf for what may not come; ``noise_`` [B, V]; what `survey_kernel` found;
     ``token_`` [B].
 
-    UNDEFINED for a row with NaN, or without a finite largest x.
+    UNDEFINED for a row with NaN, or without a finite largest x. With ``SKIP`` parts are passed over, and BV
+    is that of `survey_kernel`.
     """
     EVEN: tl.constexpr = V % BV == 0
     row = tl.program_id(0)
@@ -93,9 +106,10 @@ def choose_kernel(
     while searching:
         above, number = tl.zeros((BV,), tl.float32), tl.zeros((BV,), tl.int32)
         for at in tl.range(0, V, BV, num_stages=STAGES):
-            x = tokens_at(x_, at, lanes, V, EVEN)
-            above += tl.where(x > found, tl.exp(x - largest), 0.0)
-            number += (x > found).to(tl.int32)
+            if holds(high_ + row * P, at, found, BV, SKIP):
+                x = tokens_at(x_, at, lanes, V, EVEN)
+                above += tl.where(x > found, tl.exp(x - largest), 0.0)
+                number += (x > found).to(tl.int32)
         before = tl.sum(number, 0)
         by_p = (top_p >= 1.0) | (tl.sum(above, 0) < top_p * total)
         accepted = (before == 0) | (by_p & (before < top_k))
@@ -106,11 +120,12 @@ def choose_kernel(
             best_of, best_x = tl.full((BV,), none, tl.float32), tl.zeros((BV,), tl.float32)
             place = tl.full((BV,), V, tl.int32)
             for at in tl.range(0, V, BV, num_stages=STAGES):
-                x, noise = tokens_at(x_, at, lanes, V, EVEN), tokens_at(noise_, at, lanes, V, EVEN)
-                score = scores(x, noise, largest, temperature)
-                better = (x > bound) & (score > best_of)
-                best_of, best_x = tl.where(better, score, best_of), tl.where(better, x, best_x)
-                place = tl.where(better, at + lanes, place)
+                if holds(high_ + row * P, at, bound, BV, SKIP):
+                    x, noise = tokens_at(x_, at, lanes, V, EVEN), tokens_at(noise_, at, lanes, V, EVEN)
+                    score = scores(x, noise, largest, temperature)
+                    better = (x > bound) & (score > best_of)
+                    best_of, best_x = tl.where(better, score, best_of), tl.where(better, x, best_x)
+                    place = tl.where(better, at + lanes, place)
             first = tl.min(tl.where(best_of == tl.max(best_of, 0), place, V), 0)
             found = tl.max(tl.where(place == first, best_x, none), 0)
     tl.store(token_ + row, token)

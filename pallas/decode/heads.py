@@ -1,7 +1,9 @@
 """Kernels of a decoded token that see one head of one row: second low-rank stage, keys, step and readout.
 
 The states of all layers, [layers, B, heads, K, V], stay where they are: a program reads its own state and
-writes it back. It touches nothing for a row that is not alive.
+writes it back. So do the shifts [layers, B, C]: nobody reads this layer's tokens before any more when these
+kernels run, nor the feed-forward's of the layer before, so they put the new ones in their place. Nothing
+changes for a row that is not alive.
 
 ``layer`` comes as 2 layer + 3, see products.py. N is the number of channels of a head, a power of two.
 """
@@ -9,7 +11,7 @@ writes it back. It touches nothing for a row that is not alive.
 import triton
 import triton.language as tl
 
-from ..device.tokens import extended
+from ..device.sums import extended, sums
 from .products import load, sigmoid
 
 
@@ -43,6 +45,18 @@ def readout(o, scale, bias, N: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
+def store_shifts(att_, ffn_, shift, before, layer, here, B: tl.constexpr, C: tl.constexpr):
+    """Puts ``shift``, of [B, C] at ``here``, into ``att_`` [layers, B, C] of this layer, and ``before`` into
+    ``ffn_`` of the layer before, if there is one.
+
+    It stands at a kernel's end: no load is moved across a store or a branch.
+    """
+    at = (layer - 3) // 2
+    tl.store(att_ + at * (B * C) + here, shift)
+    tl.store(ffn_ + (at - 1) * (B * C) + here, before, mask=(here >= 0) & (at > 0))
+
+
+@triton.jit
 def vector(ptr, channel):
     """Values as float32."""
     return tl.load(ptr + channel).to(tl.float32)
@@ -50,8 +64,8 @@ def vector(ptr, channel):
 
 @triton.jit
 def rwkv7_kernel(
-    state_, made_, first_, second_, w2_, w0_, a0_, v0_, k_k_, k_a_, r_k_, scale_, bias_, alive_, layer,
-    y_, new_,
+    state_, att_, ffn_, made_, first_, second_, w2_, w0_, a0_, v0_, k_k_, k_a_, r_k_, scale_, bias_, shift_,
+    before_, alive_, layer, y_, new_, new_att_, new_ffn_,
     B: tl.constexpr, H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, R_DECAY: tl.constexpr,
     R_RATE: tl.constexpr, R_MIX: tl.constexpr, R_GATE: tl.constexpr, BR: tl.constexpr,
     WIDTH: tl.constexpr, FIRST: tl.constexpr, LOW_RANK: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -61,34 +75,32 @@ def rwkv7_kernel(
 
     ``made_`` [B, WIDTH] float32: r, k, v (C = H N each), then the ranks of decay, rate, value and gate,
     multiples of BR; with LOW_RANK ``w2_`` [4, C, R] makes numbers of those, else they are there, ``second_``
-    [4, B, C].
-    ``first_`` [B, FIRST] is layer 0's ``made_``. ``y_`` [B, C]; ``new_`` is ``state_``, see `launch`.
+    [4, B, C]. ``first_`` [B, FIRST] is layer 0's ``made_``. ``y_`` [B, C]. ``shift_``, ``before_``: see
+    `store_shifts`. ``new_`` is ``state_``, ``new_att_`` ``att_`` and ``new_ffn_`` ``ffn_``, see `launch`.
     """
     C: tl.constexpr = H * N
-    head, b = tl.program_id(0), tl.program_id(1)
-    alive = tl.load(alive_ + b) != 0
-    if not (LOW_RANK or alive):  # few rows would wait for this number first
-        return
+    head = tl.program_id(0)
     channel = head * N + tl.arange(0, N)
-    place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
     tile = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     # All loads first: they are on their way together. Sums over channels are barriers, and a load behind one
     # would be waited for by itself: most of these numbers come from memory, not from a cache.
-    state = tl.load(state_ + place + tile).to(tl.float32)
-    made_ += b * WIDTH
-    r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)
-    w0, a0, k_k, k_a = (
-        vector(w0_, channel),
-        vector(a0_, channel),
-        vector(k_k_, channel),
-        vector(k_a_, channel),
-    )
-    r_k, scale, bias = vector(r_k_, channel), vector(scale_, channel), vector(bias_, channel)
+    w0, a0, k_k = vector(w0_, channel), vector(a0_, channel), vector(k_k_, channel)
+    k_a, r_k, scale = vector(k_a_, channel), vector(r_k_, channel), vector(scale_, channel)
+    bias = vector(bias_, channel)
     if RESIDUAL:
-        v0, first = vector(v0_, channel), vector(first_ + b * FIRST + 2 * C, channel)
+        v0 = vector(v0_, channel)
+    b = tl.program_id(1)
+    place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
+    state = tl.load(state_ + place + tile).to(tl.float32)
+    token = made_ + b * WIDTH
+    r, k, v = vector(token, channel), vector(token + C, channel), vector(token + 2 * C, channel)
+    if RESIDUAL:
+        first = vector(first_ + b * FIRST + 2 * C, channel)
+    alive = tl.load(alive_ + b) != 0
+    here = b * C + channel
+    shift, before = tl.load(shift_ + here), tl.load(before_ + here)
     if LOW_RANK:
-        w_, h_ = w2_ + head * (N * R), made_ + 3 * C
-        c = tl.arange(0, N)
+        w_, h_, c = w2_ + head * (N * R), token + 3 * C, tl.arange(0, N)
         decay_w, decay_h = second_stage(w_, h_, c, R, R_DECAY, BR)
         rate_w, rate_h = second_stage(w_ + C * R, h_ + R_DECAY, c, R, R_RATE, BR)
         h_ += R_DECAY + R_RATE
@@ -108,42 +120,48 @@ def rwkv7_kernel(
     if RESIDUAL:
         v += (first - v) * sigmoid(v0 + mix)
     kk = k * k_k
-    square = tl.sum(kk * kk, 0)
-    kk *= tl.where(square > EPS * EPS, tl.rsqrt(square), 1.0 / EPS)
     k *= 1.0 + (rate - 1.0) * k_a
 
-    read = tl.sum(state * kk[:, None], 0)
+    # What the token reads of the new state is what it reads of the old one, decayed, and of its own
+    # writes: so that it needs not to wait for the new one.
+    square, by_key, by_kk, bonus = sums((kk * kk, r * k, r * kk * rate, r * k * r_k))
+    unit = tl.where(square > EPS * EPS, tl.rsqrt(square), 1.0 / EPS)
+    kk *= unit
+    read, o = sums((state * kk[:, None], state * (decay * r)[:, None]))
     write = kk * rate * RATE_SCALE
     state = state * decay[:, None] + (k[:, None] * v[None, :] - write[:, None] * read[None, :])
     tl.store(state_ + place + tile, state.to(state_.dtype.element_ty), mask=alive)
-    o = readout(tl.sum(state * r[:, None], 0), scale, bias, N, NORM_EPS)
-    o += tl.sum(r * k * r_k, 0) * v
-    tl.store(y_ + b * C + channel, (o * gate).to(y_.dtype.element_ty))
+    o += by_key * v - (by_kk * unit * RATE_SCALE) * read
+    o = readout(o, scale, bias, N, NORM_EPS) + bonus * v
+    tl.store(y_ + here, (o * gate).to(y_.dtype.element_ty))
+    store_shifts(att_, ffn_, shift, before, layer, here, B, C)
 
 
 @triton.jit
 def rwkv6_kernel(
-    state_, made_, second_, w2_, base_, bonus_, scale_, bias_, alive_, layer, y_, new_,
+    state_, att_, ffn_, made_, second_, w2_, base_, bonus_, scale_, bias_, shift_, before_, alive_, layer,
+    y_, new_, new_att_, new_ffn_,
     B: tl.constexpr, H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     WIDTH: tl.constexpr, LOW_RANK: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, B): as `rwkv7_kernel`, with ``made_`` r, k, v, gate (C each), then R for the decay."""
     C: tl.constexpr = H * N
-    head, b = tl.program_id(0), tl.program_id(1)
-    alive = tl.load(alive_ + b) != 0
-    if not (LOW_RANK or alive):
-        return
+    head = tl.program_id(0)
     channel = head * N + tl.arange(0, N)
-    place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
     tile = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    # all loads first, see `rwkv7_kernel`
-    state = tl.load(state_ + place + tile).to(tl.float32)
-    made_ += b * WIDTH
-    r, k, v = vector(made_, channel), vector(made_ + C, channel), vector(made_ + 2 * C, channel)
-    gate, base, bonus = vector(made_ + 3 * C, channel), vector(base_, channel), vector(bonus_, channel)
+    base, bonus = vector(base_, channel), vector(bonus_, channel)
     scale, bias = vector(scale_, channel), vector(bias_, channel)
+    b = tl.program_id(1)
+    place = ((((layer - 3) // 2) * B + b) * H + head).to(tl.int64) * (N * N)
+    state = tl.load(state_ + place + tile).to(tl.float32)
+    token = made_ + b * WIDTH
+    r, k, v = vector(token, channel), vector(token + C, channel), vector(token + 2 * C, channel)
+    gate = vector(token + 3 * C, channel)
+    alive = tl.load(alive_ + b) != 0
+    here = b * C + channel
+    shift, before = tl.load(shift_ + here), tl.load(before_ + here)
     if LOW_RANK:
-        ws, hs = second_stage(w2_ + head * (N * R), made_ + 4 * C, tl.arange(0, N), R, R, BR)
+        ws, hs = second_stage(w2_ + head * (N * R), token + 4 * C, tl.arange(0, N), R, R, BR)
         decay = times(ws, hs)
     else:
         decay = vector(second_ + b * C, channel)
@@ -153,7 +171,8 @@ def rwkv6_kernel(
     state = state * decay[:, None] + k[:, None] * v[None, :]
     tl.store(state_ + place + tile, state.to(state_.dtype.element_ty), mask=alive)
     o = readout(o, scale, bias, N, NORM_EPS)
-    tl.store(y_ + b * C + channel, (o * gate * sigmoid(gate)).to(y_.dtype.element_ty))
+    tl.store(y_ + here, (o * gate * sigmoid(gate)).to(y_.dtype.element_ty))
+    store_shifts(att_, ffn_, shift, before, layer, here, B, C)
 
 
 @triton.jit

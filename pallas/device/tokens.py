@@ -26,9 +26,3 @@ def store_tokens(ptr, offsets, x, mask, even: tl.constexpr):
         tl.store(ptr + offsets, x.to(ptr.dtype.element_ty))
     else:
         tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def extended(items, item):
-    """The tuple ``items`` with one more at its end."""
-    return items + (item,)

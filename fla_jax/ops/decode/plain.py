@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from .arrays import GROUP_EPS, KEY_EPS, NORM_EPS, SIGMOID, SQUARE, TANH, Layer6, Layer7, Matrix
 
+Shifts = tuple[jax.Array, jax.Array | None]
 DECAY_SCALE = -math.exp(-0.5)
 
 
@@ -109,29 +110,38 @@ def _group_norm(o: jax.Array, norm: tuple[jax.Array, jax.Array]) -> jax.Array:
     return o.reshape(o.shape[0], -1) * _wide(norm[0]) + _wide(norm[1])
 
 
-def _kept(new: jax.Array, state: jax.Array, layer: int, alive: jax.Array) -> jax.Array:
-    """``state`` [L, B, H, N, N] with a layer's new one, where rows are alive."""
-    new = jnp.where(alive[:, None, None, None] != 0, new.astype(state.dtype), state[layer])
-    return state.at[layer].set(new)
+def _kept(wkv: jax.Array, state: Any, new: Shifts, layer: int, alive: jax.Array) -> Any:
+    """``state`` of all layers with a layer's new one, where rows are alive, and the shifts that are known."""
+    wkv = jnp.where(alive[:, None, None, None] != 0, wkv.astype(state.wkv.dtype), state.wkv[layer])
+    shift, before = new
+    ffn = state.ffn_shift
+    return state.replace(
+        wkv=state.wkv.at[layer].set(wkv),
+        att_shift=state.att_shift.at[layer].set(shift),
+        ffn_shift=ffn if before is None else ffn.at[layer - 1].set(before),
+    )
 
 
 def advance7(
     p: Layer7,
     made: jax.Array,
     first: jax.Array,
-    state: jax.Array,
+    state: Any,
+    new: Shifts,
     layer: int,
     alive: jax.Array,
     rate_scale: float,
     dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """RWKV-7's second low-rank stage, gates, keys, step and readout.
 
     Args:
         p: the layer.
         made: [B, 3 C and the ranks] float32, what ``p.into`` gave.
         first: the same of layer 0.
-        state: [L, B, H, N, N], of all layers, in any floating-point dtype.
+        state: an `RWKVState` of all layers, ``wkv`` [L, B, H, N, N] in any floating-point dtype.
+        new: the shift [B, C] of this layer's attention and of the feed-forward of the layer before, None for
+            layer 0: nobody reads the old ones any more, and they are put into their place.
         layer: which of them.
         alive: [B] int32.
         rate_scale: see `fla_jax.layers.RWKV7Attention`.
@@ -140,7 +150,7 @@ def advance7(
     Returns:
         ``(y [B, C], state)``: y is what the output projection reads.
     """
-    C, (H, N) = p.second.shape[1], state.shape[2:4]
+    C, (H, N) = p.second.shape[1], state.wkv.shape[2:4]
     heads = lambda x: x.reshape(-1, H, N)
     r, k, v = (made[:, i * C : (i + 1) * C] for i in range(3))
     second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
@@ -154,13 +164,13 @@ def advance7(
     kk = kk * jnp.where(square > KEY_EPS**2, jax.lax.rsqrt(jnp.maximum(square, 1e-38)), 1 / KEY_EPS)
     k = k * (1 + (rate - 1) * _wide(p.k_a))
     r, k, v, decay = heads(r), heads(k), heads(v), heads(decay)
-    S = _wide(state[layer])
+    S = _wide(state.wkv[layer])
     read = jnp.einsum("bhk,bhkv->bhv", kk, S)
     S = S * decay[..., None] + k[..., None] * v[..., None, :]
     S = S - (kk * heads(rate) * rate_scale)[..., None] * read[..., None, :]
     o = _group_norm(jnp.einsum("bhk,bhkv->bhv", r, S), p.group_norm)
     bonus = jnp.sum(r * k * _wide(p.r_k).reshape(H, N), -1, keepdims=True) * v
-    return ((o + bonus.reshape(o.shape)) * gate).astype(dtype), _kept(S, state, layer, alive)
+    return ((o + bonus.reshape(o.shape)) * gate).astype(dtype), _kept(S, state, new, layer, alive)
 
 
 def moves6(p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, dtype: Any) -> jax.Array:
@@ -173,18 +183,20 @@ def moves6(p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, d
 
 
 def advance6(
-    p: Layer6, made: jax.Array, state: jax.Array, layer: int, alive: jax.Array, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
+    p: Layer6, made: jax.Array, state: Any, new: Shifts, layer: int, alive: jax.Array, dtype: Any
+) -> tuple[jax.Array, Any]:
     """RWKV-6's decay, step and readout; ``made`` [B, 4 C + D] is what ``p.into`` gave. Else as `advance7`."""
-    (C, _), (H, N) = p.second.shape, state.shape[2:4]
+    (C, _), (H, N) = p.second.shape, state.wkv.shape[2:4]
     heads = lambda x: x.reshape(-1, H, N)
     r, k, v, gate = (made[:, i * C : (i + 1) * C] for i in range(4))
     low = made[:, 4 * C :].astype(p.second.dtype)
     decay = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32) + _wide(p.base)
     decay = heads(jnp.exp(-jnp.exp(jnp.minimum(decay, 20))))
     r, k, v = heads(r), heads(k), heads(v)
-    S = _wide(state[layer])
+    S = _wide(state.wkv[layer])
     o = jnp.einsum("bhk,bhkv->bhv", r, S)
     o = o + jnp.sum(r * k * _wide(p.bonus).reshape(H, N), -1, keepdims=True) * v
     S = S * decay[..., None] + k[..., None] * v[..., None, :]
-    return (_group_norm(o, p.group_norm) * jax.nn.silu(gate)).astype(dtype), _kept(S, state, layer, alive)
+    return (_group_norm(o, p.group_norm) * jax.nn.silu(gate)).astype(dtype), _kept(
+        S, state, new, layer, alive
+    )

@@ -10,8 +10,8 @@ sums over programs, so that two runs give the same bits.
 import triton
 import triton.language as tl
 
-from ...device.tokens import extended
-from .rows import begins, channels, read, share, sums, write
+from ...device.sums import extended, sums
+from .rows import begins, channels, read, share, write
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...device.tokens import extended
+from ...device.sums import extended
 from .rows import begins, read, read_sum, share, statistics, write
 
 

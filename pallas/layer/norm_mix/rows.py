@@ -13,7 +13,7 @@ registers.
 import triton
 import triton.language as tl
 
-from ...device.tokens import extended
+from ...device.sums import extended, sums
 
 
 @triton.jit
@@ -59,37 +59,6 @@ def read_sum(x_, y_, at, C: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr):
     if ADD:
         x = (x + read(y_, at, C, BC)).to(x_.dtype.element_ty).to(tl.float32)
     return x
-
-
-@triton.jit
-def add_two(a0, a1, b0, b1):
-    """Two sums at once: as many barriers as one."""
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def add_four(a0, a1, a2, a3, b0, b1, b2, b3):
-    """Four sums at once."""
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
-
-
-@triton.jit
-def add_eight(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
-    """Eight sums at once."""
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
-
-
-@triton.jit
-def sums(lines):
-    """The sums over channels of one, two, four or eight lines, as a tuple."""
-    if len(lines) == 1:
-        return (tl.sum(lines[0], 0),)
-    elif len(lines) == 2:
-        return tl.reduce(lines, 0, add_two)
-    elif len(lines) == 4:
-        return tl.reduce(lines, 0, add_four)
-    else:
-        return tl.reduce(lines, 0, add_eight)
 
 
 @triton.jit
