@@ -63,7 +63,7 @@ class Carry(struct.PyTreeNode):
 
     logits: jax.Array
     state: RWKVState
-    occurrences: Occurrences
+    occurrences: Occurrences  # those of rows that are over mean nothing
     keys: jax.Array  # [B]
     step: jax.Array  # [B] int32, tokens that the row has chosen
     limit: jax.Array  # [B] int32, tokens that it may have
@@ -97,16 +97,15 @@ def decode(
 
     def one(loop: Any) -> Any:
         i, carry, out = loop
-        tokens = jnp.where(
-            carry.done, 0, sample(rules, carry.logits, carry.occurrences, keys[i], step.sampling)
-        )
+        tokens, occurrences = sample(rules, carry.logits, carry.occurrences, keys[i], step.sampling)
+        tokens = jnp.where(carry.done, 0, tokens)
         over = carry.done | rules.stop[tokens] | jnp.any(tokens == UNDEFINED)
         logits, state = step(weights, tokens, carry.state, ~over)
         new = carry.step + 1
         carry = carry.replace(
             logits=logits,
             state=state,
-            occurrences=carry.occurrences.add(rules, tokens),
+            occurrences=occurrences,
             step=new,
             done=over | (new >= carry.limit),
         )
@@ -172,4 +171,6 @@ def row_seeds(seed: Any, batch: int) -> tuple[int, ...]:
 def row_keys(seeds: Sequence[int]) -> jax.Array:
     """The random key of each row, [batch]."""
     with jax.enable_x64(True):  # without it JAX takes the lower 32 bits
-        return jax.vmap(jax.random.key)(np.array([row % 2**64 for row in seeds], np.uint64))
+        # of one kind, whatever is configured: a seed stands for the same tokens everywhere
+        key = functools.partial(jax.random.key, impl="threefry2x32")
+        return jax.vmap(key)(np.array([row % 2**64 for row in seeds], np.uint64))

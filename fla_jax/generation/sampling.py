@@ -232,33 +232,29 @@ def sample(
     occurrences: Occurrences,
     keys: jax.Array,
     implementation: str = "xla",
-) -> jax.Array:
+) -> tuple[jax.Array, Occurrences]:
     """Chooses one token a row.
 
     Args:
         rules: from `Sampling.arrays`.
         logits: [B, V], the model's.
         occurrences: of the tokens before.
-        keys: [B], one a row, so that a row's choice does not depend on its neighbours.
+        keys: [B], from `row_keys`, one a row, so that a row's choice does not depend on its neighbours.
         implementation: ``"xla"``, or ``"triton"`` (NVIDIA GPUs, no float64), which sorts nothing and chooses
             the same tokens, but for scores or sums of probabilities that are equal to rounding.
 
     Returns:
-        [B] int32; `UNDEFINED` for rows whose logits hold NaN or have no finite largest one.
+        ``(tokens [B] int32, occurrences)``: `UNDEFINED` for rows whose logits hold NaN or have no finite
+        largest one, and the occurrences with the new tokens.
     """
     if implementation == "triton":
-        return _sample_unsorted(rules, logits, occurrences, keys)
+        from ..pallas.decode.launcher import choose  # only where there is Triton
+
+        raw, seen, count = jax.random.key_data(keys), occurrences.seen, occurrences.count
+        tokens, seen, count = choose(rules, _wide(logits), seen, count, raw, UNDEFINED)
+        return tokens, Occurrences(seen, count)
     scores = adjusted(rules, logits, occurrences)
-    tokens = jax.vmap(jax.random.categorical)(keys, scores)
-    return jnp.where(jnp.isnan(scores[:, 0]), UNDEFINED, tokens).astype(jnp.int32)
-
-
-def _sample_unsorted(rules: Rules, logits: jax.Array, occurrences: Occurrences, keys: jax.Array) -> jax.Array:
-    from ..pallas.decode.launcher import choose  # only where there is Triton
-
-    logits = penalised(rules, logits, occurrences)
-
-    def noise(key: jax.Array) -> jax.Array:
-        return jax.random.gumbel(key, logits.shape[1:], logits.dtype)  # that of jax.random.categorical
-
-    return choose(logits, jax.vmap(noise)(keys), rules.top_p, rules.top_k, rules.temperature, UNDEFINED)
+    with jax.threefry_partitionable(True):  # what the kernels have, whatever is configured
+        tokens = jax.vmap(jax.random.categorical)(keys, scores)
+    tokens = jnp.where(jnp.isnan(scores[:, 0]), UNDEFINED, tokens).astype(jnp.int32)
+    return tokens, occurrences.add(rules, tokens)

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from ..run.triton import launch
-from .choose import choose_kernel, survey_kernel
+from .choose import choose_kernel, draw_kernel, survey_kernel
 from .heads import moves_kernel, rwkv6_kernel, rwkv7_kernel
 from .products_launcher import CODE_ROWS, FEW, layer_code, project
 
 __all__ = ["advance6", "advance7", "choose", "moves6", "project"]
 _IN_PLACE = {"state_": "new_", "att_": "new_att_", "ffn_": "new_ffn_"}
-_PART = 2048  # tokens of the vocabulary for a program of `survey_kernel`
+_PART = 2048  # tokens of the vocabulary for a program of `survey_kernel` and `draw_kernel`
 _GROUP_EPS, _KEY_EPS, _DECAY_SCALE = 64e-5, 1e-12, -math.exp(-0.5)
 
 
@@ -168,54 +168,94 @@ def advance6(
 
 
 def choose(
-    logits: jax.Array, noise: jax.Array, top_p: Any, top_k: Any, temperature: Any, undefined: int
-) -> jax.Array:
-    """The token [B] int32 with the best score of those that top-p and top-k leave, see `choose_kernel`.
+    rules: Any, logits: jax.Array, seen: jax.Array, count: jax.Array, keys: jax.Array, undefined: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The next token of each row, and what has occurred with it, see `choose_kernel`. All that is [B, V] is
+    written in place.
 
     Args:
-        logits: [B, V] float32, -inf for what may not come.
-        noise: [B, V] float32, added to the logits over the temperature; of no effect at temperature 0.
-        top_p: float32 scalar.
-        top_k: int32 scalar.
-        temperature: float32 scalar.
+        rules: a `fla_jax.generation.sampling.Rules`.
+        logits: [B, V] float32.
+        seen: [B, V] booleans, the tokens that have occurred.
+        count: [B, V] float32, how often; 0 where they have not.
+        keys: [B, 2] uint32, Threefry keys.
         undefined: instead of a token where there is no finite largest logit, or NaN.
+
+    Returns:
+        ``(tokens [B] int32, seen, count)``.
     """
-    (B, V), one = logits.shape, lambda x, dtype: jnp.asarray(x, dtype).reshape(1)
+    (B, V), one = logits.shape, lambda x: jnp.asarray(x).reshape(1)
     part = min(_PART, 1 << (V - 1).bit_length())
-    parts, many = -(-V // part), B > FEW
-    rules = dict(top_p_=one(top_p, jnp.float32), top_k_=one(top_k, jnp.int32))
-    inputs = dict(x_=logits, noise_=noise, temperature_=one(temperature, jnp.float32))
-    found = jax.ShapeDtypeStruct((B, parts), jnp.float32)
+    parts = -(-V // part)
+    of_parts = jax.ShapeDtypeStruct((B, parts), jnp.float32)
+    numbers = jax.ShapeDtypeStruct((B, parts), jnp.int32)
+    sizes = dict(V=V, P=parts, BV=part)
+    padded = 1 << (parts - 1).bit_length()
     surveyed = launch(
         survey_kernel,
-        inputs,
         dict(
-            high_=found,
-            mass_=found,
-            best_=found,
-            found_=found,
-            place_=jax.ShapeDtypeStruct((B, parts), jnp.int32),
+            logits_=logits,
+            seen_=seen,
+            count_=count,
+            banned_=jnp.asarray(rules.banned),
+            presence_=one(rules.presence_penalty),
+            frequency_=one(rules.frequency_penalty),
+            decay_=one(rules.penalty_decay),
+        ),
+        dict(
+            x_=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
+            decayed_=jax.ShapeDtypeStruct(count.shape, count.dtype),
+            high_=of_parts,
+            mass_=of_parts,
+            roots_=of_parts,
+        ),
+        aliases={"logits_": "x_", "count_": "decayed_"},
+        grid=(parts, B),
+        num_warps=4,
+        num_stages=1,
+        **sizes,
+    )
+    x, count, roots = (surveyed.pop(name) for name in ("x_", "decayed_", "roots_"))
+    inputs = surveyed | dict(
+        keys_=jax.lax.bitcast_convert_type(keys, jnp.int32),
+        top_p_=one(rules.top_p),
+        temperature_=one(rules.temperature),
+    )
+    drawn = launch(
+        draw_kernel,
+        inputs | dict(x_=x, roots_=roots),
+        dict(
+            kept_=jax.ShapeDtypeStruct((B, parts * part), jnp.float32),
+            token_=jax.ShapeDtypeStruct((B, parts * part), jnp.int32),
+            number_=numbers,
+            best_=of_parts,
+            found_=of_parts,
+            place_=numbers,
         ),
         grid=(parts, B),
         num_warps=4,
         num_stages=1,
-        V=V,
-        P=parts,
-        BV=part,
+        BP=padded,
+        BK=min(256, part),
+        **sizes,
     )
     made = launch(
         choose_kernel,
-        inputs | rules | surveyed,
-        dict(token_=jax.ShapeDtypeStruct((B,), jnp.int32)),
+        inputs
+        | drawn
+        | dict(uncounted_=jnp.asarray(rules.uncounted), top_k_=one(rules.top_k), seen_=seen, count_=count),
+        dict(
+            chosen_=jax.ShapeDtypeStruct((B,), jnp.int32),
+            new_seen_=jax.ShapeDtypeStruct(seen.shape, seen.dtype),
+            new_count_=jax.ShapeDtypeStruct(count.shape, count.dtype),
+        ),
+        aliases={"seen_": "new_seen_", "count_": "new_count_"},
         grid=(B,),
-        num_warps=8 if many else 16,
-        num_stages=1 if many else 2,
-        V=V,
-        P=parts,
-        BP=1 << (parts - 1).bit_length(),
-        BV=part if many else min(8192, 1 << (V - 1).bit_length()),
-        STAGES=1 if many else 2,
-        SKIP=many,
+        num_warps=8,
+        num_stages=1,
+        BP=padded,
+        BK=max(1, min(part, 4096 // padded)),
         UNDEFINED=undefined,
+        **sizes,
     )
-    return made["token_"]
+    return made["chosen_"], made["new_seen_"], made["new_count_"]

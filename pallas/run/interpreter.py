@@ -19,6 +19,7 @@ import numpy as np
 # the interpreter patches triton.language while it runs; several devices call at once
 _LOCK = threading.Lock()
 _TRITON_NAMES = {
+    np.dtype(bool): "i1",
     np.dtype(np.float32): "fp32",
     np.dtype(np.float16): "fp16",
     np.dtype(np.float64): "fp64",

@@ -31,7 +31,7 @@ from fla_jax.generation.steps import FastStep  # noqa: E402
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM  # noqa: E402
 from fla_jax.pallas.run import triton  # noqa: E402
 
-resources.POINTERS.setdefault("int8", "*i8")
+resources.POINTERS.update(int8="*i8", bool="*i1")
 MODELS = {6: (RWKV6Config, RWKV6ForCausalLM), 7: (RWKV7Config, RWKV7ForCausalLM)}
 
 
@@ -62,7 +62,7 @@ def choose(batch: int, logits: jax.Array) -> jax.Array:
     """Chooses tokens from logits [B, V]."""
     keys = jax.random.split(jax.random.key(0), batch)
     rules, none = Sampling().arrays(logits.shape[1]), Occurrences.none(*logits.shape)
-    return sample(rules, logits, none, keys, "triton")
+    return sample(rules, logits, none, keys, "triton")[0]
 
 
 def record(case: Case) -> list[resources.Launch]:

@@ -72,14 +72,15 @@ def test_without_sorting(name, part, monkeypatch):
     logits[4, 2] = np.nan
     logits[5, 2] = np.inf
     logits[6] = -np.inf
-    occurrences = Occurrences(
-        jnp.array(rng.random((64, V)) < 0.3), jnp.array(rng.random((64, V)), jnp.float32)
-    )
+    seen = rng.random((64, V)) < 0.3
+    occurrences = Occurrences(jnp.array(seen), jnp.array(seen * rng.random((64, V)), jnp.float32))
     keys = jax.random.split(jax.random.key(0), 64)
     arguments = rules, jnp.array(logits), occurrences, keys
-    want = sample(*arguments, implementation="xla")
-    got = sample(*arguments, implementation="triton")
+    want, after = sample(*arguments, implementation="xla")
+    got, occurrences = sample(*arguments, implementation="triton")
     np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(occurrences.seen, after.seen)
+    np.testing.assert_allclose(occurrences.count, after.count, rtol=1e-6)
     assert (np.asarray(got[4:7]) == sampling.UNDEFINED).all()
 
 
@@ -110,7 +111,7 @@ def test_draws_follow_the_probabilities():
     settings, n = SETTINGS["both"], 4000
     logits = steps(3)[0][0]
     keys = jax.random.split(jax.random.key(0), n)
-    tokens = sample(
+    tokens, _ = sample(
         settings.arrays(V),
         jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, V)),
         Occurrences.none(n, V),
@@ -126,7 +127,7 @@ def draws(rules, logits, n):
     """[n] draws from one row of logits."""
     keys = jax.random.split(jax.random.key(1), n)
     rows = jnp.broadcast_to(logits, (n, logits.shape[-1]))
-    return sample(rules, rows, Occurrences.none(n, logits.shape[-1]), keys)
+    return sample(rules, rows, Occurrences.none(n, logits.shape[-1]), keys)[0]
 
 
 # tokens 10, 3, 0 and 7 lead
@@ -166,7 +167,7 @@ def test_no_penalty_lets_a_token_in(penalty, temperature):
     rules, seen = settings.arrays(V), jnp.arange(V)[None] > 0
     occurrences = Occurrences(jnp.broadcast_to(seen, (200, V)), jnp.broadcast_to(200.0 * seen, (200, V)))
     logits = jnp.broadcast_to(LOGITS, (200, V))
-    tokens = sample(rules, logits, occurrences, jax.random.split(jax.random.key(0), 200))
+    tokens, _ = sample(rules, logits, occurrences, jax.random.split(jax.random.key(0), 200))
     assert tokens.min() >= 0 and not {0, 3} & set(tokens.tolist())
 
 
@@ -177,10 +178,10 @@ def test_logits_to_choose_nothing_from():
     keys = jax.random.split(jax.random.key(0), 5)
     for temperature in (0.0, 1e38):
         settings = Sampling(temperature=temperature, top_k=1)
-        tokens = sample(settings.arrays(V), rows, Occurrences.none(5, V), keys)
+        tokens, _ = sample(settings.arrays(V), rows, Occurrences.none(5, V), keys)
         assert tokens.tolist() == [10, sampling.UNDEFINED, sampling.UNDEFINED, sampling.UNDEFINED, 3]
         nan_is_banned = dataclasses.replace(settings, banned=(4,)).arrays(V)
-        tokens = sample(nan_is_banned, rows, Occurrences.none(5, V), keys)
+        tokens, _ = sample(nan_is_banned, rows, Occurrences.none(5, V), keys)
         assert tokens.tolist() == [10, 10, 10, sampling.UNDEFINED, 3]
 
 
