@@ -185,7 +185,7 @@ def choose(
         ``(tokens [B] int32, seen, count)``.
     """
     (B, V), one = logits.shape, lambda x: jnp.asarray(x).reshape(1)
-    part = min(_PART, 1 << (V - 1).bit_length())
+    part = min(_PART, max(4, 1 << (V - 1).bit_length()))
     parts = -(-V // part)
     of_parts = jax.ShapeDtypeStruct((B, parts), jnp.float32)
     numbers = jax.ShapeDtypeStruct((B, parts), jnp.int32)
@@ -216,17 +216,18 @@ def choose(
         **sizes,
     )
     x, count, roots = (surveyed.pop(name) for name in ("x_", "decayed_", "roots_"))
-    inputs = surveyed | dict(
-        keys_=jax.lax.bitcast_convert_type(keys, jnp.int32),
-        top_p_=one(rules.top_p),
-        temperature_=one(rules.temperature),
-    )
+    surveyed |= dict(x_=x, top_p_=one(rules.top_p))
     drawn = launch(
         draw_kernel,
-        inputs | dict(x_=x, roots_=roots),
+        surveyed
+        | dict(
+            roots_=roots,
+            keys_=jax.lax.bitcast_convert_type(keys, jnp.int32),
+            temperature_=one(rules.temperature),
+        ),
         dict(
-            kept_=jax.ShapeDtypeStruct((B, parts * part), jnp.float32),
-            token_=jax.ShapeDtypeStruct((B, parts * part), jnp.int32),
+            token_=jax.ShapeDtypeStruct((B, V), jnp.int32),
+            score_=jax.ShapeDtypeStruct((B, V), jnp.float32),
             number_=numbers,
             best_=of_parts,
             found_=of_parts,
@@ -241,9 +242,14 @@ def choose(
     )
     made = launch(
         choose_kernel,
-        inputs
+        surveyed
         | drawn
-        | dict(uncounted_=jnp.asarray(rules.uncounted), top_k_=one(rules.top_k), seen_=seen, count_=count),
+        | dict(
+            top_k_=one(rules.top_k),
+            uncounted_=jnp.asarray(rules.uncounted),
+            seen_=seen,
+            count_=count,
+        ),
         dict(
             chosen_=jax.ShapeDtypeStruct((B,), jnp.int32),
             new_seen_=jax.ShapeDtypeStruct(seen.shape, seen.dtype),
@@ -254,7 +260,7 @@ def choose(
         num_warps=8,
         num_stages=1,
         BP=padded,
-        BK=max(1, min(part, 4096 // padded)),
+        BK=max(1, min(part, 2048 // padded)),
         UNDEFINED=undefined,
         **sizes,
     )

@@ -40,7 +40,7 @@ def test_nothing_is_spilled(options):
 
 
 def test_kernels_of_a_layer():
-    """Five for RWKV-7 and seven for RWKV-6 with few rows, one for the head, three to choose; of two layers."""
+    """Five for RWKV-7 and seven for RWKV-6 with few rows, one for the head, three to choose; two layers."""
     launches = found()["launches"]
     assert launches["7 2048 1"] == 2 * 5 + 4 and launches["6 2048 1"] == 2 * 7 + 1
     assert launches["7 2048 32"] == 2 * 4 + 3  # mixes by themselves; what reads one of them is the library's
