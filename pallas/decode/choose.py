@@ -87,7 +87,7 @@ def scores(x, noise, highest, temperature):
 @triton.jit
 def survey_kernel(
     logits_, seen_, count_, banned_, presence_, frequency_, decay_,
-    x_, decayed_, high_, mass_, roots_,
+    high_, mass_, roots_, x_, decayed_,
     V: tl.constexpr, P: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Grid (P parts of BV tokens, rows). ``logits_`` become x, with penalties, -inf for what may not come,
@@ -110,7 +110,7 @@ def survey_kernel(
     tl.store(logits_ + start + tokens, x, mask=seen | banned)
     tl.store(count_ + start + tokens, count * tl.load(decay_), mask=seen)
     high = largest_of(x)
-    root = tl.exp(0.5 * (x - tl.where(high > -float("inf"), high, 0.0)))
+    root = tl.exp2(0.7213475204444817 * (x - tl.where(high > -float("inf"), high, 0.0)))  # e^((x - high) / 2)
     tl.store(high_ + here, high)
     tl.store(mass_ + here, sum_of(root * root))
     tl.store(roots_ + here, sum_of(root))

@@ -203,11 +203,11 @@ def choose(
             decay_=one(rules.penalty_decay),
         ),
         dict(
-            x_=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-            decayed_=jax.ShapeDtypeStruct(count.shape, count.dtype),
             high_=of_parts,
             mass_=of_parts,
             roots_=of_parts,
+            x_=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
+            decayed_=jax.ShapeDtypeStruct(count.shape, count.dtype),
         ),
         aliases={"logits_": "x_", "count_": "decayed_"},
         grid=(parts, B),
@@ -237,7 +237,7 @@ def choose(
         num_warps=4,
         num_stages=1,
         BP=padded,
-        BK=min(256, part),
+        BK=min(128, part),
         **sizes,
     )
     made = launch(

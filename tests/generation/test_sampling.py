@@ -14,6 +14,7 @@ import pytest
 from sampling_reference import reference
 
 from fla_jax.generation import sampling
+from fla_jax.generation.loop import row_keys
 from fla_jax.generation.sampling import Occurrences, Sampling, sample
 from fla_jax.pallas.run import triton as run_triton
 
@@ -51,6 +52,14 @@ def test_equals_the_rules(name):
 EXTREMES = {"freezing": Sampling(temperature=1e-38), "boiling": Sampling(temperature=1e38, banned=(3,))}
 
 
+def interpreted():
+    """The launcher of kernels, where Triton's interpreter is on."""
+    launcher = pytest.importorskip("fla_jax.pallas.decode.launcher")
+    if not run_triton.INTERPRET:
+        pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
+    return launcher
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("part", [16, 4])
 @pytest.mark.parametrize("name", [*SETTINGS, *EXTREMES])
@@ -58,23 +67,19 @@ def test_without_sorting(name, part, monkeypatch):
     """The kernels, in Triton's interpreter, choose the tokens that sorting does: many draws, rows with ties,
     with infinities, and with nothing to choose from; the vocabulary in one part and in four.
     """
-    pytest.importorskip("triton")
-    if not run_triton.INTERPRET:
-        pytest.skip("Triton's interpreter is off")
-    from fla_jax.pallas.decode import launcher
-
+    launcher = interpreted()
     monkeypatch.setattr(launcher, "_PART", part)
     rules, rng = (SETTINGS | EXTREMES)[name].arrays(V), np.random.default_rng(1)
-    logits = (2 * rng.normal(size=(64, V))).astype(np.float32)
+    logits = (2 * rng.normal(size=(16, V))).astype(np.float32)
     logits[1] = 0  # all tie
     logits[2, 3:] = -np.inf
     logits[3] = 50 * logits[3]
     logits[4, 2] = np.nan
     logits[5, 2] = np.inf
     logits[6] = -np.inf
-    seen = rng.random((64, V)) < 0.3
-    occurrences = Occurrences(jnp.array(seen), jnp.array(seen * rng.random((64, V)), jnp.float32))
-    keys = jax.random.split(jax.random.key(0), 64)
+    seen = rng.random((16, V)) < 0.3
+    occurrences = Occurrences(jnp.array(seen), jnp.array(seen * rng.random((16, V)), jnp.float32))
+    keys = jax.random.split(jax.random.key(0), 16)
     arguments = rules, jnp.array(logits), occurrences, keys
     want, after = sample(*arguments, implementation="xla")
     got, occurrences = sample(*arguments, implementation="triton")
@@ -82,6 +87,30 @@ def test_without_sorting(name, part, monkeypatch):
     np.testing.assert_array_equal(occurrences.seen, after.seen)
     np.testing.assert_allclose(occurrences.count, after.count, rtol=1e-6)
     assert (np.asarray(got[4:7]) == sampling.UNDEFINED).all()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "name, spread",
+    [("defaults", 0.5), ("defaults", 3), ("defaults", 12), ("plain", 3), ("both", 3), ("greedy", 3)],
+)
+def test_lists_of_what_is_probable_enough(name, spread, monkeypatch):
+    """Distributions from nearly flat to nearly certain, over parts of which the last is not full. A row alone
+    gets the same token.
+    """
+    monkeypatch.setattr(interpreted(), "_PART", 256)
+    rules, rng = SETTINGS[name].arrays(1000), np.random.default_rng(2)
+    logits = jnp.array(spread * rng.normal(size=(6, 1000)), jnp.float32)
+    occurrences = Occurrences.none(6, 1000)
+    for i in range(2):  # tokens that have been chosen are less probable then
+        keys = jax.random.split(jax.random.key(i), 6)
+        alone = [x[:1] for x in (logits, occurrences.seen, occurrences.count)]
+        one, _ = sample(rules, alone[0], Occurrences(*alone[1:]), keys[:1], "triton")
+        want, after = sample(rules, logits, occurrences, keys)
+        got, occurrences = sample(rules, logits, occurrences, keys, "triton")
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(one, got[:1])
+        jax.tree.map(np.testing.assert_array_equal, occurrences, after)
 
 
 def test_equals_pipeline(monkeypatch):
@@ -120,6 +149,18 @@ def test_draws_follow_the_probabilities():
     want = reference(settings, [(logits, 0)])[0]
     got = np.bincount(tokens, minlength=V) / n
     assert (np.abs(got - want) <= 5 * np.sqrt(want * (1 - want) / n)).all(), (got, want)
+
+
+def test_a_seed_means_the_same_whatever_is_configured():
+    def tokens():
+        rules, rows = SETTINGS["plain"].arrays(V), jnp.zeros((64, V))
+        return sample(rules, rows, Occurrences.none(64, V), row_keys(range(64)))[0]
+
+    want = tokens()
+    with jax.threefry_partitionable(False):
+        np.testing.assert_array_equal(tokens(), want)
+    with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(tokens(), want)
 
 
 @functools.partial(jax.jit, static_argnums=2)
