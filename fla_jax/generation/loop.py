@@ -109,7 +109,9 @@ def decode(
             step=new,
             done=over | (new >= carry.limit),
         )
-        return i + 1, carry, out.at[i].set(jnp.where(over & (tokens != UNDEFINED), -1, tokens))
+        tokens = jnp.where(over & (tokens != UNDEFINED), -1, tokens)
+        # i is one of its rows: at[i].set would look whether it is, in a kernel of its own
+        return i + 1, carry, jax.lax.dynamic_update_index_in_dim(out, tokens, i, 0)
 
     # all at once: for one token these are many kernels that do next to nothing
     numbers = carry.step + jnp.arange(rows, dtype=jnp.int32)[:, None]

@@ -119,12 +119,12 @@ def survey_kernel(
 @triton.jit
 def draw_kernel(
     x_, keys_, top_p_, temperature_, high_, mass_, roots_,
-    token_, score_, number_, best_, found_, place_,
+    token_, kept_, score_, number_, best_, found_, place_,
     V: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Grid (P parts, rows). Of each part, [B, P]: the ``number_`` of tokens that may be probable enough,
     ``best_`` the best score, ``place_`` its first token, ``found_`` the x of that. Lists of those tokens,
-    which begin where the part does in [B, V]: ``token_``, and ``score_`` with their scores.
+    which begin where the part does in [B, V]: ``token_``, ``kept_`` with their x, ``score_``.
     """
     EVEN: tl.constexpr = V % BV == 0
     # what the survey has read last is still in the cache
@@ -152,6 +152,7 @@ def draw_kernel(
         at = (tl.cumsum(column, 0) - column)[None, :] + tl.cumsum(keep.to(tl.int32), 0) - 1
         number = tl.sum(column, 0)
         token_ += start + part * BV
+        kept_ += start + part * BV
         score_ += start + part * BV
         tl.store(token_ + at, tokens, mask=keep)
         tl.debug_barrier()  # threads read what others have written
@@ -160,6 +161,7 @@ def draw_kernel(
             token = tl.load(token_ + lane, mask=lane < number, other=V)
             kept = tl.load(x_ + start + token, mask=lane < number, other=none)
             score = scores(kept, gumbel(keys_, row, token), largest, temperature)
+            tl.store(kept_ + lane, kept, mask=lane < number)
             tl.store(score_ + lane, score, mask=lane < number)
             better = (score > best_of) | ((score == best_of) & (token < place))
             best_of, best_x = tl.where(better, score, best_of), tl.where(better, kept, best_x)
@@ -174,7 +176,7 @@ def draw_kernel(
 
 @triton.jit
 def choose_kernel(
-    x_, token_, score_, number_, best_, found_, place_, high_, mass_, top_p_, top_k_, uncounted_,
+    token_, kept_, score_, number_, best_, found_, place_, high_, mass_, top_p_, top_k_, uncounted_,
     seen_, count_,
     chosen_, new_seen_, new_count_,
     V: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
@@ -186,10 +188,10 @@ def choose_kernel(
     row = tl.program_id(0)
     none, part, start = -float("inf"), tl.arange(0, BP), row.to(tl.int64) * V
     lists = start + part[:, None] * BV
-    there, part = part < P, row * P + part
-    high, mass = tl.load(high_ + part, there, other=none), tl.load(mass_ + part, there, other=0.0)
-    best, places = tl.load(best_ + part, there, other=none), tl.load(place_ + part, there, other=V)
-    found_x, numbers = tl.load(found_ + part, there, other=none), tl.load(number_ + part, there, other=0)
+    known, part = part < P, row * P + part
+    high, mass = tl.load(high_ + part, known, other=none), tl.load(mass_ + part, known, other=0.0)
+    best, places = tl.load(best_ + part, known, other=none), tl.load(place_ + part, known, other=V)
+    found_x, numbers = tl.load(found_ + part, known, other=none), tl.load(number_ + part, known, other=0)
     top_p, top_k = tl.load(top_p_), tl.load(top_k_)
     largest, longest = tl.max(high, 0), tl.max(numbers, 0)
     total = tl.sum(tl.where(high > none, tl.exp(high - largest), 0.0) * mass, 0)
@@ -201,8 +203,7 @@ def choose_kernel(
         above, number = tl.zeros((BP, BK), tl.float32), tl.zeros((BP, BK), tl.int32)
         for i in range(0, longest, BK):
             lane = i + tl.arange(0, BK)[None, :]
-            token = tl.load(token_ + lists + lane, mask=lane < numbers[:, None], other=V)
-            x = tl.load(x_ + start + token, mask=token < V, other=none)
+            x = tl.load(kept_ + lists + lane, mask=lane < numbers[:, None], other=none)
             above += tl.where(x > found, tl.exp(x - largest), 0.0)
             number += (x > found).to(tl.int32)
         before = sum_of(number)
@@ -216,9 +217,10 @@ def choose_kernel(
             place = tl.full((BP, BK), V, tl.int32)
             for i in range(0, longest, BK):
                 lane = i + tl.arange(0, BK)[None, :]
-                token = tl.load(token_ + lists + lane, mask=lane < numbers[:, None], other=V)
-                score = tl.load(score_ + lists + lane, mask=lane < numbers[:, None], other=none)
-                x = tl.load(x_ + start + token, mask=token < V, other=none)
+                there = lane < numbers[:, None]
+                x = tl.load(kept_ + lists + lane, mask=there, other=none)
+                score = tl.load(score_ + lists + lane, mask=there, other=none)
+                token = tl.load(token_ + lists + lane, mask=there, other=V)
                 better = (x > bound) & ((score > best_of) | ((score == best_of) & (token < place)))
                 best_of, best_x = tl.where(better, score, best_of), tl.where(better, x, best_x)
                 place = tl.where(better, token, place)

@@ -189,7 +189,7 @@ def choose(
     parts = -(-V // part)
     of_parts = jax.ShapeDtypeStruct((B, parts), jnp.float32)
     numbers = jax.ShapeDtypeStruct((B, parts), jnp.int32)
-    sizes = dict(V=V, P=parts, BV=part)
+    sizes: dict[str, Any] = dict(V=V, P=parts, BV=part)
     padded = 1 << (parts - 1).bit_length()
     surveyed = launch(
         survey_kernel,
@@ -216,17 +216,19 @@ def choose(
         **sizes,
     )
     x, count, roots = (surveyed.pop(name) for name in ("x_", "decayed_", "roots_"))
-    surveyed |= dict(x_=x, top_p_=one(rules.top_p))
+    surveyed |= dict(top_p_=one(rules.top_p))
     drawn = launch(
         draw_kernel,
         surveyed
         | dict(
+            x_=x,
             roots_=roots,
             keys_=jax.lax.bitcast_convert_type(keys, jnp.int32),
             temperature_=one(rules.temperature),
         ),
         dict(
             token_=jax.ShapeDtypeStruct((B, V), jnp.int32),
+            kept_=jax.ShapeDtypeStruct((B, V), jnp.float32),
             score_=jax.ShapeDtypeStruct((B, V), jnp.float32),
             number_=numbers,
             best_=of_parts,

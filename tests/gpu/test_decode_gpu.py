@@ -113,17 +113,33 @@ def test_options(options, rows):
     assert small.error(a, b) < 3e-2
 
 
-def test_choice_without_sorting():
-    """65536 tokens, 64 rows: the tokens that sorting gives."""
-    V, rng = 65536, np.random.default_rng(0)
+@pytest.mark.parametrize("V", [65536, 50277])
+def test_choice_without_sorting(V):
+    """64 rows: the tokens that sorting gives, and what has occurred with them; one row alone gets its own."""
+    rng = np.random.default_rng(0)
     logits = jnp.asarray(3 * rng.normal(size=(64, V)), jnp.float32)
-    none, keys = sampling.Occurrences.none(64, V), jax.random.split(jax.random.key(0), 64)
-    for settings in (Sampling(), Sampling(top_k=50, temperature=2.0), Sampling(top_p=0.1), GREEDY):
+    seen = rng.random((64, V)) < 0.01
+    before = sampling.Occurrences(jnp.asarray(seen), jnp.asarray(seen * rng.random((64, V)), jnp.float32))
+    first = sampling.Occurrences(before.seen[:1], before.count[:1])
+    keys = jax.random.split(jax.random.key(0), 64)
+    every, banned = Sampling(top_p=1.0), tuple(range(0, V, 2))
+    for settings in (
+        Sampling(),
+        Sampling(top_k=50, temperature=2.0),
+        Sampling(top_p=0.1, banned=banned),
+        every,
+        GREEDY,
+    ):
         sample = jax.jit(sampling.sample, static_argnums=4)
         rules = settings.arrays(V)
-        want, got = (np.asarray(sample(rules, logits, none, keys, name)[0]) for name in ("xla", "triton"))
-        # a sum of probabilities may meet top-p to rounding
-        assert (want != got).sum() <= 1
+        want, after = sample(rules, logits, before, keys, "xla")
+        got, occurrences = sample(rules, logits, before, keys, "triton")
+        same = np.asarray(want == got)
+        assert (~same).sum() <= 1  # a sum of probabilities may meet top-p to rounding
+        np.testing.assert_array_equal(occurrences.seen[same], after.seen[same])
+        np.testing.assert_allclose(occurrences.count[same], after.count[same], rtol=1e-6)
+        np.testing.assert_array_equal(sample(rules, logits, before, keys, "triton")[0], got)
+        np.testing.assert_array_equal(sample(rules, logits[:1], first, keys[:1], "triton")[0], got[:1])
 
 
 def test_the_state_is_never_copied():
