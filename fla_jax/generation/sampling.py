@@ -140,7 +140,9 @@ class Rules(struct.PyTreeNode):
 
 
 class Occurrences(struct.PyTreeNode):
-    """What was generated so far, [B, V] each: whether a token occurred at all, and its decayed count."""
+    """What was generated so far, [B, V] each: whether a token occurred at all, and its decayed count, which
+    is 0 for those that did not.
+    """
 
     seen: jax.Array
     count: jax.Array
