@@ -71,7 +71,9 @@ class FastStep:
             x, state, before, made = layer(pieces, p, x, state, before, i, rows, first)
             first = made if first is None else first
         logits, _ = pieces.project(weights.head, x, norm=weights.norm)
-        return logits, state.replace(ffn_shift=state.ffn_shift.at[-1].set(before))
+        # apart from the kernels that made them: XLA's fusion of slices with calls makes a cycle of them
+        shifts, before = jax.lax.optimization_barrier((state.ffn_shift, before))
+        return logits, state.replace(ffn_shift=shifts.at[-1].set(before))
 
     def _layer7(
         self, pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, alive: Any, first: Any
