@@ -11,6 +11,7 @@ Calls of other kernels than ours go the way that jax-triton has for them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,14 @@ from jax_triton import triton_lib
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.runtime.cache import get_cache_manager
 
-RECORDED = "triton_kernel_call_ffi"
 _FILE = "jax-triton-call"
 
 
-def lowered(ctx: Any, *arrays: Any, **parameters: Any) -> Any:
-    """jax-triton's rule for calling a kernel on NVIDIA GPUs, with ours kept and recorded."""
-    if parameters["custom_call_target_name"] != RECORDED:
+def lowered(recorded: str, ctx: Any, *arrays: Any, **parameters: Any) -> Any:
+    """jax-triton's rule for calling a kernel on NVIDIA GPUs, with those kept and recorded that are called by
+    the name ``recorded``.
+    """
+    if parameters["custom_call_target_name"] != recorded:
         return _theirs(ctx, *arrays, **parameters)
     key = _key(ctx, parameters)
     call = _kept(key)
@@ -41,7 +43,7 @@ def lowered(ctx: Any, *arrays: Any, **parameters: Any) -> Any:
         operation.operation.erase()
         _keep(key, call)
     aliases = dict(parameters["input_output_aliases"])
-    rule = jax.ffi.ffi_lowering(RECORDED, api_version=4, operand_output_aliases=aliases)
+    rule = jax.ffi.ffi_lowering(recorded, api_version=4, operand_output_aliases=aliases)
     return rule(ctx, *arrays, opaque=call)
 
 
@@ -75,6 +77,7 @@ def _keep(key: str, call: bytes) -> None:
         get_cache_manager(key).put(call, _FILE, binary=True)
 
 
-def install() -> None:
-    """Makes `lowered` the rule."""
-    mlir.register_lowering(triton_lib.triton_kernel_call_p, lowered, platform="cuda")
+def install(recorded: str) -> None:
+    """Makes `lowered` the rule, for calls by that name."""
+    rule = functools.partial(lowered, recorded)
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, rule, platform="cuda")

@@ -20,6 +20,7 @@ import jax
 from ...core.call import Call
 from ...core.gpu import Mendable, gpu_missing, lowering_target, unfit_inputs
 
+RECORDED = "triton_kernel_call_ffi"  # the name of calls that XLA puts into CUDA graphs
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -43,7 +44,7 @@ def _jax_triton():
     if old:
         from . import lowering
 
-        lowering.install()
+        lowering.install(RECORDED)
     return jax_triton, old
 
 
@@ -133,8 +134,6 @@ def _call(
     if old:
         # it counts arrays only
         arrays_only = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}
-        from .lowering import RECORDED
-
         options |= {"custom_call_target_name": RECORDED, "input_output_aliases": arrays_only}
         return jax_triton.triton_call(*inputs, kernel=kernel, out_shape=out, **options)
     # 0.4 binds arrays to parameters in the order operands, results: a result without a parameter must be one
