@@ -121,17 +121,27 @@ def _run_fwd(op: Any, implementation: Any, call: Call, x: Any) -> tuple[Any, Any
 
 def _run_bwd(op: Any, implementation: Any, call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
     x, kept = residuals
-    gradients = _backward(op, implementation, call, x, kept, cotangents)
+    leaves, tree = jax.tree.flatten(x)
+    gradients = tree.flatten_up_to(_backward(op, implementation, call, x, kept, cotangents))
+    gradients = _summed(gradients, leaves)
+    gradients = [None if g is None else reduce_like(g, primal) for g, primal in zip(gradients, leaves)]
+    return (jax.tree.unflatten(tree, gradients),)
 
-    def like(primal: jax.Array, gradient: jax.Array | None) -> jax.Array | None:
-        if gradient is None:
-            return None
-        if gradient.ndim > primal.ndim:  # one per row, or for each of the devices that share rows
-            more = tuple(range(gradient.ndim - primal.ndim))
-            gradient = jnp.sum(gradient, more).astype(primal.dtype)
-        return reduce_like(gradient, primal)
 
-    return (jax.tree.map(like, x, gradients),)
+def _summed(gradients: list[jax.Array | None], primals: list[jax.Array]) -> list[jax.Array | None]:
+    """Gradients with the axes of ``primals``: those with one for each row, or for each of the devices that
+    share rows, are summed. All of a shape are in one sum: one kernel, where each would be as long by itself.
+    """
+    summed, alike = list(gradients), dict[tuple[Any, ...], list[int]]()
+    for i, (gradient, primal) in enumerate(zip(gradients, primals)):
+        if gradient is not None and gradient.ndim > primal.ndim:
+            alike.setdefault((gradient.shape, gradient.dtype, primal.ndim), []).append(i)
+    for (shape, _, ndim), places in alike.items():
+        more = len(shape) - ndim
+        sums = jnp.sum(jnp.stack([gradients[i] for i in places], more), tuple(range(more)))
+        for i, one in zip(places, sums):
+            summed[i] = one.astype(primals[i].dtype)
+    return summed
 
 
 run.defvjp(_run_fwd, _run_bwd)

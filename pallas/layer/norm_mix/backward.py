@@ -15,12 +15,29 @@ from .rows import begins, channels, read, share, write
 
 
 @triton.jit
-def unit_line(x_, mean_, rstd_, at, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr):
+def statistic(mean_, rstd_, at, NORM: tl.constexpr):
+    """A token's mean, and one over its standard deviation; without ``NORM`` what changes nothing."""
+    if NORM:
+        return tl.load(mean_ + at), tl.load(rstd_ + at)
+    else:
+        return 0.0, 1.0
+
+
+@triton.jit
+def unit_line(x_, at, mean, rstd, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr):
     """A token of x with mean 0 and variance 1; without ``NORM`` as it is."""
     x = read(x_, at, C, BC)
     if NORM:
-        x = (x - tl.load(mean_ + at)) * tl.load(rstd_ + at)
+        x = (x - mean) * rstd
     return x
+
+
+@triton.jit
+def affine(unit, scale, bias_, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr):
+    """The token that `unit_line` made ``unit`` of, as the norm gives it."""
+    if NORM:
+        unit = unit * scale + read(bias_, 0, C, BC)
+    return unit
 
 
 @triton.jit
@@ -79,7 +96,9 @@ def mix_bwd_kernel(
         dmus = extended(dmus, zero)
         if HOIST:
             mus = extended(mus, read(mu_[n], 0, C, BC))
-    dscale, dbias, after = zero, zero, zero
+    dscale, dbias, after, scale = zero, zero, zero, zero
+    if NORM:
+        scale = read(scale_, 0, C, BC)
     if end < T:
         for n in tl.static_range(M):
             mu = read(mu_[n], 0, C, BC)
@@ -89,24 +108,22 @@ def mix_bwd_kernel(
         after = tl.where(begins(seg_, base, end, SEG), 0.0, after)
     else:
         after = read(dend_, row, C, BC)
-    unit = unit_line(x_, mean_, rstd_, base + end - 1, C, BC, NORM)
+    mean, rstd = statistic(mean_, rstd_, base + end - 1, NORM)
+    unit = unit_line(x_, base + end - 1, mean, rstd, C, BC, NORM)
     for i in tl.range(0, (end - start) // TOKENS, num_stages=STAGES):
         newest = end - 1 - i * TOKENS
         # loads first: the sums over channels below are barriers that no load is moved across
-        units, gs, dsums, dhs, terms = (unit,), (), (), (), ()
+        units, rstds, gs, dhs, terms = (unit,), (rstd,), (), (), ()
         for u in tl.static_range(TOKENS):
             t = newest - u
             at = base + t
-            units = extended(units, unit_line(x_, mean_, rstd_, base + tl.maximum(t - 1, 0), C, BC, NORM))
+            # a row's first token is taken for its own predecessor, which it differs from by nothing
+            before = base + tl.maximum(t - 1, 0)
+            mean, rstd = statistic(mean_, rstd_, before, NORM)
+            units = extended(units, unit_line(x_, before, mean, rstd, C, BC, NORM))
+            rstds = extended(rstds, rstd)
             for n in tl.static_range(M):
                 gs = extended(gs, read(g_[n], at, C, BC))
-            dsum = zero
-            if SUM and (WHOLE or not NORM):
-                dsum = read(dsum_, at, C, BC)
-            dsums = extended(dsums, dsum)
-        scale, bias = zero, zero
-        if NORM:
-            scale, bias = read(scale_, 0, C, BC), read(bias_, 0, C, BC)
         for u in tl.static_range(TOKENS):
             t = newest - u
             at = base + t
@@ -114,14 +131,11 @@ def mix_bwd_kernel(
             if H:
                 total += read(dnormalised_, at, C, BC)
             new = begins(seg_, base, t, SEG)
-            before, h = units[u + 1], units[u]
+            difference = units[u + 1] - units[u]
             if NORM:
-                before, h = before * scale + bias, h * scale + bias
-            before = tl.where(new | (t == 0), 0.0, before)
-            if LAST:
-                inside = channels(BC) < tl.where(t == 0, C, 0)
-                before += tl.load(last_ + (row * C + channels(BC)), mask=inside, other=0.0).to(tl.float32)
-            difference = before - h
+                difference *= scale
+            if SEG:
+                difference = tl.where(new, -affine(units[u], scale, bias_, C, BC, NORM), difference)
             grown = ()
             for n in tl.static_range(M):
                 mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
@@ -146,19 +160,34 @@ def mix_bwd_kernel(
             found = sums(terms)
         for u in tl.static_range(TOKENS):
             at = base + newest - u
-            dh = dhs[u]
+            dx = dhs[u]
             if NORM:
+                level, slope = found[2 * u] / C, found[2 * u + 1] / C
                 if WHOLE:
-                    rstd = tl.load(rstd_ + at)
-                    dh = (dh - found[2 * u] / C - units[u] * (found[2 * u + 1] / C)) * rstd
+                    dx = (dx - level - units[u] * slope) * rstds[u]
                 else:
                     place = sums_ + (at * tl.num_programs(1) + tl.program_id(1)) * 2
-                    tl.store(place, found[2 * u] / C)
-                    tl.store(place + 1, found[2 * u + 1] / C)
-            write(dx_, at, dh + dsums[u], C, BC)
-        unit = units[TOKENS]
-    if LAST and start == 0:
-        write(dlast_, row, after, C, BC)
+                    tl.store(place, level)
+                    tl.store(place + 1, slope)
+            if SUM and (WHOLE or not NORM):
+                dx += read(dsum_, at, C, BC)
+            write(dx_, at, dx, C, BC)
+        unit, rstd = units[TOKENS], rstds[TOKENS]
+    if start == 0:
+        # what a row's first token sees
+        if MOVES:
+            tl.debug_barrier()  # other threads may have written its line of dmoves, in the loop
+        difference = -affine(unit, scale, bias_, C, BC, NORM)
+        if LAST:
+            difference += read(last_, row, C, BC)
+            write(dlast_, row, after, C, BC)
+        grown = ()
+        for n in tl.static_range(M):
+            dw = read(g_[n], base, C, BC) * difference
+            if MOVES:
+                write(dmoves_, (n * B + row) * T, dw, C, BC)
+            grown = extended(grown, dmus[n] + dw)
+        dmus = grown
     line = tl.program_id(0).to(tl.int64) * (M + 2 * NORM)
     for n in tl.static_range(M):
         write(parts_, line + n, dmus[n], C, BC)
@@ -194,8 +223,8 @@ def norm_bwd_kernel(
         sums = sums_ + (at * TILES + tile) * 2
         s0 = tl.sum(tl.load(sums, mask=tile < TILES, other=0.0), 0)
         s1 = tl.sum(tl.load(sums + 1, mask=tile < TILES, other=0.0), 0)
-        unit = unit_line(x_, mean_, rstd_, at, C, BC, True)
-        dx = (read(dh_, at, C, BC) * scale - s0 - unit * s1) * tl.load(rstd_ + at)
+        mean, rstd = statistic(mean_, rstd_, at, True)
+        dx = (read(dh_, at, C, BC) * scale - s0 - unit_line(x_, at, mean, rstd, C, BC, True) * s1) * rstd
         if SUM:
             dx += read(dsum_, at, C, BC)
         write(dx_, at, dx, C, BC)
