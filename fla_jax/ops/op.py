@@ -8,6 +8,8 @@ device:
     forward(call, x) -> (outputs, kept)              `kept`: arrays by name that only its own backward reads
     backward(call, x, kept, cotangents) -> gradients     a tuple like x; None for integer arrays
     kept_axes(call) -> {name: axes}                  what `kept` holds, for opaque implementations
+    may_be_unused                                    names of results; where nothing depends on one of them its
+                                                     cotangent is None. Not needed: it is zeros then
 
 A plain implementation that has ``kept_axes`` runs on each device's own part on meshes with explicit axes,
 where JAX would want to be told the sharding of every step.

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.interpreters.ad import zeros_like_aval
 
 from ..core.call import Call
 from ..core.names import name_arrays
@@ -56,7 +58,9 @@ def _backward(op: Any, implementation: Any, call: Call, x: Any, kept: Arrays, co
     module = implementation.load()
     if not _by_device(implementation, module, call):
         return module.backward(call, x, kept, cotangents)
-    inputs, results = [axes for _, axes in op.given(x)], jax.tree.leaves(op.axes_of_results(call))
+    inputs = [axes for _, axes in op.given(x)]
+    made = op.axes_of_results(call)
+    results = jax.tree.leaves([axes for axes, one in zip(made, cotangents) if one is not None])
     kept_axes = module.kept_axes(call)
     floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in jax.tree.leaves(x)]
     arrays, tree = jax.tree.flatten((x, cotangents, tuple(kept[name] for name in kept_axes)))
@@ -112,6 +116,7 @@ def run(op: Any, implementation: Any, call: Call, x: Any) -> Any:
 
 
 def _run_fwd(op: Any, implementation: Any, call: Call, x: Any) -> tuple[Any, Any]:
+    x = custom_vjp_primal_tree_values(x)
     outputs, kept = _forward(op, implementation, call, x)
     # named inside the rule, so that a policy can keep them: see core/names.py
     names = op.output_names or (None,) * len(outputs)
@@ -121,11 +126,27 @@ def _run_fwd(op: Any, implementation: Any, call: Call, x: Any) -> tuple[Any, Any
 
 def _run_bwd(op: Any, implementation: Any, call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
     x, kept = residuals
+    cotangents = _without_zeros(implementation.load(), cotangents)
     leaves, tree = jax.tree.flatten(x)
     gradients = tree.flatten_up_to(_backward(op, implementation, call, x, kept, cotangents))
     gradients = _summed(gradients, leaves)
     gradients = [None if g is None else reduce_like(g, primal) for g, primal in zip(gradients, leaves)]
     return (jax.tree.unflatten(tree, gradients),)
+
+
+def _without_zeros(module: Any, cotangents: Any) -> Any:
+    """The cotangents of results that nothing depends on: None where the implementation's ``may_be_unused``
+    names the result, else zeros.
+    """
+
+    def is_zero(one: Any) -> bool:
+        return isinstance(one, SymbolicZero)
+
+    def array(one: Any) -> Any:
+        return zeros_like_aval(one.aval) if is_zero(one) else one
+
+    unused = {name for name in getattr(module, "may_be_unused", ()) if is_zero(getattr(cotangents, name))}
+    return jax.tree.map(array, cotangents._replace(**dict.fromkeys(unused)), is_leaf=is_zero)
 
 
 def _summed(gradients: list[jax.Array | None], primals: list[jax.Array]) -> list[jax.Array | None]:
@@ -144,4 +165,4 @@ def _summed(gradients: list[jax.Array | None], primals: list[jax.Array]) -> list
     return summed
 
 
-run.defvjp(_run_fwd, _run_bwd)
+run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)

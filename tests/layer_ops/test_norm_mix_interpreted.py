@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import chex
 import jax
+import jax.numpy as jnp
 import pytest
 from layer_ops import norm_mix_cases as cases
 from layer_ops.norm_mix_cases import CASES, Case
@@ -79,6 +81,27 @@ def test_without_a_gradient_no_statistics_are_kept():
     kept = f"f32[{case.B},{case.T}]"
     assert kept not in str(jax.make_jaxpr(f)(arrays))
     assert kept in str(jax.make_jaxpr(lambda arrays: jax.vjp(f, arrays)[0])(arrays))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("used", ["mixed", "x"])
+def test_no_cotangent_is_read_of_a_sum_that_nothing_depends_on(used, monkeypatch):
+    read = []
+
+    def launch(kernel, *args, **options):
+        read.append(options.get("SUM"))
+        return run.launch(kernel, *args, **options)
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    arrays, _ = cases.build(Case(M=1, y=False))
+
+    def loss(arrays, implementation):
+        made = norm_shift_mix(**arrays, implementation=implementation)
+        return sum(jnp.sum(jnp.square(one)) for one in jax.tree.leaves(getattr(made, used)))
+
+    got, want = (jax.grad(loss)(arrays, implementation) for implementation in ("triton", "xla"))
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-4)
+    assert read == [None, used == "x"]  # forward, backward
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 mode for nothing.
 """
 
+import types
+from typing import Any, NamedTuple
+
 import chex
 import fake_devices
 import jax
@@ -11,7 +14,7 @@ import pytest
 import toy_op as toy
 
 import fla_jax
-from fla_jax.ops import Implementation
+from fla_jax.ops import Implementation, Op
 
 X = jax.random.normal(jax.random.key(0), (3, 4, 5))
 SCALE = jnp.linspace(0.5, 2, 5)
@@ -43,6 +46,56 @@ def test_vmap(implementation, mapped):
 
     got, expected = (jax.vmap(jax.value_and_grad(f, (0, 1)), mapped)(*args) for f in (loss, plain))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, expected)
+
+
+class Both(NamedTuple):
+    """Sums over the tokens so far, and over all of them."""
+
+    y: Any  # [B, T, C]
+    total: Any  # [B, C]
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("used", ["y", "total", "both"])
+def test_results_that_nothing_depends_on(opaque, used):
+    """An implementation that can do without a cotangent gets none; else it gets zeros."""
+    seen = []
+
+    def forward(call, x):
+        made, _ = toy.forward(call, x)
+        return Both(made.y, made.y[:, -1]), {}
+
+    def backward(call, x, kept, cotangents):
+        seen.append(cotangents)
+        dy = cotangents.y if cotangents.total is None else cotangents.y.at[:, -1].add(cotangents.total)
+        return toy.backward(call, x, kept, toy.Outputs(dy))
+
+    module = types.SimpleNamespace(
+        forward=forward, backward=backward, kept_axes=toy.kept_axes, may_be_unused=("total",)
+    )
+    op = Op(
+        "two_sums",
+        toy.Inputs,
+        Both,
+        toy.OP.axes | {"total": "b c"},
+        [Implementation("one", lambda: module, opaque=opaque)],
+    )
+
+    def weighed(made):
+        values = {"y": jnp.sum(made.y**2), "total": jnp.sum(made.total**3)}
+        return values["y"] + values["total"] if used == "both" else values[used]
+
+    def by_op(x, scale):
+        return weighed(op(toy.Inputs(x, scale), None))
+
+    def plain(x, scale):
+        y = jnp.cumsum(x * scale, 1)
+        return weighed(Both(y, y[:, -1]))
+
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(X, SCALE) for f in (by_op, plain))
+    chex.assert_trees_all_close(got, want, rtol=1e-5)
+    assert [one.total is None for one in seen] == [used == "y"]
+    assert seen[0].y is not None
 
 
 def test_rematerialisation_keeps_what_the_forward_made():

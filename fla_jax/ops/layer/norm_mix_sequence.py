@@ -35,6 +35,11 @@ class OverSequence:
         """See `fla_jax.ops.op`."""
         return self.module.kept_axes(call)
 
+    @property
+    def may_be_unused(self) -> tuple[str, ...]:
+        """See `fla_jax.ops.op`."""
+        return getattr(self.module, "may_be_unused", ())
+
     def forward(self, call: Call[Mix], x: MixInputs) -> tuple[Mixed, Kept]:
         """See `fla_jax.ops.op`."""
         part = part_of(call, x.segment_ids)

@@ -20,6 +20,7 @@ from ...run.triton import launch
 from .backward import mix_bwd_kernel, norm_bwd_kernel
 from .forward import mix_fwd_kernel, statistics_kernel
 
+may_be_unused = ("x", "normalised")  # layers that end a residual stream, or begin one, use no sum
 SLOTS = 6  # mixes that the kernels have arguments for
 
 
