@@ -43,7 +43,8 @@ def functions(
         return jax.vjp(lambda floats: call(floats | rest), floats)
 
     def pulled(pull: Any, cotangents: Any) -> Any:
-        return pull(cotangents)
+        (gradients,) = pull(cotangents)
+        return {name: gradient for name, gradient in gradients.items() if name not in piece.twice}
 
     def both(floats: Any, rest: Any) -> Any:
         return jax.value_and_grad(lambda floats: call(floats | rest))(floats)

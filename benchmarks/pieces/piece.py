@@ -27,6 +27,8 @@ class Piece:
             pass is "fwd", "bwd" (alone, after a forward pass) or "fwd+bwd".
         peer: name of the function in `pieces.fla_pieces` that does the same, None where there is none.
         written: which of the results a forward pass writes; the others are as they came, or there twice.
+        twice: inputs whose gradients are those of another input: a backward pass writes them once. A program
+            of its own would have to copy them for whoever calls it, a training step does not.
         implementations: what is measured on a GPU; the last one alone elsewhere.
         flops: floating-point operations of a pass's products, from the shape; None where bytes decide.
     """
@@ -38,6 +40,7 @@ class Piece:
     moved: Callable[[Shape, int], dict[str, float]]
     peer: str | None = None
     written: Callable[[Any], Any] = lambda results: results
+    twice: tuple[str, ...] = ()
     implementations: tuple[str, ...] = ("triton", "xla")
     flops: Callable[[Shape], dict[str, float]] | None = None
 
@@ -80,7 +83,13 @@ def mixes(
     inputs = functools.partial(mix_inputs, M=M, norm=norm, moves=moves)
     call = functools.partial(mix_call, normalised=h)
     return Piece(
-        "norm_shift_mix", name, inputs, call, arrays(*moved), peer="mixes_and_tokens" if h else "mixes"
+        "norm_shift_mix",
+        name,
+        inputs,
+        call,
+        arrays(*moved),
+        peer="mixes_and_tokens" if h else "mixes",
+        twice=("y",) if norm else (),
     )
 
 

@@ -8,8 +8,8 @@ device:
     forward(call, x) -> (outputs, kept)              `kept`: arrays by name that only its own backward reads
     backward(call, x, kept, cotangents) -> gradients     a tuple like x; None for integer arrays
     kept_axes(call) -> {name: axes}                  what `kept` holds, for opaque implementations
-    may_be_unused                                    names of results; where nothing depends on one of them its
-                                                     cotangent is None. Not needed: it is zeros then
+    may_be_unused                                    optional: results whose cotangents are None, not zeros,
+                                                     where nothing depends on them
 
 A plain implementation that has ``kept_axes`` runs on each device's own part on meshes with explicit axes,
 where JAX would want to be told the sharding of every step.
@@ -21,7 +21,8 @@ same on all devices, gradients of arrays without tokens are summed over them by 
 an axis ``chunk`` or ``stretch``, which are split as tokens are.
 
 ``call`` is a `fla_jax.core.call.Call`, ``x``, ``outputs`` and ``cotangents`` are the op's named tuples. The
-gradient of an array without rows (RWKV-6's u) may come per row, with one more axis in front; the op sums it.
+gradient of an array without rows (RWKV-6's u) may come per row, with one more axis in front; the op sums it,
+and all of one shape together.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ def _run_bwd(op: Any, implementation: Any, call: Call, residuals: Any, cotangent
     x, kept = residuals
     cotangents = _without_zeros(implementation.load(), cotangents)
     leaves, tree = jax.tree.flatten(x)
-    gradients = tree.flatten_up_to(_backward(op, implementation, call, x, kept, cotangents))
-    gradients = _summed(gradients, leaves)
+    gradients = _backward(op, implementation, call, x, kept, cotangents)
+    gradients = _summed(tree.flatten_up_to(gradients), leaves)  # type: ignore[attr-defined]
     gradients = [None if g is None else reduce_like(g, primal) for g, primal in zip(gradients, leaves)]
     return (jax.tree.unflatten(tree, gradients),)
 
@@ -149,7 +149,7 @@ def _without_zeros(module: Any, cotangents: Any) -> Any:
     return jax.tree.map(array, cotangents._replace(**dict.fromkeys(unused)), is_leaf=is_zero)
 
 
-def _summed(gradients: list[jax.Array | None], primals: list[jax.Array]) -> list[jax.Array | None]:
+def _summed(gradients: list[Any], primals: list[jax.Array]) -> list[Any]:
     """Gradients with the axes of ``primals``: those with one for each row, or for each of the devices that
     share rows, are summed. All of a shape are in one sum: one kernel, where each would be as long by itself.
     """

@@ -104,6 +104,18 @@ def test_no_cotangent_is_read_of_a_sum_that_nothing_depends_on(used, monkeypatch
     assert read == [None, used == "x"]  # forward, backward
 
 
+def test_vectors_are_summed_over_rows_together():
+    """Each sum is a kernel on a GPU: not one for each of six mixes, scale and bias."""
+    arrays, _ = cases.build(Case())
+
+    def gradients(arrays):
+        made, pull = jax.vjp(lambda arrays: norm_shift_mix(**arrays, implementation="triton"), arrays)
+        return pull(made)
+
+    # over the programs of a row, and over rows
+    assert str(jax.make_jaxpr(gradients)(arrays)).count("reduce_sum[") == 2
+
+
 @pytest.mark.parametrize(
     "bad, reason",
     [

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...device.sums import extended, sums
-from .rows import begins, channels, read, share, write
+from .rows import begins, read, share, write
 
 
 @triton.jit
@@ -160,18 +160,18 @@ def mix_bwd_kernel(
             found = sums(terms)
         for u in tl.static_range(TOKENS):
             at = base + newest - u
-            dx = dhs[u]
+            dh = dhs[u]
             if NORM:
                 level, slope = found[2 * u] / C, found[2 * u + 1] / C
                 if WHOLE:
-                    dx = (dx - level - units[u] * slope) * rstds[u]
+                    dh = (dh - level - units[u] * slope) * rstds[u]
                 else:
                     place = sums_ + (at * tl.num_programs(1) + tl.program_id(1)) * 2
                     tl.store(place, level)
                     tl.store(place + 1, slope)
             if SUM and (WHOLE or not NORM):
-                dx += read(dsum_, at, C, BC)
-            write(dx_, at, dx, C, BC)
+                dh += read(dsum_, at, C, BC)
+            write(dx_, at, dh, C, BC)
         unit, rstd = units[TOKENS], rstds[TOKENS]
     if start == 0:
         # what a row's first token sees
