@@ -112,8 +112,7 @@ def mix_bwd_kernel(
     unit = unit_line(x_, base + end - 1, mean, rstd, C, BC, NORM)
     for i in tl.range(0, (end - start) // TOKENS, num_stages=STAGES):
         newest = end - 1 - i * TOKENS
-        # loads first: the sums over channels below are barriers that no load is moved across
-        units, rstds, gs, dhs, terms = (unit,), (rstd,), (), (), ()
+        units, rstds, dhs, terms = (unit,), (rstd,), (), ()
         for u in tl.static_range(TOKENS):
             t = newest - u
             at = base + t
@@ -122,11 +121,6 @@ def mix_bwd_kernel(
             mean, rstd = statistic(mean_, rstd_, before, NORM)
             units = extended(units, unit_line(x_, before, mean, rstd, C, BC, NORM))
             rstds = extended(rstds, rstd)
-            for n in tl.static_range(M):
-                gs = extended(gs, read(g_[n], at, C, BC))
-        for u in tl.static_range(TOKENS):
-            t = newest - u
-            at = base + t
             total, q = after, zero
             if H:
                 total += read(dnormalised_, at, C, BC)
@@ -139,12 +133,13 @@ def mix_bwd_kernel(
             grown = ()
             for n in tl.static_range(M):
                 mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
-                dw = gs[u * M + n] * difference
+                g = read(g_[n], at, C, BC)
+                dw = g * difference
                 if MOVES:
                     mu = mu + read(moves_, (n * B + row) * T + t, C, BC)
                     write(dmoves_, (n * B + row) * T + t, dw, C, BC)
-                total += gs[u * M + n]
-                q += gs[u * M + n] * mu
+                total += g
+                q += g * mu
                 grown = extended(grown, dmus[n] + dw)
             dmus = grown
             dh = total - q

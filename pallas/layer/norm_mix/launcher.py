@@ -53,8 +53,8 @@ WHOLE: dict[tuple[str, str, int], Launch] = {
     for mixes, tokens in (("few", 4), ("many", 2))
     for n in (128, 256, 512, 1024, 2048, 4096)
 } | {
-    ("backward", mixes, n): Launch(n, max(1, n // 256), 64, stages, tokens=2)
-    for mixes, stages in (("few", 3), ("many", 2))
+    ("backward", mixes, n): Launch(n, max(1, n // 256), 64, 2, tokens=2)
+    for mixes in ("few", "many")
     for n in (128, 256, 512, 1024)
 }
 WHOLE["backward", "few", 2048] = Launch(2048, 8, 64, 2, tokens=2)
@@ -69,8 +69,10 @@ TILES: dict[str, Launch] = {
 }
 FEW = 2
 LARGE = (80, 90, 100, 103)  # GPUs with more than 100 KB of shared memory for a program
-# Warps that keep a GPU busy: with fewer, shares are halved, down to the shortest that is worth a program.
-WARPS, SHORTEST = 4096, 8
+# Warps that keep a GPU busy, 16 for each of an H200's 132 multiprocessors: with fewer, shares are halved,
+# down to the shortest that is worth a program. A program of the backward writes a sum for every vector, so
+# more of them cost bytes.
+WARPS, SHORTEST = 2048, 8
 
 
 def _whole(kernel: str, x: MixInputs) -> Launch | None:
