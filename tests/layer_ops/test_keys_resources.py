@@ -18,7 +18,7 @@ MOST = {
     "keys_fwd_kernel": (144, 28 << 10),
     "keys_bwd_kernel": (224, 64 << 10),
     "readout_fwd_kernel": (80, 12 << 10),
-    "readout_bwd_kernel": (108, 8 << 10),
+    "readout_bwd_kernel": (184, 28 << 10),
 }
 
 

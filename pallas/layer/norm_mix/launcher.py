@@ -34,6 +34,8 @@ class Launch(NamedTuple):
         stages: depth of the pipeline of loads.
         hoist: whether the mixes stay in registers meanwhile; else they are read, from cache, for every token.
         tokens: that a program sums up over channels together, where T is a multiple of so many.
+        busy: warps that keep a GPU busy. With fewer, shares are halved, down to the shortest that is worth a
+            program. A program of the backward writes a sum for every vector: more of them cost bytes.
     """
 
     channels: int
@@ -42,23 +44,23 @@ class Launch(NamedTuple):
     stages: int = 1
     hoist: bool = True
     tokens: int = 1
+    busy: int = 4096
 
 
 # By kernel, number of mixes and channels, padded to a power of two: whole tokens. What is missing goes by
 # tiles. Eight channels a thread and two or four tokens at a time: sums over channels are barriers, and few of
-# them are most of the time of a token that is short. Those of 1024 channels, and the backward of many mixes
-# at 2048, were the fastest of nine to fourteen that were tried on an H200 (docs/performance.md).
+# them are most of the time of a token that is short. Those of 1024 channels, and the backward at 2048, were
+# the fastest of nine to fourteen that were tried on an H200 (docs/performance.md).
 WHOLE: dict[tuple[str, str, int], Launch] = {
     ("forward", mixes, n): Launch(n, max(1, n // 256), 32, 2, tokens=tokens)
     for mixes, tokens in (("few", 4), ("many", 2))
     for n in (128, 256, 512, 1024, 2048, 4096)
 } | {
-    ("backward", mixes, n): Launch(n, max(1, n // 256), 64, 2, tokens=2)
+    ("backward", mixes, n): Launch(n, max(1, n // 256), 128, 3, tokens=2, busy=1024)
     for mixes in ("few", "many")
-    for n in (128, 256, 512, 1024)
+    for n in (128, 256, 512, 1024, 2048)
 }
-WHOLE["backward", "few", 2048] = Launch(2048, 8, 64, 2, tokens=2)
-WHOLE["backward", "many", 2048] = Launch(2048, 8, 64, 3)
+WHOLE["backward", "many", 2048] = Launch(2048, 8, 128, 3, busy=1024)
 WHOLE["forward", "few", 8192] = Launch(8192, 32, 64)
 WHOLE["backward", "few", 4096] = Launch(4096, 16, 64, 2)
 TILES: dict[str, Launch] = {
@@ -69,10 +71,7 @@ TILES: dict[str, Launch] = {
 }
 FEW = 2
 LARGE = (80, 90, 100, 103)  # GPUs with more than 100 KB of shared memory for a program
-# Warps that keep a GPU busy, 16 for each of an H200's 132 multiprocessors: with fewer, shares are halved,
-# down to the shortest that is worth a program. A program of the backward writes a sum for every vector, so
-# more of them cost bytes.
-WARPS, SHORTEST = 2048, 8
+SHORTEST = 8  # tokens of a share
 
 
 def _whole(kernel: str, x: MixInputs) -> Launch | None:
@@ -106,7 +105,7 @@ def _tiled(kernel: str, C: int) -> Launch:
 def _grid(chosen: Launch, B: int, T: int, C: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
     """(tokens that a program walks, grid, options of the launch)."""
     tiles, span = -(-C // chosen.channels), chosen.span
-    while span > SHORTEST and B * -(-T // span) * tiles * chosen.warps < WARPS:
+    while span > SHORTEST and B * -(-T // span) * tiles * chosen.warps < chosen.busy:
         span //= 2
     span = min(span, T)
     options = dict(num_warps=chosen.warps, num_stages=1, C=C, BC=chosen.channels, STAGES=chosen.stages)
