@@ -11,6 +11,7 @@ outside (ops/op.py), so the kernel sees no tangents.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,6 +131,7 @@ def sharded(
     sequence: str | None = None,
     whole: Kernel | None = None,
     name: str = "",
+    opaque: bool = True,
 ) -> Kernel:
     """``fn`` (arrays -> tuple of arrays) on every device's own part of the ``shardable`` axes.
 
@@ -141,9 +143,11 @@ def sharded(
         sequence: a mesh axis whose devices share the axes `ALONG` too; ``fn`` may communicate over it.
         whole: with it, the same for whole rows, with results of the same shapes.
         name: of an op that could be told ``sequence``: an error says so where its tokens are split.
+        opaque: whether ``fn`` has kernels, which JAX cannot map.
 
-    `jax.vmap` merges the mapped axis into the rows, where every result and every mapped operand has rows;
-    operands without rows are shared by all. Else it maps one by one, by `jax.lax.map`.
+    `jax.vmap` maps what is not opaque. Of a kernel it merges the mapped axis into the rows, where every
+    result and every mapped operand has rows; operands without rows are shared by all. Else it maps one by
+    one, by `jax.lax.map`.
     """
     left, right = _split(operands), _split(results)
     run = _partitioned(fn, whole or fn, left, right, shardable, sequence, name)
@@ -151,6 +155,20 @@ def sharded(
 
     @run.def_vmap
     def _(n: int, mapped: Sequence[bool], *args: jax.Array):
+        if not opaque:
+            axis = f"map{sum(axis.startswith('map') for axis in shardable)}"
+            over = functools.partial(jax.vmap, in_axes=[0 if m else None for m in mapped])
+            again = sharded(
+                over(fn),
+                [f"{axis} {axes}" if m else axes for axes, m in zip(operands, mapped)],
+                [f"{axis} {axes}" for axes in results],
+                (*shardable, axis),
+                sequence,
+                over(whole or fn),
+                name,
+                opaque,
+            )
+            return again(*args), (True,) * len(right)
         one_by_one = not all(ROWS in axes for axes, m in zip(left, mapped) if m) or not all(
             ROWS in a for a in right
         )

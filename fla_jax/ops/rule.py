@@ -45,7 +45,7 @@ def _forward(op: Any, implementation: Any, call: Call, x: Any) -> tuple[Any, Arr
         return (*jax.tree.leaves(outputs), *(kept[name] for name in kept_axes))
 
     left, right = [axes for _, axes in op.given(x)], [*results, *kept_axes.values()]
-    made = _over_devices(op, call, on, left, right)(*arrays)
+    made = _over_devices(op, implementation, call, on, left, right)(*arrays)
     outputs = jax.tree.unflatten(outputs_tree, made[: len(results)])
     return outputs, dict(zip(kept_axes, made[len(results) :]))
 
@@ -81,16 +81,19 @@ def _backward(op: Any, implementation: Any, call: Call, x: Any, kept: Arrays, co
         for i in range(len(inputs), len(inputs) + len(results)):
             if TOKENS not in left[i].split():
                 arrays[i] = jax.lax.psum(arrays[i], call.sequence)
-    made = _over_devices(op, call, on, left, right)(*arrays)
+    made = _over_devices(op, implementation, call, on, left, right)(*arrays)
     remaining = iter(made)
     return jax.tree.unflatten(jax.tree.structure(x), [next(remaining) if f else None for f in floating])
 
 
-def _over_devices(op: Any, call: Call, on: Callable[..., Any], left: list[str], right: list[str]) -> Any:
+def _over_devices(
+    op: Any, implementation: Any, call: Call, on: Callable[..., Any], left: list[str], right: list[str]
+) -> Any:
     """``on(call, *arrays)`` on every device's own part of the arrays."""
     whole = functools.partial(on, dataclasses.replace(call, sequence=None))
     name = op.name if any(one.sequences for one in op.implementations) else ""
-    return sharded(functools.partial(on, call), left, right, op.shardable, call.sequence, whole, name)
+    own = functools.partial(on, call)
+    return sharded(own, left, right, op.shardable, call.sequence, whole, name, implementation.opaque)
 
 
 def _summed_axes(call: Call, axes: list[str]) -> str:

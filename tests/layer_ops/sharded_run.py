@@ -44,7 +44,22 @@ def one_device(run):
     return local
 
 
-def report() -> dict:
+def mapped() -> dict:
+    """What goes wrong with examples that share parameters, on a mesh with explicit axes."""
+    mesh, found = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,)), {}
+    with jax.set_mesh(mesh):
+        for implementation in ("xla", "triton"):
+            for shared in (("mixes", "scale", "bias"), ()):
+                try:
+                    cases.check_vmap(implementation, shared)
+                except Exception as error:
+                    found[f"{implementation}, {shared}"] = f"{type(error).__name__}: {error}"[:2000]
+    return found
+
+
+def report(kind: str = "sharded") -> dict:
+    if kind == "mapped":
+        return mapped()
     programs = {}
     rows = ("auto", "explicit", "shard_map")
     for implementation in ("xla", "triton"):

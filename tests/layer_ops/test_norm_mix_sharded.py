@@ -23,3 +23,9 @@ def test_sharded_programs():
             name,
             r["collectives"],
         )
+
+
+def test_gradients_of_each_example_on_an_explicit_mesh():
+    """Plain JAX sums gradients of parameters over its rows: over those of an example, not of all of them."""
+    found = fake_devices.report("layer_ops/sharded_run.py", "mapped")
+    assert not found, found
