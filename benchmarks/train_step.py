@@ -2,8 +2,8 @@
 
 One step is forward, loss, backward, clipping and AdamW on the same sizes, ranks included. Parameters: float32
 here (activations bfloat16), bfloat16 there unless ``--fla-precision autocast``; ours and FLA's without ever
-holding all logits. Ours is measured as it is fastest: layers not scanned, ``remat="dense"``, XLA's own Triton
-products off. Each side runs each row in a process of its own with a time limit, FLA last, because its
+holding all logits. Ours is measured as it is fastest: ``scan_layers="unroll"``, ``remat="dense"``, XLA's own
+Triton products off. Each side runs each row in a process of its own with a time limit, FLA last, because its
 autotuning takes minutes, the compilations for it on all cores before; ``--fla-python`` and
 ``--rwkv-lm-python`` may be other environments'. RWKV-LM's trainer takes part where ``--rwkv-lm`` names a
 checkout. A side that runs out of memory tries its next kind of rematerialisation. Whatever fails is in the
@@ -55,7 +55,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--sides", nargs="+", choices=SIDES, help="what to run; default: all there are")
     remat = ["none", "dense", "blocks"]
     add("--remat", nargs="+", default=remat[1:], choices=remat, help="what fla_jax tries, in order")
-    add("--scan", action=argparse.BooleanOptionalAction, default=False, help="fla_jax: scan over the layers")
+    add("--scan", default="unroll", choices=("unroll", "loop", "off"), help="fla_jax; default unroll")
     add("--xla-flags", default=XLA_FLAGS, help=f"fla_jax: added to XLA_FLAGS; default {XLA_FLAGS}")
     add("--implementation", default=None, help="fla_jax: implementation of the op")
     add("--block-tokens", type=int, default=4096, help="fla_jax: tokens whose logits are held at once")
@@ -108,7 +108,7 @@ def job_of(side: str, row: Row, options: argparse.Namespace) -> Job:
         "row": dataclasses.asdict(row),
         "steps": options.steps or (2 if options.quick else 10),
         "warmup": (1 if options.quick else 3) if options.warmup is None else options.warmup,
-        "scan": options.scan,
+        "scan": {"unroll": "unroll", "loop": True, "off": False}[options.scan],
         "implementation": options.implementation,
         "block_tokens": options.block_tokens,
         "profile": folder and str(folder.resolve()),

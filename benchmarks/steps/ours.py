@@ -32,7 +32,7 @@ def train(row: Row, job: Job) -> dict[str, Any]:
         row.layers,
         head_dim=64,
         dtype="bfloat16",
-        scan_layers=job["scan"] and row.layers > 1,
+        scan_layers=job["scan"] if row.layers > 1 else False,
         remat=REMAT[job["remat"]],
         implementation=job["implementation"],
     )

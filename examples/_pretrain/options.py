@@ -75,7 +75,8 @@ class Options:
     """what the backward pass computes again: nothing, all but dense projections, all (auto: dense; none
     for tiny)"""
     scan_layers: bool = True
-    """one program for all layers: quick to compile, and weights are gathered a layer ahead"""
+    """stack the layers' parameters; in a loop where --mesh-fsdp shares them, which gathers weights a layer
+    ahead, and on CPUs, for which it compiles sooner"""
 
     mesh_data: int | None = None
     """devices that share rows and hold copies of the parameters; one of these may be -1 (default: all

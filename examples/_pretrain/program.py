@@ -53,6 +53,8 @@ def build_model(options: Options, precision: str) -> Any:
     kind, config = MODELS[options.model]
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
     run = {"dtype": dtype, "remat": REMAT[options.remat], "scan_layers": options.scan_layers}
+    if options.scan_layers and options.mesh_fsdp == 1 and first_device().platform in ("gpu", "cuda"):
+        run["scan_layers"] = "unroll"  # the same parameters
     sizes = options.vocab_size, options.hidden_size, options.num_layers, options.head_dim
     try:
         return kind(config(*sizes, **run))

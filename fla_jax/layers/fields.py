@@ -34,7 +34,7 @@ def check_fields(**values: Any) -> None:
             check_size(name, value)
         elif name in ("dtype", "param_dtype"):
             check_dtype(name, value)
-        elif name in ("scan_layers", "logical_axes"):
+        elif name == "logical_axes":
             check_flag(name, value)
         elif name == "rate_scale":
             check_rate_scale(value)

@@ -70,22 +70,25 @@ class RWKVForCausalLM(nn.Module):
         block: Any = self.block
         if config.remat or is_placed():
             policy = remat_policy(dense=config.remat == "dense") if config.remat else keep_all_but_gathered
-            # layer_index (argument 3) stays a Python int unless the scan counts it; the scan's loop rules out
-            # the elimination that prevent_cse is about
+            # layer_index (argument 3) stays a Python int unless the scan counts it; a loop rules out the
+            # elimination that prevent_cse is about
             static = () if config.scan_layers else (3,)
             block = nn.remat(
                 block,
-                prevent_cse=not config.scan_layers,
+                prevent_cse=config.scan_layers is not True,
                 policy=policy,
                 static_argnums=static,
             )
         if config.scan_layers:
+            # a loop draws the parameters: a program with the draws of all layers compiles for minutes
+            unroll = config.scan_layers == "unroll" and not self.is_initializing()
             self.blocks = nn.scan(
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 in_axes=(0, 0, nn.broadcast, nn.broadcast),
                 length=config.num_layers,
+                unroll=config.num_layers if unroll else 1,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )(config)
         else:

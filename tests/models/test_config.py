@@ -54,7 +54,7 @@ def test_configurations_are_values():
         ({"head_dim": True}, ValueError, "head_dim must be a positive integer, got True"),
         ({"intermediate_size": True}, ValueError, "intermediate_size must be a positive integer, got True"),
         ({"intermediate_size": 64.0}, ValueError, "intermediate_size must be a positive integer, got 64.0"),
-        ({"scan_layers": 1}, TypeError, "scan_layers must be a bool, got 1"),
+        ({"scan_layers": 1}, ValueError, "scan_layers must be False, True or 'unroll', got 1"),
         ({"logical_axes": "no"}, TypeError, "logical_axes must be a bool, got 'no'"),
         ({"remat": 1}, ValueError, "remat must be False, True or 'dense', got 1"),
         ({"remat": None}, ValueError, "remat must be False, True or 'dense', got None"),

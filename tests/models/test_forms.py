@@ -114,7 +114,7 @@ def test_scan_and_remat(version):
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(dparams)), (
         "a parameter without gradient is not tested"
     )
-    for scan, remat in ((False, True), (True, True), (True, "dense")):
+    for scan, remat in ((False, True), (True, True), (True, "dense"), ("unroll", "dense")):
         other = small.model(version, num_layers=2, implementation="reference", scan_layers=scan, remat=remat)
         got, (dp, ds) = value_and_grad(other, stack_layers(params) if scan else params, tokens)
         close(got, results)
@@ -139,6 +139,17 @@ def test_stacking_refuses_the_wrong_form(setup):
         unstack_layers(params)
     with pytest.raises(ValueError, match="without gaps"):
         stack_layers({name: value for name, value in params.items() if name != "blocks_0"})
+
+
+def test_unrolled_layers_are_no_loop():
+    """Parameters stacked as for a loop, and none in the compiled gradient but those of the op over tokens."""
+
+    def loops(scan):
+        model, tokens = small.model(7, num_layers=3, scan_layers=scan), small.tokens(1, 16)
+        gradient = jax.jit(jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens)[0])))
+        return gradient.lower(small.shapes(model, tokens)).compile().as_text().count(" while(")
+
+    assert loops("unroll") == loops(False) != loops(True)
 
 
 @pytest.mark.parametrize("version, scan", [(6, False), (7, True)])
@@ -200,7 +211,10 @@ def test_logical_axes(version):
 
 
 @pytest.mark.parametrize("version", small.VERSIONS)
-@pytest.mark.parametrize("form", [{}, {"scan_layers": True}, {"num_layers": 1}, {"logical_axes": True}])
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"scan_layers": True}, {"scan_layers": "unroll"}, {"num_layers": 1}, {"logical_axes": True}],
+)
 def test_initial_params(version, form):
     """They have the names, shapes and boxes of model.init's, and the numbers of the scanned model's."""
     model = small.model(version, **form)
