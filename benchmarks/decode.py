@@ -37,6 +37,8 @@ NO_KERNELS = {
     "after-all", "opt-barrier", "copy-done", "partition-id",
 }  # fmt: skip
 
+FORMS: dict[str, bool | str] = {"unroll": "unroll", "loop": True, "off": False}  # of `scan_layers`
+
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options."""
@@ -59,7 +61,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=None,
         help="tokens of the prompt that is read; 0 for none; default 8192",
     )
-    add("--no-scan", action="store_true", help="layers that are not stacked: slow to compile")
+    add("--scan", default="loop", choices=tuple(FORMS), help="of prompts; default loop")
     add("--engine", action="store_true", help="also rows that join and leave, with batches of 32 and more")
     add("--bandwidth", type=float, help="bytes/s for the floor; default: of a copy, measured")
     add("--profile", type=Path, help="folder for a trace of one more call")
@@ -78,7 +80,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def make(version: int, size: str, vocab: int, dtype: str, scan: bool = False) -> tuple[Any, Any]:
+def make(version: int, size: str, vocab: int, dtype: str, scan: bool | str = False) -> tuple[Any, Any]:
     """A model and random parameters: activations near 1, logits as spread as a language model's."""
     import jax
     import jax.numpy as jnp
@@ -322,7 +324,7 @@ def main(arguments: list[str] | None = None) -> None:
     skipped: list[str] = []
     for version in options.versions:
         for size in options.models:
-            model, params = make(version, size, options.vocab, dtype, not options.no_scan)
+            model, params = make(version, size, options.vocab, dtype, FORMS[options.scan])
             about = {"version": version, "model": size, "weights": weights, "state": options.state} | common
             for batch in options.batches:
                 floor = bytes_of_a_token(model, batch, options) / rate * 1e3

@@ -171,8 +171,10 @@ def row_seeds(seed: Any, batch: int) -> tuple[int, ...]:
 
 
 def row_keys(seeds: Sequence[int]) -> jax.Array:
-    """The random key of each row, [batch]."""
-    with jax.enable_x64(True):  # without it JAX takes the lower 32 bits
-        # of one kind, whatever is configured: a seed stands for the same tokens everywhere
-        key = functools.partial(jax.random.key, impl="threefry2x32")
-        return jax.vmap(key)(np.array([row % 2**64 for row in seeds], np.uint64))
+    """The random key of each row, [batch]: `jax.random.key` of all 64 bits of its seed.
+
+    Of one kind, whatever is configured: a seed stands for the same tokens everywhere. Its words are those of
+    the seed; made by JAX they would be several programs for the host to start.
+    """
+    words = [divmod(seed % 2**64, 2**32) for seed in seeds]
+    return jax.random.wrap_key_data(jnp.array(words, jnp.uint32), impl="threefry2x32")

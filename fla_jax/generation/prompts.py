@@ -81,7 +81,7 @@ def prefill(
     """
     check_params(model, params)
     rows = check_prompts(prompts, model.config.vocab_size)
-    initial = _zero_state(model, len(rows))
+    initial = zero_state(model, len(rows))
     if state is not None:
         check_state(state, initial)
         initial = jax.tree.map(lambda x, zero: jnp.asarray(x, zero.dtype), state, initial)
@@ -284,7 +284,7 @@ def _begun(place: jax.Array, state: RWKVState) -> tuple[jax.Array, RWKVState]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _zero_state(model: Any, batch: int) -> RWKVState:
+def zero_state(model: Any, batch: int) -> RWKVState:
     """In one program, where three arrays of zeros by themselves are several for the host to start."""
     return model.init_state(batch)
 
