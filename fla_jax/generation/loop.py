@@ -97,7 +97,10 @@ def decode(
 
     def one(loop: Any) -> Any:
         i, carry, out = loop
-        tokens, occurrences = sample(rules, carry.logits, carry.occurrences, keys[i], step.sampling)
+        # not keys[i]: that slice would be an operation of its own, or one with the kernel that reads it
+        mine = jnp.sum(jnp.where((jnp.arange(rows) == i)[:, None, None], keys, 0), 0, dtype=keys.dtype)
+        own = jax.random.wrap_key_data(mine, impl=jax.random.key_impl(carry.keys))
+        tokens, occurrences = sample(rules, carry.logits, carry.occurrences, own, step.sampling)
         tokens = jnp.where(carry.done, 0, tokens)
         over = carry.done | rules.stop[tokens] | jnp.any(tokens == UNDEFINED)
         logits, state = step(weights, tokens, carry.state, ~over)
@@ -115,7 +118,7 @@ def decode(
 
     # all at once: for one token these are many kernels that do next to nothing
     numbers = carry.step + jnp.arange(rows, dtype=jnp.int32)[:, None]
-    keys = jax.vmap(jax.vmap(jax.random.fold_in), (None, 0))(carry.keys, numbers)
+    keys = jax.random.key_data(jax.vmap(jax.vmap(jax.random.fold_in), (None, 0))(carry.keys, numbers))
     loop = jnp.int32(0), carry, jnp.full((rows, carry.done.shape[0]), -1, jnp.int32)
     if fixed is None:
         _, carry, out = jax.lax.while_loop(more, one, loop)

@@ -20,7 +20,7 @@ import jax
 from ...core.call import Call
 from ...core.gpu import Mendable, gpu_missing, lowering_target, unfit_inputs
 
-RECORDED = "triton_kernel_call_ffi"  # the name of calls that XLA puts into CUDA graphs
+KEPT, RECORDED = "fla_jax kept", "fla_jax recorded"  # how kernels are handed over: see lowering.py
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -44,7 +44,7 @@ def _jax_triton():
     if old:
         from . import lowering
 
-        lowering.install(RECORDED)
+        lowering.install(KEPT, RECORDED)
     return jax_triton, old
 
 
@@ -83,6 +83,7 @@ def launch(
     num_warps: int,
     num_stages: int,
     aliases: Mapping[str, str] | None = None,
+    recorded: bool = False,
     **constexprs: Any,
 ) -> dict[str, jax.Array]:
     """Calls a kernel with all its parameters by name, and returns its outputs by name.
@@ -96,6 +97,9 @@ def launch(
         num_stages: depth of the load pipeline.
         aliases: inputs whose memory an output takes over. The kernel writes it through the input's pointer
             and leaves the output's alone: with jax-triton 0.4 it is none.
+        recorded: whether XLA may put the call into a CUDA graph. The host then starts many calls at once;
+            but it does something for each of them at the beginning of every program, and XLA may fuse the
+            call with slices around it.
         constexprs: compile-time arguments.
 
     Raises:
@@ -117,7 +121,7 @@ def launch(
         options = dict(
             grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, **constexprs
         )
-        results = _call(kernel, operands, shapes, taken, options)
+        results = _call(kernel, operands, shapes, taken, recorded, options)
     return dict(zip(outputs, results))
 
 
@@ -126,15 +130,40 @@ def _call(
     inputs: Sequence[jax.Array | int],
     out: list[jax.ShapeDtypeStruct],
     aliases: Mapping[int, int],
+    recorded: bool,
     options: dict[str, Any],
 ) -> Sequence[jax.Array]:
     """The call through either jax-triton, everything by position."""
     jax_triton, old = _jax_triton()
     options |= {"compute_capability": lowering_target()}
+    if aliases and (recorded or not old):
+        # Where an operand is a slice, or a result put into one, XLA makes one operation of all and forgets
+        # that results take over memory: they would be somewhere else. Barriers keep slices apart.
+        arrays = iter(jax.lax.optimization_barrier([x for x in inputs if not isinstance(x, int)]))
+        inputs = [x if isinstance(x, int) else next(arrays) for x in inputs]
+        results = _bound(jax_triton, old, kernel, inputs, out, aliases, recorded, options)
+        return jax.lax.optimization_barrier(list(results))
+    return _bound(jax_triton, old, kernel, inputs, out, aliases, recorded, options)
+
+
+def _bound(
+    jax_triton: Any,
+    old: bool,
+    kernel: Any,
+    inputs: Sequence[jax.Array | int],
+    out: list[jax.ShapeDtypeStruct],
+    aliases: Mapping[int, int],
+    recorded: bool,
+    options: dict[str, Any],
+) -> Sequence[jax.Array]:
+    """The call as jax-triton takes it."""
     if old:
         # it counts arrays only
         arrays_only = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}
-        options |= {"custom_call_target_name": RECORDED, "input_output_aliases": arrays_only}
+        options |= {
+            "custom_call_target_name": RECORDED if recorded else KEPT,
+            "input_output_aliases": arrays_only,
+        }
         return jax_triton.triton_call(*inputs, kernel=kernel, out_shape=out, **options)
     # 0.4 binds arrays to parameters in the order operands, results: a result without a parameter must be one
     # of the last. A Python 1 is a constant and no parameter.

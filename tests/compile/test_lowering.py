@@ -94,8 +94,17 @@ def test_gradients_take_over_the_memory_of_states(op, results):
         assert found["results"] == (results[:n] if report()["old"] else list(range(last - n, last)))
 
 
-def test_kernels_are_recorded_and_compiled_once():
-    """By the name that XLA can put into CUDA graphs; a later process reads what an earlier one compiled."""
+def test_kernels_are_compiled_once():
+    """A later process reads what an earlier one compiled."""
     if not report()["old"]:
         pytest.skip("jax-triton 0.4 has its own way")
-    assert report()["kept"] == {"recorded": True, "again": True, "missed": True}
+    assert report()["kept"] == {"again": True, "missed": True}
+
+
+def test_kernels_that_decode_are_recorded():
+    """By the name that XLA can put into CUDA graphs. It fuses such calls with slices, and forgets that some
+    results take over the memory of operands: those must come from a barrier.
+    """
+    found = report()["recorded"]
+    assert found["names"] == ['"triton_kernel_call_ffi"'] and found["taken"] == 4
+    assert found["makers"] == ["stablehlo.optimization_barrier"]

@@ -8,7 +8,15 @@ import numpy as np
 import optax
 import pytest
 
-from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
+from fla_jax.models import (
+    RWKV6Config,
+    RWKV6ForCausalLM,
+    RWKV7Config,
+    RWKV7ForCausalLM,
+    initial_params,
+    stack_layers,
+    unstack_layers,
+)
 from fla_jax.training import cross_entropy, rwkv_optimizer, rwkv_schedule
 
 if jax.default_backend() != "gpu":
@@ -62,3 +70,34 @@ def test_bfloat16_follows_float32(version):
     assert mean.max() < 0.02, (
         f"{found}; every tenth step {exact[::10].round(3).tolist()} and {half[::10].round(3).tolist()}"
     )
+
+
+@pytest.mark.parametrize("version", MODELS)
+@pytest.mark.parametrize("form", [True, "unroll"])
+def test_gradients_of_stacked_layers(version, form):
+    """What XLA makes of a loop over layers: slices of what it keeps, which kernels read and take over.
+    Against the same layers one by one.
+    """
+    config, model = MODELS[version]
+    options = dict(vocab_size=64, hidden_size=128, num_layers=4, remat="dense")
+    apart, stacked = model(config(**options)), model(config(**options, scan_layers=form))
+    tokens = jax.random.randint(jax.random.key(1), (4, 257), 0, 64)
+    params = initial_params(apart, jax.random.key(0))
+    spread = lambda x: x + 0.02 * jax.random.normal(jax.random.key(x.size), x.shape)  # no zeros
+    params = jax.tree.map(spread, params)
+
+    def gradient(model, params):
+        def loss(params):
+            return cross_entropy(model.apply({"params": params}, tokens[:, :-1])[0], tokens[:, 1:])
+
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(jax.value_and_grad(loss))(params)
+
+    want, wanted = gradient(apart, params)
+    got, found = gradient(stacked, stack_layers(params))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(unstack_layers(found)), strict=True
+    ):
+        error = jnp.linalg.norm(a - b) / jnp.linalg.norm(a)
+        assert error < 1e-3, (jax.tree_util.keystr(path), float(error))
