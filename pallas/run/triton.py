@@ -121,7 +121,15 @@ def launch(
         options = dict(
             grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, **constexprs
         )
+        # Where an operand is a slice, or a result put into one, XLA makes one operation of all and forgets
+        # that results take over memory: they would be somewhere else. Barriers keep slices apart.
+        apart = bool(taken) and (recorded or not _jax_triton()[1])
+        if apart:
+            arrays = iter(jax.lax.optimization_barrier([x for x in operands if not isinstance(x, int)]))
+            operands = [x if isinstance(x, int) else next(arrays) for x in operands]
         results = _call(kernel, operands, shapes, taken, recorded, options)
+        if apart:
+            results = jax.lax.optimization_barrier(list(results))
     return dict(zip(outputs, results))
 
 
@@ -136,27 +144,6 @@ def _call(
     """The call through either jax-triton, everything by position."""
     jax_triton, old = _jax_triton()
     options |= {"compute_capability": lowering_target()}
-    if aliases and (recorded or not old):
-        # Where an operand is a slice, or a result put into one, XLA makes one operation of all and forgets
-        # that results take over memory: they would be somewhere else. Barriers keep slices apart.
-        arrays = iter(jax.lax.optimization_barrier([x for x in inputs if not isinstance(x, int)]))
-        inputs = [x if isinstance(x, int) else next(arrays) for x in inputs]
-        results = _bound(jax_triton, old, kernel, inputs, out, aliases, recorded, options)
-        return jax.lax.optimization_barrier(list(results))
-    return _bound(jax_triton, old, kernel, inputs, out, aliases, recorded, options)
-
-
-def _bound(
-    jax_triton: Any,
-    old: bool,
-    kernel: Any,
-    inputs: Sequence[jax.Array | int],
-    out: list[jax.ShapeDtypeStruct],
-    aliases: Mapping[int, int],
-    recorded: bool,
-    options: dict[str, Any],
-) -> Sequence[jax.Array]:
-    """The call as jax-triton takes it."""
     if old:
         # it counts arrays only
         arrays_only = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}
