@@ -2,8 +2,8 @@
 
 One step is forward, loss, backward, clipping and AdamW on the same sizes, ranks included. Parameters: float32
 here (activations bfloat16), bfloat16 there unless ``--fla-precision autocast``; ours and FLA's without ever
-holding all logits. Ours is measured as it is fastest: ``scan_layers="unroll"``, ``remat="dense"``, XLA's own
-Triton products off. Each side runs each row in a process of its own with a time limit, FLA last, because its
+holding all logits. Ours has ``scan_layers="unroll"``, ``remat="dense"``, and XLA's own Triton products off.
+Each side runs each row in a process of its own with a time limit, FLA last, because its
 autotuning takes minutes, the compilations for it on all cores before; ``--fla-python`` and
 ``--rwkv-lm-python`` may be other environments'. RWKV-LM's trainer takes part where ``--rwkv-lm`` names a
 checkout. A side that runs out of memory tries its next kind of rematerialisation. Whatever fails is in the

@@ -52,8 +52,8 @@ def prefill(
     grows by 15 %: no prompt takes more than about 1.15 of the time of one call of its very length. On a GPU,
     with one row and a width of 1024, one program reads up to 128 tokens, six more serve all lengths up to
     1024 and three to five more each doubling up to 16384; longer prompts need no others, and one prompt at
-    most two. Programs of a model with ``scan_layers`` compile in the time of one layer, and JAX's compilation
-    cache (``jax_compilation_cache_dir``) keeps all of them for the next process.
+    most two. Programs of a model with ``scan_layers=True`` compile in the time of one layer, and JAX's
+    compilation cache (``jax_compilation_cache_dir``) keeps all of them for the next process.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.

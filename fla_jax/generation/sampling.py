@@ -201,7 +201,9 @@ def adjusted(rules: Rules, logits: jax.Array, occurrences: Occurrences) -> jax.A
     # What may not come is masked last: -inf divided by a large temperature can be NaN on a GPU or a CPU,
     # which multiply by the reciprocal and flush that to 0.
     tempered = _tempered(rules, logits, largest)
-    return jnp.where(jnp.isfinite(largest), jnp.where(keep, tempered, -jnp.inf), jnp.nan)
+    # asked for by itself: XLA's maximum of many numbers on a CPU passes NaN over
+    defined = jnp.isfinite(largest) & ~jnp.any(jnp.isnan(logits), -1, keepdims=True)
+    return jnp.where(defined, jnp.where(keep, tempered, -jnp.inf), jnp.nan)
 
 
 def penalised(rules: Rules, logits: jax.Array, occurrences: Occurrences) -> jax.Array:

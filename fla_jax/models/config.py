@@ -32,7 +32,8 @@ class RWKVConfig:
             stacked under ``blocks`` instead of ``blocks_0``, ``blocks_1``, ... (`stack_layers` and
             `unstack_layers` convert). The state is the same in both forms. ``"unroll"`` has the parameters of
             ``True`` and writes the layers out one after the other: the loop's copies are gone, so that it is
-            as fast as False, and compiles sooner, for there are L times fewer arrays to update.
+            as fast as False, compiles sooner, for there are L times fewer arrays to update, and takes up to a
+            sixth more memory.
         remat: recompute each block in the backward pass instead of keeping its activations; the op's forward
             still runs once (`fla_jax.remat_policy`). ``"dense"`` keeps the outputs of the dense projections
             as well: nearly as fast as keeping everything, at a fraction of its memory.

@@ -17,7 +17,7 @@ NOT_IN_FIRST = ("v0", "v1", "v2")
 def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     """``blocks_0``, ``blocks_1``, ... -> ``blocks``, every array with a leading layer axis.
 
-    That is what ``scan_layers=True`` reads.
+    That is what ``scan_layers`` reads, ``True`` or ``"unroll"``.
 
     Args:
         params: parameters (or gradients) of an unscanned model; plain arrays (`flax.linen.meta.unbox` boxed
@@ -60,7 +60,7 @@ def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     """``blocks`` -> ``blocks_0``, ``blocks_1``, ...: the inverse of `stack_layers`.
 
     Args:
-        params: parameters (or gradients) of a model with ``scan_layers=True``; plain arrays
+        params: parameters (or gradients) of a model with ``scan_layers``; plain arrays
             (`flax.linen.meta.unbox` boxed ones first).
 
     Returns:

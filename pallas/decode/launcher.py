@@ -188,7 +188,8 @@ def choose(
         ``(tokens [B] int32, seen, count)``.
     """
     (B, V), one = logits.shape, lambda x: jnp.asarray(x).reshape(1)
-    part = min(_PART, max(4, 1 << (V - 1).bit_length()))
+    # a token for every thread: two with the same one would take penalties off twice
+    part = min(_PART, max(128, 1 << (V - 1).bit_length()))
     parts = -(-V // part)
     of_parts = jax.ShapeDtypeStruct((B, parts), jnp.float32)
     numbers = jax.ShapeDtypeStruct((B, parts), jnp.int32)

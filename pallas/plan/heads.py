@@ -48,6 +48,8 @@ def head_plan(table: TileTable, which: str, x: jax.Array) -> HeadPlan:
     B, T, H, N = x.shape
     BN = tile(N)
     one = table[which, BN]
+    if x.dtype.itemsize > 2:  # three stages of numbers of four bytes do not fit every GPU
+        one = one._replace(stages=min(one.stages, 2))
     blocks = -(-H // one.heads)
     shares = max(1, min(one.programs // (B * blocks), -(-T // one.tokens)))
     span = -(-T // (shares * one.tokens)) * one.tokens

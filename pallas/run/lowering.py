@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import triton
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax_triton import triton_lib
+from jaxlib import gpu_triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.runtime.cache import get_cache_manager
 
@@ -68,6 +70,9 @@ def _key(ctx: Any, parameters: dict[str, Any]) -> str:
     """
     versions = [package.__version__ for package in (triton, jax_triton, jax, jaxlib)]
     versions += sorted(get_cache_invalidating_env_vars().items())
+    # as jax-triton finds it out, where nobody has said it; the hash has the assembler's version, too
+    capability = parameters["compute_capability"] or gpu_triton.get_compute_capability(0)
+    versions += [triton_lib.get_cuda_backend(0, capability).hash()]
     shapes = [(x.shape, x.dtype.name) for x in (*ctx.avals_in, *ctx.avals_out)]
     rest = sorted((name, value) for name, value in parameters.items() if name not in ("fn", "out_shapes"))
     described = repr((versions, parameters["fn"].cache_key, shapes, rest))
@@ -78,8 +83,11 @@ def _kept(key: str) -> bytes | None:
     """What `_keep` has put away, if it can be read."""
     try:
         path = get_cache_manager(key).get_file(_FILE)
-        return Path(path).read_bytes() if path else None
-    except (OSError, RuntimeError):  # no place to write to, or none at all
+        call = Path(path).read_bytes() if path else None
+        if call is not None:
+            zlib.decompress(call)
+        return call
+    except (OSError, RuntimeError, zlib.error):  # no place to write to, or half a file
         return None
 
 

@@ -121,8 +121,8 @@ def taken_over(op: str, D: int, T: int) -> dict[str, list[int]]:
     }
 
 
-def name_of(op) -> str:
-    """The kernel that a custom call runs, from the compressed description that jaxlib reads on the GPU."""
+def description(op) -> bytes:
+    """What jaxlib reads of a custom call on the GPU, which is compressed: name, PTX and more."""
     from jax.extend.mlir import ir
 
     attributes = op.attributes  # jax-triton 0.3 keeps the description in one, 0.4 in the other
@@ -131,7 +131,12 @@ def name_of(op) -> str:
         if "mhlo.backend_config" in attributes
         else attributes["backend_config"]
     )
-    text = zlib.decompress(ir.StringAttr(packed).value_bytes)
+    return zlib.decompress(ir.StringAttr(packed).value_bytes)
+
+
+def name_of(op) -> str:
+    """The kernel that a custom call runs."""
+    text = description(op)
     names = [name for name in KERNELS if name.encode() in text]
     assert len(names) == 1, (names, text[:200])
     return names[0]
@@ -156,7 +161,8 @@ def recorded() -> dict[str, object]:
 
 def kept() -> dict[str, object]:
     """Whether a program is the same where nothing can be compiled, as in a later process; whether a kernel
-    that was not compiled before is missed there.
+    that was not compiled before is missed there. And the GPUs that kernels are compiled for by machines that
+    share what they keep.
     """
     from jax_triton import triton_lib
 
@@ -167,6 +173,17 @@ def kept() -> dict[str, object]:
         found = triton_calls(value("rwkv6"), arrays["v"], arrays, state)
         return [str({name: str(call.attributes[name]) for name in named}) for call in found]
 
+    targets = []
+    for capability in (80, 90):
+        triton_lib._COMPILED_KERNEL_CACHE.clear()
+        jax.clear_caches()
+        triton_lib.triton_kernel_call_lib.get_compute_capability = lambda device, c=capability: c
+        rules, none = Sampling().arrays(300), Occurrences.none(1, 300)
+        keys = jax.random.split(jax.random.key(0), 1)
+        traced = jax.jit(sample, static_argnums=4).trace(rules, jnp.zeros((1, 300)), none, keys, "triton")
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+        texts = [description(call) for call in calls_in(module.operation)]
+        targets.append(sorted({re.search(rb"\.target (\w+)", text)[1].decode() for text in texts}))
     first = calls(16)
     triton_lib._COMPILED_KERNEL_CACHE.clear()
     triton_lib.compile_ttir_inplace = None
@@ -177,7 +194,7 @@ def kept() -> dict[str, object]:
         missed = True
     else:
         missed = False
-    return {"again": again, "missed": missed}
+    return {"again": again, "missed": missed, "targets": targets}
 
 
 KERNELS = (

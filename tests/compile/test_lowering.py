@@ -95,10 +95,10 @@ def test_gradients_take_over_the_memory_of_states(op, results):
 
 
 def test_kernels_are_compiled_once():
-    """A later process reads what an earlier one compiled."""
+    """A later process reads what an earlier one compiled, but for another kind of GPU."""
     if not report()["old"]:
         pytest.skip("jax-triton 0.4 has its own way")
-    assert report()["kept"] == {"again": True, "missed": True}
+    assert report()["kept"] == {"again": True, "missed": True, "targets": [["sm_80"], ["sm_90a"]]}
 
 
 def test_kernels_that_decode_are_recorded():

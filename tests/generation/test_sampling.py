@@ -287,3 +287,13 @@ def test_ties_at_the_border_stay_in():
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options).arrays(V)
+
+
+@pytest.mark.parametrize("rule", [Sampling(), Sampling(temperature=0.0), Sampling(top_p=1.0)])
+def test_one_nan_among_many_logits(rule):
+    """XLA's maximum of 4096 numbers and more passes NaN over on a CPU."""
+    logits = jnp.zeros((2, 4096)).at[0, 1000].set(jnp.nan)
+    none, keys = sampling.Occurrences.none(2, 4096), jax.random.split(jax.random.key(0), 2)
+    for run in (sampling.sample, jax.jit(sampling.sample)):
+        tokens, _ = run(rule.arrays(4096), logits, none, keys)
+        assert tokens[0] == sampling.UNDEFINED and tokens[1] >= 0

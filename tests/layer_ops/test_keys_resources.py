@@ -23,12 +23,12 @@ MOST = {
 
 
 @functools.cache
-def found() -> dict:
+def found(*options: str) -> dict:
     """Runs compile_heads.py without Triton's interpreter, which the tests' own process may have chosen."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
         "JAX_PLATFORMS": "cpu"
     }
-    command = [sys.executable, str(SCRIPT), "--json"]
+    command = [sys.executable, str(SCRIPT), "--json", *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     lines = [line for line in done.stdout.splitlines() if line.startswith("USAGES ")]
     assert done.returncode == 0 and lines, (
@@ -44,6 +44,14 @@ def test_registers_and_spills():
     for u in usages:
         registers, shared = MOST[u["kernel"]]
         assert not u["spilled"] and u["registers"] <= registers and u["shared"] <= shared, u
+
+
+def test_float32_fits_small_gpus():
+    """The shared memory of compute capability 8.6, the least of those that are served."""
+    usages = found("--targets", "86", "--dtypes", "float32", "--heads", "64")["usages"]
+    assert {u["kernel"] for u in usages} == set(MOST)
+    for u in usages:
+        assert not u["spilled"] and u["shared"] <= 99 << 10, u
 
 
 def test_programs_call_one_kernel_forward_and_one_backward():
