@@ -131,7 +131,7 @@ def reading(
         tokens = np.tile(np.array([rows[i][:1] for i in filled]), (1, sum(pieces)))
         for row, length, padded in zip(filled, now, tokens):
             padded[:length] = rows[row][:length]
-        carry = _begun(jax.tree.leaves(params)[0], own)
+        carry = beside(params, (np.zeros(own.att_shift.shape[1:], own.att_shift.dtype), own))
         for start, length in zip(itertools.accumulate(pieces, initial=0), pieces):
             if ends or start:
                 yield None
@@ -275,12 +275,6 @@ def beside(params: Any, tree: Any) -> Any:
 @functools.partial(jax.jit, keep_unused=True)
 def _copy(place: jax.Array, tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
-
-
-@functools.partial(jax.jit, keep_unused=True)
-def _begun(place: jax.Array, state: RWKVState) -> tuple[jax.Array, RWKVState]:
-    """What `_read` goes on from before the first token, where the parameters are: see `beside`."""
-    return jnp.zeros(state.att_shift.shape[1:], state.att_shift.dtype), jax.tree.map(jnp.copy, state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

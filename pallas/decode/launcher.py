@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..run.triton import launch
 from .choose import choose_kernel, draw_kernel, survey_kernel
 from .heads import moves_kernel, rwkv6_kernel, rwkv7_kernel
-from .products_launcher import CODE_ROWS, FEW, layer_code, project
+from .products_launcher import CODE_ROWS, FEW, layer_code, project, recorded
 
 __all__ = ["advance6", "advance7", "choose", "moves6", "project"]
 _IN_PLACE = {"state_": "new_", "att_": "new_att_", "ffn_": "new_ffn_"}
@@ -29,7 +28,7 @@ def advance7(
     few, second = B <= FEW, jnp.zeros(1, jnp.int32)
     if not few:
         second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
-    results = launch(
+    results = recorded(
         rwkv7_kernel,
         _states(state, new)
         | dict(
@@ -52,7 +51,6 @@ def advance7(
         aliases=_IN_PLACE,
         grid=(H, B),
         num_warps=16 if few else _warps(H * B),
-        recorded=True,
         num_stages=1,
         B=B,
         H=H,
@@ -111,13 +109,12 @@ def moves6(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.Arr
         x, before = x.astype(jnp.float32), last[layer].astype(jnp.float32)
         return (x + (before - x) * (p.mixes.astype(jnp.float32)[:, None] + by)).astype(dtype)
     BC = 128
-    made = launch(
+    made = recorded(
         moves_kernel,
         dict(x_=x, last_=last, z_=z, w_=p.moves, mixes_=p.mixes, layer=layer_code(layer)),
         dict(planes_=jax.ShapeDtypeStruct((5, B, C), dtype)),
         grid=(-(-C // BC), 5, B),
         num_warps=4,
-        recorded=True,
         num_stages=1,
         B=B,
         C=C,
@@ -138,7 +135,7 @@ def advance6(
     if not few:
         low = made[:, 4 * C :].astype(p.second.dtype)
         second = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32)
-    results = launch(
+    results = recorded(
         rwkv6_kernel,
         _states(state, new)
         | dict(
@@ -156,7 +153,6 @@ def advance6(
         aliases=_IN_PLACE,
         grid=(H, B),
         num_warps=4 if few else _warps(H * B),
-        recorded=True,
         num_stages=1,
         B=B,
         H=H,
@@ -195,7 +191,7 @@ def choose(
     numbers = jax.ShapeDtypeStruct((B, parts), jnp.int32)
     sizes: dict[str, Any] = dict(V=V, P=parts, BV=part)
     padded = 1 << (parts - 1).bit_length()
-    surveyed = launch(
+    surveyed = recorded(
         survey_kernel,
         dict(
             logits_=logits,
@@ -216,13 +212,12 @@ def choose(
         aliases={"logits_": "x_", "count_": "decayed_"},
         grid=(parts, B),
         num_warps=4,
-        recorded=True,
         num_stages=1,
         **sizes,
     )
     x, count, roots = (surveyed.pop(name) for name in ("x_", "decayed_", "roots_"))
     surveyed |= dict(top_p_=one(rules.top_p))
-    drawn = launch(
+    drawn = recorded(
         draw_kernel,
         surveyed
         | dict(
@@ -242,13 +237,12 @@ def choose(
         ),
         grid=(parts, B),
         num_warps=4,
-        recorded=True,
         num_stages=1,
         BP=padded,
         BK=min(128, part),
         **sizes,
     )
-    made = launch(
+    made = recorded(
         choose_kernel,
         surveyed
         | drawn
@@ -266,7 +260,6 @@ def choose(
         aliases={"seen_": "new_seen_", "count_": "new_count_"},
         grid=(B,),
         num_warps=8,
-        recorded=True,
         num_stages=1,
         BP=padded,
         BK=max(1, min(part, 2048 // padded)),

@@ -13,6 +13,7 @@ rows on 0.548, tiles everywhere 0.588.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from ..run.triton import launch
 from .products import mix_kernel, products_kernel, rows_kernel
 
+recorded = functools.partial(launch, recorded=True)  # a token is many short kernels: see lowering.py
 FEW, TILED = 4, 16
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 CODE_ROWS = 64
@@ -160,13 +162,12 @@ def _few(
         add_=add,
         gate_=gate,
     )
-    made = launch(
+    made = recorded(
         rows_kernel,
         {name: none if x is None else x for name, x in inputs.items()} | {"layer": layer_code(layer)},
         dict(y_=jax.ShapeDtypeStruct((B, N), dtype), shift_=shift),
         grid=(-(-N // BN),),
         num_warps=warps,
-        recorded=True,
         num_stages=1,
         B=B,
         K=K,
@@ -193,7 +194,7 @@ def _mixed(x: Any, norm: Any, mixes: Any, last: Any, layer: int, alive: Any, dty
     """Planes [M, B, K] and shift [B, K]."""
     (B, K), M = x.shape, mixes.shape[0]
     BK = 1 << (K - 1).bit_length()
-    made = launch(
+    made = recorded(
         mix_kernel,
         dict(
             x_=x,
@@ -209,7 +210,6 @@ def _mixed(x: Any, norm: Any, mixes: Any, last: Any, layer: int, alive: Any, dty
         ),
         grid=(B, M),
         num_warps=4 if BK <= 2048 else 8,
-        recorded=True,
         num_stages=1,
         B=B,
         K=K,
@@ -242,13 +242,12 @@ def _many(matrix: Any, x: jax.Array, *, add: Any, gate: Any, gate_at: int, dtype
     one = few if N // many.results < _PROGRAMS // 2 else many
     none = jnp.zeros(1, jnp.int32)
     inputs = dict(x_=x, w_=weight, add_=add, gate_=gate)
-    made = launch(
+    made = recorded(
         products_kernel,
         {name: none if x is None else x for name, x in inputs.items()},
         dict(y_=jax.ShapeDtypeStruct((B, N), dtype)),
         grid=(-(-N // one.results), -(-B // one.rows)),
         num_warps=one.warps,
-        recorded=True,
         num_stages=one.stages,
         B=B,
         K=K,

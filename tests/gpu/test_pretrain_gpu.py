@@ -7,19 +7,8 @@ import signal
 
 import jax
 import numpy as np
+import pretraining
 import pytest
-from pretraining import (
-    STEPS,
-    arguments,
-    assert_same,
-    column,
-    documents,
-    exact,
-    finish,
-    metrics,
-    start,
-    wait_for,
-)
 
 if jax.default_backend() != "gpu" or jax.device_count() < 2:
     pytest.skip("fewer than two NVIDIA GPUs are visible to JAX", allow_module_level=True)
@@ -38,34 +27,38 @@ def launch(*more):
         "CUDA_VISIBLE_DEVICES": ",".join(VISIBLE),
     }
     ranks = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    return [start(more, variables | dict.fromkeys(ranks, str(i))) for i in range(COUNT)]
+    return [pretraining.start(more, variables | dict.fromkeys(ranks, str(i))) for i in range(COUNT)]
 
 
 def test_killed_and_resumed_equals_straight(tmp_path):
     """Bit by bit, with parameters shared by pairs of processes; one process follows to rounding, and goes on
     from what several have saved.
     """
-    data, run, other = documents(tmp_path), tmp_path / "run", tmp_path / "other"
+    data, run, other = pretraining.documents(tmp_path), tmp_path / "run", tmp_path / "other"
     shared = ("--cache", tmp_path / "cache", "--mesh-fsdp", 2)
-    processes = launch(*arguments(data, tmp_path / "straight", *shared))
-    outputs = [finish(process) for process in processes]
+    processes = launch(*pretraining.arguments(data, tmp_path / "straight", *shared))
+    outputs = [pretraining.finish(process) for process in processes]
     assert [process.returncode for process in processes] == [0] * COUNT, outputs
-    processes = launch(*arguments(data, run, *shared))
-    wait_for(processes[0], lambda: any(path.name.startswith("20.") for path in run.glob("checkpoints/*tmp*")))
+    processes = launch(*pretraining.arguments(data, run, *shared))
+    pretraining.wait_for(
+        processes[0], lambda: any(path.name.startswith("20.") for path in run.glob("checkpoints/*tmp*"))
+    )
     for process in processes:
         process.kill()
-    outputs = [finish(process) for process in processes]
+    outputs = [pretraining.finish(process) for process in processes]
     assert processes[0].returncode == -signal.SIGKILL, outputs[0]
     shutil.copytree(run, other)
-    processes = launch(*arguments(data, run, *shared), "--resume")
-    outputs = [finish(process) for process in processes]
+    processes = launch(*pretraining.arguments(data, run, *shared), "--resume")
+    outputs = [pretraining.finish(process) for process in processes]
     assert [process.returncode for process in processes] == [0] * COUNT, outputs
     assert "resuming at step" in outputs[0]
-    assert len(exact(run)) == STEPS
-    assert_same(run, tmp_path / "straight")
+    assert len(pretraining.exact(run)) == pretraining.STEPS
+    pretraining.assert_same(run, tmp_path / "straight")
     alone = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "CUDA_VISIBLE_DEVICES": VISIBLE[0]}
-    process = start(arguments(data, other, "--cache", tmp_path / "alone", "--resume"), alone)
-    output = finish(process)
+    process = pretraining.start(
+        pretraining.arguments(data, other, "--cache", tmp_path / "alone", "--resume"), alone
+    )
+    output = pretraining.finish(process)
     assert process.returncode == 0 and "resuming at step" in output, output
-    assert len(metrics(other)) == STEPS
-    np.testing.assert_allclose(column(other, "loss"), column(run, "loss"), rtol=2e-2)
+    assert len(pretraining.metrics(other)) == pretraining.STEPS
+    np.testing.assert_allclose(pretraining.column(other, "loss"), pretraining.column(run, "loss"), rtol=2e-2)
