@@ -230,7 +230,9 @@ def reading(model: Any, params: Any, length: int) -> dict[str, float]:
     from fla_jax.generation import prefill
 
     prompt = np.random.default_rng(0).integers(1, model.config.vocab_size, length)
-    whole = jax.jit(lambda params, tokens: model.apply({"params": params}, tokens, method="hidden"))
+    options = {"xla_gpu_enable_triton_gemm": False}  # as `prefill` and benchmarks/train_step.py have it
+    call = lambda params, tokens: model.apply({"params": params}, tokens, method="hidden")
+    whole = jax.jit(call, compiler_options=options)
     runs = {
         "generate": lambda: prefill(model, params, [prompt]),
         "apply": lambda: whole(params, jnp.asarray(prompt[None])),

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..run.triton import launch
 from .choose import choose_kernel, draw_kernel, survey_kernel
 from .heads import moves_kernel, rwkv6_kernel, rwkv7_kernel
-from .products_launcher import CODE_ROWS, FEW, layer_code, project, recorded
+from .products_launcher import CODE_ROWS, FEW, layer_code, project
 
 __all__ = ["advance6", "advance7", "choose", "moves6", "project"]
 _IN_PLACE = {"state_": "new_", "att_": "new_att_", "ffn_": "new_ffn_"}
@@ -28,7 +29,7 @@ def advance7(
     few, second = B <= FEW, jnp.zeros(1, jnp.int32)
     if not few:
         second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
-    results = recorded(
+    results = launch(
         rwkv7_kernel,
         _states(state, new)
         | dict(
@@ -109,7 +110,7 @@ def moves6(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.Arr
         x, before = x.astype(jnp.float32), last[layer].astype(jnp.float32)
         return (x + (before - x) * (p.mixes.astype(jnp.float32)[:, None] + by)).astype(dtype)
     BC = 128
-    made = recorded(
+    made = launch(
         moves_kernel,
         dict(x_=x, last_=last, z_=z, w_=p.moves, mixes_=p.mixes, layer=layer_code(layer)),
         dict(planes_=jax.ShapeDtypeStruct((5, B, C), dtype)),
@@ -135,7 +136,7 @@ def advance6(
     if not few:
         low = made[:, 4 * C :].astype(p.second.dtype)
         second = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32)
-    results = recorded(
+    results = launch(
         rwkv6_kernel,
         _states(state, new)
         | dict(
@@ -191,7 +192,7 @@ def choose(
     numbers = jax.ShapeDtypeStruct((B, parts), jnp.int32)
     sizes: dict[str, Any] = dict(V=V, P=parts, BV=part)
     padded = 1 << (parts - 1).bit_length()
-    surveyed = recorded(
+    surveyed = launch(
         survey_kernel,
         dict(
             logits_=logits,
@@ -217,7 +218,7 @@ def choose(
     )
     x, count, roots = (surveyed.pop(name) for name in ("x_", "decayed_", "roots_"))
     surveyed |= dict(top_p_=one(rules.top_p))
-    drawn = recorded(
+    drawn = launch(
         draw_kernel,
         surveyed
         | dict(
@@ -242,7 +243,7 @@ def choose(
         BK=min(128, part),
         **sizes,
     )
-    made = recorded(
+    made = launch(
         choose_kernel,
         surveyed
         | drawn

@@ -13,7 +13,6 @@ rows on 0.548, tiles everywhere 0.588.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ import jax.numpy as jnp
 from ..run.triton import launch
 from .products import mix_kernel, products_kernel, rows_kernel
 
-recorded = functools.partial(launch, recorded=True)  # a token is many short kernels: see lowering.py
 FEW, TILED = 4, 16
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 CODE_ROWS = 64
@@ -162,7 +160,7 @@ def _few(
         add_=add,
         gate_=gate,
     )
-    made = recorded(
+    made = launch(
         rows_kernel,
         {name: none if x is None else x for name, x in inputs.items()} | {"layer": layer_code(layer)},
         dict(y_=jax.ShapeDtypeStruct((B, N), dtype), shift_=shift),
@@ -194,7 +192,7 @@ def _mixed(x: Any, norm: Any, mixes: Any, last: Any, layer: int, alive: Any, dty
     """Planes [M, B, K] and shift [B, K]."""
     (B, K), M = x.shape, mixes.shape[0]
     BK = 1 << (K - 1).bit_length()
-    made = recorded(
+    made = launch(
         mix_kernel,
         dict(
             x_=x,
@@ -242,7 +240,7 @@ def _many(matrix: Any, x: jax.Array, *, add: Any, gate: Any, gate_at: int, dtype
     one = few if N // many.results < _PROGRAMS // 2 else many
     none = jnp.zeros(1, jnp.int32)
     inputs = dict(x_=x, w_=weight, add_=add, gate_=gate)
-    made = recorded(
+    made = launch(
         products_kernel,
         {name: none if x is None else x for name, x in inputs.items()},
         dict(y_=jax.ShapeDtypeStruct((B, N), dtype)),

@@ -21,17 +21,17 @@ from ..plan.shapes import like
 from ..run.triton import launch
 from .readout import readout_bwd_kernel, readout_fwd_kernel
 
-# 8 elements a thread, rows of at least 128 bytes. The backward at heads of 64 was the best of fifteen on an
-# H200 (docs/performance.md); other sizes follow it.
+# Those of heads of 64 are the best for both readouts of those tried on an H200 (docs/performance.md). Other
+# sizes follow them, the backward with 8 elements a thread where 16 would be spilled.
 LAUNCH: dict[tuple[str, int], Tile] = {
-    ("forward", 16): Tile(16, 4, 4, 2, 2112),
-    ("forward", 32): Tile(16, 2, 4, 2, 2112),
-    ("forward", 64): Tile(16, 1, 4, 2, 2112),
-    ("forward", 128): Tile(8, 1, 4, 2, 2112),
-    ("forward", 256): Tile(4, 1, 4, 2, 2112),
+    ("forward", 16): Tile(32, 4, 4, 3, 4224),
+    ("forward", 32): Tile(32, 2, 4, 3, 4224),
+    ("forward", 64): Tile(32, 1, 4, 3, 4224),
+    ("forward", 128): Tile(16, 1, 4, 3, 4224),
+    ("forward", 256): Tile(8, 1, 4, 3, 4224),
     ("backward", 16): Tile(16, 4, 4, 3, 4224),
     ("backward", 32): Tile(16, 2, 4, 3, 4224),
-    ("backward", 64): Tile(16, 1, 4, 3, 4224),
+    ("backward", 64): Tile(32, 1, 4, 3, 4224),
     ("backward", 128): Tile(8, 1, 4, 3, 4224),
     ("backward", 256): Tile(4, 1, 4, 3, 4224),
 }

@@ -1,13 +1,11 @@
-"""How jax-triton 0.3 hands our kernels to XLA: compiled once for all processes, some of them to be recorded.
+"""How jax-triton 0.3 hands our kernels to XLA: compiled once for all processes, and so that XLA records them.
 
 jax-triton 0.3 compiles every kernel in every process. Triton's own cache (``~/.triton/cache``, or
 ``TRITON_CACHE_DIR``) keeps what it made.
 
 It calls a kernel by a name that XLA cannot record into CUDA graphs: the host looks up some ten kilobytes for
 every kernel of every step, which was a third of the time of a token decoded for one row. jaxlib has a name
-that XLA records, which jax-triton 0.4 will take for all. Here it is for those that decode. XLA fuses calls by
-that name with slices of their operands and forgets that results take over memory: a backward in a loop over
-layers then wrote into what the loop keeps, and the loss was NaN after a few steps.
+that XLA records, and fuses with slices of the call's operands, which jax-triton 0.4 takes. We take it, too.
 
 Calls of other kernels than ours go the way that jax-triton has for them.
 """
@@ -32,16 +30,13 @@ from jaxlib import gpu_triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.runtime.cache import get_cache_manager
 
-_PLAIN, _GRAPHS = "triton_kernel_call", "triton_kernel_call_ffi"  # as jaxlib has them
+_PLAIN, _RECORDED = "triton_kernel_call", "triton_kernel_call_ffi"  # as jaxlib has them
 _FILE = "jax-triton-call"
 
 
-def lowered(kept: str, recorded: str, ctx: Any, *arrays: Any, **parameters: Any) -> Any:
-    """jax-triton's rule for calling a kernel on NVIDIA GPUs, with ours kept: those that are called by the
-    names ``kept`` and ``recorded``.
-    """
-    name = parameters["custom_call_target_name"]
-    if name not in (kept, recorded):
+def lowered(ours: str, ctx: Any, *arrays: Any, **parameters: Any) -> Any:
+    """jax-triton's rule for calling a kernel on NVIDIA GPUs, but for those that are called by our name."""
+    if parameters["custom_call_target_name"] != ours:
         return _theirs(ctx, *arrays, **parameters)
     parameters["custom_call_target_name"] = _PLAIN
     key = _key(ctx, parameters)
@@ -52,12 +47,8 @@ def lowered(kept: str, recorded: str, ctx: Any, *arrays: Any, **parameters: Any)
         operation.operation.erase()
         _keep(key, call)
     aliases = dict(parameters["input_output_aliases"])
-    if name == recorded:
-        rule = jax.ffi.ffi_lowering(_GRAPHS, api_version=4, operand_output_aliases=aliases)
-        return rule(ctx, *arrays, opaque=call)
-    config: Any = call  # bytes, which JAX takes as jax-triton gives them
-    rule = jax.ffi.ffi_lowering(_PLAIN, api_version=2, backend_config=config, operand_output_aliases=aliases)
-    return rule(ctx, *arrays)
+    rule = jax.ffi.ffi_lowering(_RECORDED, api_version=4, operand_output_aliases=aliases)
+    return rule(ctx, *arrays, opaque=call)
 
 
 def _theirs(ctx: Any, *arrays: Any, **parameters: Any) -> Any:
@@ -96,7 +87,7 @@ def _keep(key: str, call: bytes) -> None:
         get_cache_manager(key).put(call, _FILE, binary=True)
 
 
-def install(kept: str, recorded: str) -> None:
-    """Makes `lowered` the rule, for calls by those names."""
-    rule = functools.partial(lowered, kept, recorded)
+def install(ours: str) -> None:
+    """Makes `lowered` the rule, for calls by that name."""
+    rule = functools.partial(lowered, ours)
     mlir.register_lowering(triton_lib.triton_kernel_call_p, rule, platform="cuda")

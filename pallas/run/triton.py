@@ -20,7 +20,7 @@ import jax
 from ...core.call import Call
 from ...core.gpu import Mendable, gpu_missing, lowering_target, unfit_inputs
 
-KEPT, RECORDED = "fla_jax kept", "fla_jax recorded"  # how kernels are handed over: see lowering.py
+OURS = "fla_jax"  # the name by which lowering.py knows our kernels
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -44,7 +44,7 @@ def _jax_triton():
     if old:
         from . import lowering
 
-        lowering.install(KEPT, RECORDED)
+        lowering.install(OURS)
     return jax_triton, old
 
 
@@ -83,7 +83,6 @@ def launch(
     num_warps: int,
     num_stages: int,
     aliases: Mapping[str, str] | None = None,
-    recorded: bool = False,
     **constexprs: Any,
 ) -> dict[str, jax.Array]:
     """Calls a kernel with all its parameters by name, and returns its outputs by name.
@@ -97,9 +96,6 @@ def launch(
         num_stages: depth of the load pipeline.
         aliases: inputs whose memory an output takes over. The kernel writes it through the input's pointer
             and leaves the output's alone: with jax-triton 0.4 it is none.
-        recorded: whether XLA may put the call into a CUDA graph. The host then starts many calls at once;
-            but it does something for each of them at the beginning of every program, and XLA may fuse the
-            call with slices around it.
         constexprs: compile-time arguments.
 
     Raises:
@@ -123,12 +119,11 @@ def launch(
         )
         # Where an operand is a slice, or a result put into one, XLA makes one operation of all and forgets
         # that results take over memory: they would be somewhere else. Barriers keep slices apart.
-        apart = bool(taken) and (recorded or not _jax_triton()[1])
-        if apart:
+        if taken:
             arrays = iter(jax.lax.optimization_barrier([x for x in operands if not isinstance(x, int)]))
             operands = [x if isinstance(x, int) else next(arrays) for x in operands]
-        results = _call(kernel, operands, shapes, taken, recorded, options)
-        if apart:
+        results = _call(kernel, operands, shapes, taken, options)
+        if taken:
             results = jax.lax.optimization_barrier(list(results))
     return dict(zip(outputs, results))
 
@@ -138,7 +133,6 @@ def _call(
     inputs: Sequence[jax.Array | int],
     out: list[jax.ShapeDtypeStruct],
     aliases: Mapping[int, int],
-    recorded: bool,
     options: dict[str, Any],
 ) -> Sequence[jax.Array]:
     """The call through either jax-triton, everything by position."""
@@ -147,10 +141,7 @@ def _call(
     if old:
         # it counts arrays only
         arrays_only = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}
-        options |= {
-            "custom_call_target_name": RECORDED if recorded else KEPT,
-            "input_output_aliases": arrays_only,
-        }
+        options |= {"custom_call_target_name": OURS, "input_output_aliases": arrays_only}
         return jax_triton.triton_call(*inputs, kernel=kernel, out_shape=out, **options)
     # 0.4 binds arrays to parameters in the order operands, results: a result without a parameter must be one
     # of the last. A Python 1 is a constant and no parameter.
