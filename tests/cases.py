@@ -291,6 +291,14 @@ def check(case: Case, implementation: str | None, form: str = "chunk", tol: Tole
     compare(got, expected(case), tol)
 
 
+def outputs(case: Case, implementation: str | None, **options: Any) -> tuple[Any, Any]:
+    """``(o, final_state)`` of a call that nothing differentiates."""
+    x = build(case)
+    layout = dict(segment_ids=x.segment_ids, cu_seqlens=x.cu_seqlens)
+    options |= options_of(case) | layout | dict(implementation=implementation)
+    return jax.device_get(jax.jit(lambda arrays: call(case.op, arrays, **options))(x.arrays))
+
+
 def check_vmap(case: Case, implementation: str | None, form: str = "chunk", tol: Tolerances = EXACT) -> None:
     """Over every array at once: rows are merged, packed sequences mapped one by one."""
     each = [dataclasses.replace(case, seed=seed) for seed in range(2)]

@@ -17,7 +17,7 @@ from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
 from .decoder import Decoder, check_decoder
 from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
-from .prompts import beside, check_params, check_prompts, reading, take_rows, zero_state
+from .prompts import beside, check_params, check_prompts, reading, take_rows
 from .sampling import UNDEFINED, Sampling
 
 # Steps of a call while prompts wait, where their number is not fixed: a slot whose row ends inside a call
@@ -218,12 +218,14 @@ class Engine:
 
     def _read(self, rows: list[_Row]) -> Iterator[Any]:
         batch = min(next(size for size in _TOGETHER if size >= len(rows)), self.slots)
-        initial = zero_state(self._model, batch)
+        initial = None
+        if any(row.initial is not None for row in rows):
+            initial = self._model.init_state(batch)
         for i, row in enumerate(rows):
             if row.initial is not None:
                 initial = jax.tree.map(lambda x, y, i=i: x.at[:, i].set(y[:, 0]), initial, row.initial)
                 row.initial = None
-        return reading(self._model, self._params, [row.prompt for row in rows], initial)
+        return reading(self._model, self._params, [row.prompt for row in rows], batch, initial)
 
     def _join(self, rows: list[_Row], logits: jax.Array, state: RWKVState) -> None:
         """Puts rows whose prompts are read into free slots."""

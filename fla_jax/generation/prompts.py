@@ -54,9 +54,9 @@ def prefill(
     so the sizes are few, too. They grow so that from one to the next the time of a piece, launches included,
     grows by 15 %: no prompt takes more than about 1.15 of the time of one call of its very length. On a GPU,
     with one row and a width of 1024, one program reads up to 128 tokens, six more serve all lengths up to
-    1024 and three to five more each doubling up to 16384; longer prompts need no others, and one prompt at
-    most two. Programs of a model with ``scan_layers=True`` compile in the time of one layer, and JAX's
-    compilation cache (``jax_compilation_cache_dir``) keeps all of them for the next process.
+    1024 and three to five more each doubling up to 16384; longer prompts need others of the same sizes, and
+    one prompt at most two. Programs of a model with ``scan_layers=True`` compile in the time of one layer,
+    and JAX's compilation cache (``jax_compilation_cache_dir``) keeps all of them for the next process.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
@@ -84,11 +84,11 @@ def prefill(
     """
     check_params(model, params)
     rows = check_prompts(prompts, model.config.vocab_size)
-    initial = zero_state(model, len(rows))
     if state is not None:
-        check_state(state, initial)
-        initial = jax.tree.map(lambda x, zero: jnp.asarray(x, zero.dtype), state, initial)
-    *_, result = reading(model, params, rows, initial)
+        like = jax.eval_shape(lambda: model.init_state(len(rows)))
+        check_state(state, like)
+        state = jax.tree.map(lambda x, zero: jnp.asarray(x, zero.dtype), state, like)
+    *_, result = reading(model, params, rows, len(rows), state)
     assert result is not None
     return result
 
@@ -101,32 +101,32 @@ def check_params(model: Any, params: Any) -> None:
 
 
 def reading(
-    model: Any, params: Any, rows: Sequence[np.ndarray], initial: RWKVState
+    model: Any, params: Any, rows: Sequence[np.ndarray], batch: int, initial: RWKVState | None
 ) -> Iterator[tuple[jax.Array, RWKVState] | None]:
-    """Reads checked rows from their ``initial`` state, which is left as it is.
+    """Reads checked rows from their ``initial`` state, which is left as it is; from zero with None.
 
-    The state may have more rows than there are prompts, so that a few programs serve any number of prompts;
-    what comes back in those means nothing.
+    ``batch`` may be larger than the number of prompts, so that a few programs serve any number of them; what
+    comes back in the rows behind means nothing.
 
     Yields:
         None as often as there are pieces but for the last, so that other work can be started between them;
         then the logits [B, V] and the state after every row.
     """
     lengths = np.array([len(row) for row in rows], np.int32)
-    batch, device = initial.wkv.shape[1], _device(params)
+    place, device = jax.tree.leaves(params)[0], _device(params)
 
     def sizes(batch: int) -> tuple[int, ...]:
         return piece_sizes(model.config.hidden_size, batch, device)
 
     groups = [np.arange(len(rows))]
-    if _on_one_device(jax.tree.leaves(params)[0], initial):
+    if _on_one_device(place, initial):
         groups = grouped(lengths, sizes, _overhead(model.config.hidden_size, device)) or groups
     size = batch if len(groups) == 1 else len(groups[0])
-    ends: list[tuple[jax.Array, RWKVState]] = []
+    ends: list[Any] = []
     for group in groups:
         # filled up with rows of no tokens
         filled = np.concatenate([group, np.full(size - len(group), group[0])])
-        own = initial if len(groups) == 1 else take_rows(initial, filled)
+        own = initial if initial is None or len(groups) == 1 else take_rows(initial, filled)
         now = np.where(np.arange(size) < len(group), lengths[filled], 0)
         pieces = plan(int(now.max()), sizes(size))
         # Behind a row's end stands its own first token: nothing of another token, were it NaN, ever comes
@@ -134,7 +134,8 @@ def reading(
         tokens = np.tile(np.array([rows[i][:1] for i in filled]), (1, sum(pieces)))
         for row, length, padded in zip(filled, now, tokens):
             padded[:length] = rows[row][:length]
-        carry = beside(params, (np.zeros(own.att_shift.shape[1:], own.att_shift.dtype), own))
+        # One piece starts from zeros in its own program: a program for them makes a prompt wait for the host.
+        carry = None if own is None and len(pieces) == 1 else _start(model, size, place, own)
         for start, length in zip(itertools.accumulate(pieces, initial=0), pieces):
             if ends or start:
                 yield None
@@ -280,10 +281,11 @@ def _copy(place: jax.Array, tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def zero_state(model: Any, batch: int) -> RWKVState:
-    """In one program, where three arrays of zeros by themselves are several for the host to start."""
-    return model.init_state(batch)
+@functools.partial(jax.jit, static_argnums=(0, 1), keep_unused=True)
+def _start(model: Any, batch: int, place: jax.Array, state: RWKVState | None) -> tuple[jax.Array, RWKVState]:
+    """The first carry of `_read`, where ``place`` is (see `beside`): with a copy of the state, or zeros."""
+    state = model.init_state(batch) if state is None else jax.tree.map(jnp.copy, state)
+    return jnp.zeros_like(state.att_shift[0]), state
 
 
 def _device(params: Any) -> Any:
@@ -297,13 +299,18 @@ def _device(params: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2, compiler_options=_COMPILER_OPTIONS)
 def _read(
-    model: Any, params: Any, carry: tuple[jax.Array, RWKVState], tokens: jax.Array, lengths: jax.Array | None
+    model: Any,
+    params: Any,
+    carry: tuple[jax.Array, RWKVState] | None,
+    tokens: jax.Array,
+    lengths: jax.Array | None,
 ) -> Any:
     """Reads the first ``lengths`` [B] of tokens [B, T], or all of them.
 
     ``carry`` is the hidden state [B, C] at the last token of each row, and the state there; so is the result.
+    None are zeros.
     """
-    last, state = carry
+    last, state = carry or _start(model, tokens.shape[0], tokens, None)
     if lengths is None:
         hidden, new = model.apply({"params": params}, tokens, state, method="hidden")
         return hidden[:, -1], jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)

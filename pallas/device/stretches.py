@@ -10,6 +10,7 @@ def combine_kernel(
     N_,
     edge_,
     states_,
+    last_,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -20,7 +21,7 @@ def combine_kernel(
     BACKWARD: tl.constexpr,
 ):
     """Grid (value blocks, heads, rows): the state at the near edge of every stretch, from ``edge_``
-    [B, H, K, V] on; from the end with ``BACKWARD``.
+    [B, H, K, V] on, and that at the far edge of the ``last_``; from the end with ``BACKWARD``.
 
     Stretches are one after another, few programs walk them, and what takes time is to wait for memory. M is
     copied ahead by the load pipeline; N, which no product reads as a tile, is loaded a stretch ahead here.
@@ -44,6 +45,30 @@ def combine_kernel(
             S = tl.dot(tl.trans(M) if BACKWARD else M, S, N, input_precision="tf32x3")
         N = ahead
         head += step
+    tl.store(last_ + (row * H + h).to(tl.int64) * (K * V) + offsets, S, mask=mask)
+
+
+@triton.jit
+def reads_kernel(
+    own_, reads_, states_, T, span, y_, mode: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Grid (``BLOCKS`` of values and tiles of ``TILE`` tokens, heads, stretches): ``y_t = own_t + reads_t S``
+    with the state S that enters the stretch. S is not rounded to 16 bits: what is loaded takes the time.
+    """
+    block, h, p = tl.program_id(0) % BLOCKS, tl.program_id(1), tl.program_id(2)
+    start = (p % mode.splits) * span
+    t = tl.program_id(0) // BLOCKS * TILE + tl.arange(0, TILE)
+    key, value = tl.arange(0, mode.BK), block * mode.BV + tl.arange(0, mode.BV)
+    has_token, has_key, has_value = t < tl.minimum(span, T - start), key < mode.K, value < mode.V
+    head = (p * mode.H + h).to(tl.int64)
+    at = states_ + head * (mode.K * mode.V) + key[:, None] * mode.V + value[None, :]
+    S = tl.load(at, mask=has_key[:, None] & has_value[None, :], other=0.0)
+    token = (((p // mode.splits).to(tl.int64) * T + start + t) * mode.H + h)[:, None]
+    there = has_token[:, None] & has_key[None, :]
+    reads = tl.load(reads_ + token * mode.K + key[None, :], mask=there, other=0.0).to(tl.float32)
+    place, there = token * mode.V + value[None, :], has_token[:, None] & has_value[None, :]
+    own = tl.load(own_ + place, mask=there, other=0.0).to(tl.float32)
+    tl.store(y_ + place, tl.dot(reads, S, own, input_precision=mode.precision), mask=there)
 
 
 @triton.jit

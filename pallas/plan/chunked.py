@@ -25,9 +25,9 @@ BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may ma
 LaunchTable = Mapping[tuple[str, int] | tuple[str, int, str], tuple[int, int, int]]
 
 
-# Programs that fill an H200 (132 multiprocessors, about four programs each), the most of them at which
-# cutting rows still pays for walking them twice (by padded K: with 128, one program fills a multiprocessor),
-# and the fewest tokens that are worth a stretch of their own.
+# Programs that fill an H200 (132 multiprocessors, about four programs each), half as many where no backward
+# follows; the most of them at which cutting rows still pays for walking them twice (by padded K: with 128,
+# one program fills a multiprocessor), and the fewest tokens that are worth a stretch of their own.
 FULL, FEW, SHORTEST = 512, {64: 132, 128: 100}, 256
 
 
@@ -68,7 +68,8 @@ def stretches_of(call: Call[Recurrence]) -> int:
     programs = max(1, B * H * call.shards // call.devices)
     if call.inputs.cu_seqlens is not None or programs > FEW.get(max(64, tile(K)), 0):
         return call.shards
-    wanted = min(-(-FULL // programs), T // SHORTEST)
+    full = FULL if call.keep else FULL // 2
+    wanted = min(-(-full // programs), T // SHORTEST)
     return call.shards * -(-T // _span(T, max(1, wanted)))
 
 

@@ -202,6 +202,7 @@ KERNELS = (
     *(f"rwkv7_{name}_kernel" for name in ("fwd", "transfer", "bwd", "carry", "gradients")),
     "combine_kernel",
     "gather_kernel",
+    "reads_kernel",
 )
 
 
@@ -221,6 +222,7 @@ def programs(op: str):
         (x, stacked, states),
     )
     yield "few rows and heads", gradient(op), (few[0]["v"], *few)
+    yield "value of few rows and heads", value(op), (few[0]["v"], *few)
     if op == "rwkv7":
         large = arguments(op, D=72)
         yield "large heads", gradient(op), (large[0]["v"], *large)

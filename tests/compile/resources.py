@@ -144,14 +144,18 @@ class _Recorder:
 
 def record(call: Call) -> list[Launch]:
     """The launches of forward and backward for full GPUs, then those that few rows and heads add (stretches:
-    `fla_jax.pallas.plan.stretches`).
+    `fla_jax.pallas.plan.stretches`), a forward alone included.
     """
     many = _trace(call, 8, 2048, 64)
-    few = _trace(call, 1, 2048, 4) if call.few and call.layout != "packed" else []
+    few = (
+        _trace(call, 1, 2048, 4) + _trace(call, 1, 2048, 4, gradient=False)
+        if call.few and call.layout != "packed"
+        else []
+    )
     return many + [launch for launch in few if launch.kernel not in {other.kernel for other in many}]
 
 
-def _trace(call: Call, B: int, T: int, H: int) -> list[Launch]:
+def _trace(call: Call, B: int, T: int, H: int, gradient: bool = True) -> list[Launch]:
     import jax
     import jax.numpy as jnp
 
@@ -182,7 +186,10 @@ def _trace(call: Call, B: int, T: int, H: int) -> list[Launch]:
             output_final_state=True,
             lower_bound=None if call.decay == "any" else -1.0,
         )
-        out, pull = jax.vjp(lambda xs, s: op(*xs, initial_state=s, **layout, **static), inputs, state)
+        forward = lambda xs, s: op(*xs, initial_state=s, **layout, **static)
+        if not gradient:
+            return forward(inputs, state)
+        out, pull = jax.vjp(forward, inputs, state)
         return pull(out)
 
     recorder, original = _Recorder(call), run_triton._jax_triton

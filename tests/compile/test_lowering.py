@@ -60,6 +60,13 @@ def test_a_value_runs_the_forward_kernel_once(op):
     assert report()[op]["value"] == {f"{op}_fwd_kernel": 1}
 
 
+@pytest.mark.parametrize("op, last", [("rwkv6", "rwkv6_fwd_kernel"), ("rwkv7", "reads_kernel")])
+def test_a_value_of_few_rows_and_heads(op, last):
+    """RWKV-7's are walked once."""
+    want = {f"{op}_transfer_kernel": 1, "combine_kernel": 1, last: 1}
+    assert report()[op]["value of few rows and heads"] == want
+
+
 @pytest.mark.parametrize("op", ["rwkv6", "rwkv7"])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_gradients(op, name):

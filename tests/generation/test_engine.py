@@ -79,7 +79,7 @@ def test_the_slots_are_used(setup, monkeypatch, known, fixed):
             left = state.att_shift - alive[None, :, None]
             return jax.nn.one_hot(jnp.where(left[0, :, 0] > 0, 1, 23), 24), state.replace(att_shift=left)
 
-    def reading(model, params, rows, initial):
+    def reading(model, params, rows, batch, initial):
         yield jax.nn.one_hot(jnp.ones(initial.wkv.shape[1], int), 24), initial
 
     monkeypatch.setattr(module, "reading", reading)

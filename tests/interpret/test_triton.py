@@ -56,6 +56,10 @@ def test_rows_cut_into_stretches(op, case, split):
     case = Case(op, **(dict(B=2, T=70, H=1, K=16, V=16) | case))
     assert chunked.stretches_of(cases.call_of(case)) >= 3
     check(case, "triton")
+    (o, final), want = cases.outputs(case, "triton"), cases.expected(case)
+    assert o.dtype == cases.dtype_of(case.dtype) and final.dtype == case.state_dtype
+    cases.assert_close("o", o, want.o, cases.EXACT.o)
+    cases.assert_close("final state", final, want.final, cases.EXACT.state)
 
 
 def test_without_a_gradient_nothing_is_kept(op):

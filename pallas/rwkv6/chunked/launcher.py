@@ -104,9 +104,7 @@ def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, 
         ARRAYS=states.arrays,
         **plan.options,
     )
-    if final is None:
-        final = made["sT_"].reshape(-1, splits, H, K, V)[:, -1]
-    outputs = Outputs(made["y_"], final)
+    outputs = Outputs(made["y_"], made["sT_"] if final is None else final)
     return outputs, kept | states.kept(made) if call.keep else {}
 
 

@@ -61,13 +61,14 @@ def walk_forward(
     KEEP: tl.constexpr = False,
     ARRAYS: tl.constexpr = 0,
     KEEP_U: tl.constexpr = False,
+    GIVEN: tl.constexpr = True,
     READ: tl.constexpr = True,
     WRITE: tl.constexpr = True,
 ):
     """All chunks of one stretch, head and block of values.
 
-    Without ``READ`` there are no outputs and the state starts as zero. Without ``WRITE`` there is no v and
-    the state starts as the identity.
+    The state starts as it is ``GIVEN``, else as zero. Without ``READ`` there are no outputs. Without
+    ``WRITE`` there is no v, and the state starts as the identity.
     """
     h = tl.program_id(1)
     here = sequence(ranges, mode)
@@ -76,7 +77,7 @@ def walk_forward(
     head, tile = (tl.program_id(2) * mode.H + h).to(tl.int64), state_tile(axes, mode)
     if not WRITE:
         S = tl.where(axes.value[:, None] == axes.key[None, :], 1.0, 0.0)
-    elif READ:
+    elif GIVEN:
         S = load_state(s0_, head, tile, mode)
     else:
         S = tl.full([mode.BV, mode.BK], 0.0, tl.float32)

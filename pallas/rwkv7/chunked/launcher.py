@@ -23,7 +23,7 @@ from ...plan.chunked import (
 )
 from ...plan.kept_states import KeptStates, keep_states
 from ...plan.shapes import like, result, tile
-from ...plan.stretches import enter, enter_backward
+from ...plan.stretches import enter, enter_backward, with_entering
 from ...run.triton import launch
 from .backward import rwkv7_bwd_kernel, rwkv7_carry_kernel
 from .forward import rwkv7_fwd_kernel
@@ -92,8 +92,8 @@ def _tokens(x: RWKV7Inputs) -> dict[str, jax.Array]:
     return dict(r_=x.r, w_=x.w, k_=x.k, v_=x.v, a_=x.a, b_=x.b)
 
 
-def _transfer(plan: ChunkedPlan, x: RWKV7Inputs) -> dict[str, jax.Array]:
-    """M_, N_ and reads_ of all stretches: see plan/stretches.py."""
+def _transfer(plan: ChunkedPlan, x: RWKV7Inputs, own: bool) -> dict[str, jax.Array]:
+    """M_, N_ and reads_ of all stretches, and with ``own`` their outputs own_: see plan/stretches.py."""
     (B, _, H, K), V = x.r.shape, x.v.shape[-1]
     splits, BV = plan.mode.splits, plan.mode.BV
     options = plan.options | dict(
@@ -107,8 +107,10 @@ def _transfer(plan: ChunkedPlan, x: RWKV7Inputs) -> dict[str, jax.Array]:
             reads_=like(x.r, plan.store),
             M_=jax.ShapeDtypeStruct((B * splits, H, K, K), jnp.float32),
             N_=jax.ShapeDtypeStruct((B * splits, H, K, V), jnp.float32),
+            own_=result(own, x.v.shape, plan.store),
         ),
         PARTS=plan.parts,
+        OWN=own,
         **options,
     )
 
@@ -121,8 +123,12 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
     plan = make_plan("forward", LAUNCH, call, x, splits)
     kept: dict[str, jax.Array] = {}
     if stretches_of(call) > 1:
-        whole = _transfer(make_plan("transfer", LAUNCH, call, x, splits), x)
+        transfer = make_plan("transfer", LAUNCH, call, x, splits)
+        whole = _transfer(transfer, x, own=not call.keep)
         s0, final = enter(whole["M_"], whole["N_"], s0, splits, part)
+        if not call.keep:
+            y = with_entering(transfer, whole["own_"], whole["reads_"], s0, x.v.dtype)
+            return Outputs(y, final), {}
         kept = {"M": whole["M_"].reshape(B, splits, H, K, K), "reads": whole["reads_"]}
     out = dict(
         y_=like(x.v),
@@ -140,8 +146,7 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
         KEEP_U=keep_u,
         **plan.options,
     )
-    if final is None:
-        final = made["sT_"].reshape(-1, splits, H, K, V)[:, -1]
+    final = made["sT_"] if final is None else final
     outputs = Outputs(made["y_"], final)
     kept |= states.kept(made) | {"inverses": made["inv_"], "U": made["u_"]}
     return outputs, kept if call.keep else {}

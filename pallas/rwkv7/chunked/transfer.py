@@ -2,7 +2,7 @@
 at once: ``S_out = M S_in + N``, and what each token reads of S_in (plan/stretches.py).
 
 The forward's walk without v, from the identity matrix, gives M and, as its outputs, what each token reads;
-with v, from zero, it gives N.
+with v, from zero, it gives N and, where nothing else needs a second walk, the outputs without S_in.
 """
 
 import triton
@@ -14,10 +14,10 @@ from .tokens import Tokens
 
 
 @triton.jit
-def walk_values(tokens, ranges, reads_, N_, block, mode: tl.constexpr):
-    """N of a stretch: what it makes of v, from a state of zero."""
-    out = Results(reads_, N_, (N_,), N_, N_)  # nothing is kept
-    walk_forward(tokens, N_, ranges, out, block, mode=mode, READ=False)
+def walk_values(tokens, ranges, own_, N_, block, mode: tl.constexpr, OWN: tl.constexpr):
+    """N of a stretch: what it makes of v, from a state of zero; its outputs, if they are wanted."""
+    out = Results(own_, N_, (N_,), N_, N_)  # nothing is kept
+    walk_forward(tokens, N_, ranges, out, block, mode=mode, GIVEN=False, READ=OWN)
 
 
 @triton.jit
@@ -44,20 +44,23 @@ def rwkv7_transfer_kernel(
     reads_,
     M_,
     N_,
+    own_,
     mode: tl.constexpr,
     PARTS: tl.constexpr,
+    OWN: tl.constexpr,
 ):
     """Grid (``PARTS`` blocks of values for N, then blocks of keys for M; heads; stretches): ``M_``
-    [B * splits, H, K, K], ``N_`` [.., K, V], ``reads_`` like r.
+    [B * splits, H, K, K], ``N_`` [.., K, V], ``reads_`` like r; with ``OWN`` the outputs from a state of
+    zero, ``own_`` like v.
     """
     block = tl.program_id(0)
     tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
     any_decay = needs_any_decay(any_decay_, mode)
     if block < PARTS:
         if any_decay:
-            walk_values(tokens, ranges, reads_, N_, block, mode=mode)
+            walk_values(tokens, ranges, own_, N_, block, mode=mode, OWN=OWN)
         else:
-            walk_values(tokens, ranges, reads_, N_, block, mode=bounded(mode))
+            walk_values(tokens, ranges, own_, N_, block, mode=bounded(mode), OWN=OWN)
     else:
         if any_decay:
             walk_keys(tokens, ranges, reads_, M_, block - PARTS, mode=mode)
