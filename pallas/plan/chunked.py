@@ -25,9 +25,9 @@ BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may ma
 LaunchTable = Mapping[tuple[str, int] | tuple[str, int, str], tuple[int, int, int]]
 
 
-# Programs that fill an H200 (132 multiprocessors, about four programs each), half as many where no backward
-# follows; the most of them at which cutting rows still pays for walking them twice (by padded K: with 128,
-# one program fills a multiprocessor), and the fewest tokens that are worth a stretch of their own.
+# Programs that fill an H200 (132 multiprocessors, about four programs each), the most of them at which
+# cutting rows still pays for walking them twice (by padded K: with 128, one program fills a multiprocessor),
+# and the fewest tokens that are worth a stretch of their own.
 FULL, FEW, SHORTEST = 512, {64: 132, 128: 100}, 256
 
 
@@ -57,9 +57,9 @@ class ChunkedPlan(NamedTuple):
         return store_dtype(self.mode.operand == tl.bfloat16)
 
 
-def stretches_of(call: Call[Recurrence]) -> int:
+def stretches_of(call: Call[Recurrence], walks: int = 1) -> int:
     """Into how many stretches to cut each whole row: 1 where rows and heads alone keep the GPU busy, and as
-    many on each of the devices that share rows.
+    many on each of the devices that share rows. So many ``walks`` of each stretch run at once.
 
     Packed sequences are not cut: there are usually many.
     """
@@ -68,14 +68,13 @@ def stretches_of(call: Call[Recurrence]) -> int:
     programs = max(1, B * H * call.shards // call.devices)
     if call.inputs.cu_seqlens is not None or programs > FEW.get(max(64, tile(K)), 0):
         return call.shards
-    full = FULL if call.keep else FULL // 2
-    wanted = min(-(-full // programs), T // SHORTEST)
+    wanted = min(-(-FULL // (walks * programs)), T // SHORTEST)
     return call.shards * -(-T // _span(T, max(1, wanted)))
 
 
-def stretches_here(call: Call[Recurrence]) -> int:
+def stretches_here(call: Call[Recurrence], walks: int = 1) -> int:
     """How many of `stretches_of` the tokens are that an implementation sees."""
-    return stretches_of(call) // (1 if call.sequence is None else call.shards)
+    return stretches_of(call, walks) // (1 if call.sequence is None else call.shards)
 
 
 def _span(T: int, splits: int) -> int:

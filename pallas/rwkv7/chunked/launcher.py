@@ -107,7 +107,7 @@ def _transfer(plan: ChunkedPlan, x: RWKV7Inputs, own: bool) -> dict[str, jax.Arr
             reads_=like(x.r, plan.store),
             M_=jax.ShapeDtypeStruct((B * splits, H, K, K), jnp.float32),
             N_=jax.ShapeDtypeStruct((B * splits, H, K, V), jnp.float32),
-            own_=result(own, x.v.shape, plan.store),
+            own_=result(own, x.v.shape, jnp.float32),  # rounded once, with what is added to it
         ),
         PARTS=plan.parts,
         OWN=own,
@@ -117,12 +117,13 @@ def _transfer(plan: ChunkedPlan, x: RWKV7Inputs, own: bool) -> dict[str, jax.Arr
 
 def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """Outputs and what the backward reads."""
-    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call)
+    walks = 1 if call.keep else 2  # where nothing is kept, those of the transfer kernel are all there are
+    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call, walks)
     part, final = part_of(call, x.segment_ids), None
     states, keep_u, s0 = _states(x), call.keep and _two_kernels(x), x.initial_state
     plan = make_plan("forward", LAUNCH, call, x, splits)
     kept: dict[str, jax.Array] = {}
-    if stretches_of(call) > 1:
+    if stretches_of(call, walks) > 1:
         transfer = make_plan("transfer", LAUNCH, call, x, splits)
         whole = _transfer(transfer, x, own=not call.keep)
         s0, final = enter(whole["M_"], whole["N_"], s0, splits, part)
