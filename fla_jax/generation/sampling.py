@@ -161,17 +161,18 @@ class Occurrences(struct.PyTreeNode):
 def allowed(rules: Rules, logits: jax.Array) -> jax.Array:
     """Which tokens top-p and top-k leave: booleans like ``logits`` [B, V], at least one a row.
 
-    Top-p: the probability at which the sum over falling probabilities reaches ``top_p`` is the smallest that
+    Top-p: the token at which the sum over falling probabilities reaches ``top_p`` is the least probable that
     stays. PIPELINE at ``top_p = 1`` keeps the most probable token alone whenever rounding leaves that sum
-    below 1; here 1 means all.
+    below 1; here 1 means all. Tokens as probable as the last that stays do so, too; logits are compared, for
+    probabilities of many tokens may all be 0 in float32.
     """
-    probabilities = jax.nn.softmax(_wide(logits), -1)
-    falling = -jnp.sort(-probabilities, axis=-1)
-    reached = jnp.sum(jnp.cumsum(falling, -1) < rules.top_p, -1, keepdims=True)
+    logits = _wide(logits)
+    falling = -jnp.sort(-logits, axis=-1)
+    reached = jnp.sum(jnp.cumsum(jax.nn.softmax(falling, -1), -1) < rules.top_p, -1, keepdims=True)
     threshold = jnp.take_along_axis(falling, jnp.minimum(reached, logits.shape[-1] - 1), -1)
-    by_p = jnp.where(rules.top_p < 1, threshold, 0)
+    by_p = jnp.where(rules.top_p < 1, threshold, -jnp.inf)
     last = jnp.minimum(rules.top_k, logits.shape[-1]) - 1
-    return (probabilities >= by_p) & (probabilities >= jnp.take(falling, last, axis=-1)[..., None])
+    return (logits >= by_p) & (logits >= jnp.take(falling, last, axis=-1)[..., None])
 
 
 def adjusted(rules: Rules, logits: jax.Array, occurrences: Occurrences) -> jax.Array:

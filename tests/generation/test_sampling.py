@@ -249,6 +249,15 @@ def test_ties_at_the_border_stay_in():
     assert left(Sampling(temperature=0.0)) == [True, False, False, False]
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_top_k_of_tokens_without_probability(top_p):
+    """All but the first are 0 in float32, and a large temperature makes them likely again."""
+    logits = jnp.array([[-300.0, 0.0, -400.0, -200.0]])
+    rules = Sampling(top_k=2, top_p=top_p, temperature=100.0).arrays(4)
+    left = np.isfinite(adjusted(rules, logits, Occurrences.none(1, 4)))[0].tolist()
+    assert left == [False, True, False, top_p == 1.0]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

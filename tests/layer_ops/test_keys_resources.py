@@ -17,8 +17,8 @@ SCRIPT = pathlib.Path(__file__).parent / "compile_heads.py"
 MOST = {
     "keys_fwd_kernel": (144, 28 << 10),
     "keys_bwd_kernel": (224, 64 << 10),
-    "readout_fwd_kernel": (80, 12 << 10),
-    "readout_bwd_kernel": (184, 28 << 10),
+    "readout_fwd_kernel": (80, 44 << 10),
+    "readout_bwd_kernel": (236, 54 << 10),
 }
 
 
