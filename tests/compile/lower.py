@@ -143,16 +143,18 @@ def name_of(op) -> str:
 
 
 def recorded() -> dict[str, object]:
-    """Of the kernels that choose a token: the names that they are called by; how many of their results take
-    over the memory of an operand; whether barriers keep such operands apart from what made them.
+    """Of the kernels that choose a token, and of a gradient's: the names that they are called by; how many of
+    their results take over the memory of an operand; what makes such operands.
     """
     rules, none = Sampling().arrays(300), Occurrences.none(1, 300)
     keys = jax.random.split(jax.random.key(0), 1)
-    with lowering_for(CAPABILITY):
-        traced = jax.jit(sample, static_argnums=4).trace(rules, jnp.zeros((1, 300)), none, keys, "triton")
-        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+    arrays, state = arguments("rwkv7", T=32)
     names, makers = set(), []
-    for call in calls_in(module.operation):
+    with lowering_for(CAPABILITY):
+        choice = jax.jit(sample, static_argnums=4).trace(rules, jnp.zeros((1, 300)), none, keys, "triton")
+        step = jax.jit(gradient("rwkv7")).trace(arrays["v"], arrays, state)
+        modules = [traced.lower(lowering_platforms=("cuda",)).compiler_ir() for traced in (choice, step)]
+    for call in (call for module in modules for call in calls_in(module.operation)):
         names.add(str(call.attributes["call_target_name"]))
         for i in re.findall(r"operand_index = (\d+)", str(call.attributes["output_operand_aliases"])):
             makers.append(call.operands[int(i)].owner.name)

@@ -108,10 +108,10 @@ def test_kernels_are_compiled_once():
     assert report()["kept"] == {"again": True, "missed": True, "targets": [["sm_80"], ["sm_90a"]]}
 
 
-def test_kernels_that_decode_are_recorded():
-    """By the name that XLA can put into CUDA graphs. It fuses such calls with slices, and forgets that some
-    results take over the memory of operands: those must come from a barrier.
+def test_kernels_can_be_recorded():
+    """They have the name that XLA can put into CUDA graphs. It fuses such calls with slices, and forgets that
+    some results take over the memory of operands: those must come from a barrier.
     """
     found = report()["recorded"]
-    assert found["names"] == ['"triton_kernel_call_ffi"'] and found["taken"] == 4
+    assert found["names"] == ['"triton_kernel_call_ffi"'] and found["taken"] == 4 + 1  # a state of 16 keys lies in one gradient
     assert found["makers"] == ["stablehlo.optimization_barrier"]
