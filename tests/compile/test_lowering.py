@@ -113,5 +113,6 @@ def test_kernels_can_be_recorded():
     some results take over the memory of operands: those must come from a barrier.
     """
     found = report()["recorded"]
-    assert found["names"] == ['"triton_kernel_call_ffi"'] and found["taken"] == 4 + 1  # a state of 16 keys lies in one gradient
+    assert found["names"] == ['"triton_kernel_call_ffi"']
+    assert found["taken"] == 4 + 1  # a state of 16 keys lies in one gradient
     assert found["makers"] == ["stablehlo.optimization_barrier"]
