@@ -23,6 +23,8 @@ def report(options: Options, console: Console) -> bool:
     console.print(f"model             {options.model} {options.size}, {dtype}")
     console.print(f"parameters        {total:,}, {counted:,} without the embedding")
     console.print(f"devices           {jax.device_count()} x {device.device_kind} ({mesh})")
+    layers = "in a loop" if model.config.scan_layers is True else "written out"
+    console.print(f"layers            {layers}, as {device.platform} runs them")
     pieces = f" in {options.accumulate} pieces" if options.accumulate > 1 else ""
     console.print(f"step              {options.batch} rows of {options.sequence} tokens{pieces}")
     with console.status("compiling"):

@@ -259,6 +259,7 @@ def test_dry_run(pretrain, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as error:
         pretrain.main([*TINY, "--model", "rwkv6", "--dry-run", "--memory-gb", "0.001"])
     assert error.value.code == 1 and "fits              no, 0.00 GB" in capsys.readouterr().out
+    assert "layers            in a loop, as cpu runs them" in printed
     assert "fits              yes, 1.00 GB" in printed and not list(tmp_path.iterdir())
     options = pretrain.completed(pretrain.Options(model="rwkv6", hidden_size=32, num_layers=2, head_dim=16))
     model = program.build_model(options, "fp32")
