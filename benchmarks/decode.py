@@ -357,9 +357,8 @@ def main(arguments: list[str] | None = None) -> None:
                     )
                     print(f"engine, {batch} slots: {rows[-1]}", flush=True)
             for name, speed in (reading(model, params, options.prefill) if options.prefill else {}).items():
-                rows.append(
-                    {"op": "prefill", "implementation": name, "batch": 1, "tokens_per_s": speed} | about
-                )
+                found = {"implementation": name, "batch": 1, "tokens_per_s": speed, "scan": options.scan}
+                rows.append({"op": "prefill", **found, **about})
             del model, params
             jax.clear_caches()
     for peer in options.peers:
