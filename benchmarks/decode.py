@@ -30,7 +30,7 @@ from typing import Any
 
 import records
 
-KEY = ("op", "implementation", "library", "version", "model", "batch", "vocab", "weights", "state")
+KEY = ("op", "implementation", "library", "version", "model", "batch", "vocab", "weights", "state", "scan")
 # not kernels: names of parts of other results, and of values that are there
 NO_KERNELS = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
@@ -228,11 +228,11 @@ def reading(model: Any, params: Any, length: int) -> dict[str, float]:
     import numpy as np
 
     from fla_jax.generation import prefill
+    from fla_jax.generation.prompts import COMPILER_OPTIONS
 
     prompt = np.random.default_rng(0).integers(1, model.config.vocab_size, length)
-    options = {"xla_gpu_enable_triton_gemm": False}  # as `prefill` and benchmarks/train_step.py have it
     call = lambda params, tokens: model.apply({"params": params}, tokens, method="hidden")
-    whole = jax.jit(call, compiler_options=options)
+    whole = jax.jit(call, compiler_options=COMPILER_OPTIONS)
     runs = {
         "generate": lambda: prefill(model, params, [prompt]),
         "apply": lambda: whole(params, jnp.asarray(prompt[None])),

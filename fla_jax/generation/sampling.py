@@ -163,8 +163,8 @@ def allowed(rules: Rules, logits: jax.Array) -> jax.Array:
 
     Top-p: the token at which the sum over falling probabilities reaches ``top_p`` is the least probable that
     stays. PIPELINE at ``top_p = 1`` keeps the most probable token alone whenever rounding leaves that sum
-    below 1; here 1 means all. Tokens as probable as the last that stays do so, too; logits are compared, for
-    probabilities of many tokens may all be 0 in float32.
+    below 1; here 1 means all. Tokens with the logit of the last that stays do so, too; logits are compared,
+    for probabilities of many tokens may all be 0 in float32.
     """
     logits = _wide(logits)
     falling = -jnp.sort(-logits, axis=-1)

@@ -1,4 +1,4 @@
-"""The kernels between the stretches of rows, for both ops: see plan/stretches.py, which launches them."""
+"""The kernels between the stretches of rows: see plan/stretches.py, which launches them."""
 
 import triton
 import triton.language as tl

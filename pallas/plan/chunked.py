@@ -26,7 +26,7 @@ LaunchTable = Mapping[tuple[str, int] | tuple[str, int, str], tuple[int, int, in
 
 
 # Programs that fill an H200 (132 multiprocessors, about four programs each), the most of them at which
-# cutting rows still pays for walking them twice (by padded K: with 128, one program fills a multiprocessor),
+# cutting rows still pays for walking them again (by padded K: with 128, one program fills a multiprocessor),
 # and the fewest tokens that are worth a stretch of their own.
 FULL, FEW, SHORTEST = 512, {64: 132, 128: 100}, 256
 

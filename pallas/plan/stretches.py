@@ -5,8 +5,9 @@ A stretch is affine in the state that enters it, ``S_out = M S_in + N``. A trans
 and N of all stretches at once, and what each token reads of S_in (``reads`` [B, T, H, K]:
 ``o = reads^T S_in + ...``); then `enter` gives the state that enters each stretch and the normal kernel runs
 on all of them. Where nothing is kept for a backward, RWKV-7's transfer kernel writes the rest of o as well,
-and `with_entering` adds what is read of S_in, in place of a second walk. The backward is the same with M^T:
-``dS_in = M^T dS_out + sum_t reads_t do_t^T``. M, the state and its gradient are float32.
+and `with_entering` adds what is read of S_in, in place of a second walk (not in float32 for heads over 64).
+The backward is the same with M^T: ``dS_in = M^T dS_out + sum_t reads_t do_t^T``. M, the state and its
+gradient are float32.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from ..device.stretches import combine_kernel, gather_kernel, reads_kernel
 from ..run.triton import launch
 from .chunked import ChunkedPlan
 from .shapes import like, tile
-
-_TILE = 64  # tokens of a program of `reads_kernel`
 
 
 def _combine(M: jax.Array, N: jax.Array, edge: jax.Array, splits: int, backward: bool) -> Any:
@@ -76,15 +75,17 @@ def with_entering(plan: ChunkedPlan, own: jax.Array, reads: jax.Array, states: j
     span: Any = plan.ranges["span"]
     BV = min(64, tile(V))
     blocks = -(-V // BV)
+    # 64 tokens in float32 have ptxas give up on some GPUs
+    tokens, num_warps = (64, 4) if plan.store == jnp.bfloat16 else (32, 8)
     made = launch(
         reads_kernel,
         dict(own_=own, reads_=reads, states_=states, T=plan.ranges["T"], span=span),
         dict(y_=like(own, dtype)),
-        grid=(blocks * -(-span // _TILE), H, B * splits),
-        num_warps=4,
+        grid=(blocks * -(-span // tokens), H, B * splits),
+        num_warps=num_warps,
         num_stages=1,
         mode=plan.mode.replaced(BK=tile(K), BV=BV),
-        TILE=_TILE,
+        TILE=tokens,
         BLOCKS=blocks,
     )
     return made["y_"]

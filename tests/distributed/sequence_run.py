@@ -105,6 +105,16 @@ def programs(op, implementation, T):
                 found[mode] = {"collectives": sizes(compiled.as_text()), "error": None}
                 if implementation != "triton" or not mode.startswith("auto"):
                     cases.compare(jax.device_get(compiled(*args)), want)
+                if mode.startswith("explicit"):  # without a backward the program is another one
+                    options = dict(implementation=implementation, chunk_size=4)
+                    alone = jax.jit(
+                        lambda arrays, ids, options=options: cases.call(
+                            op, arrays, segment_ids=ids, **options
+                        )
+                    )
+                    o, final = jax.device_get(alone(args[0], args[3]))
+                    cases.assert_close("o alone", o, want.o, cases.EXACT.o)
+                    cases.assert_close("final state alone", final, want.final, cases.EXACT.state)
         except Exception as e:
             found[mode] = {"collectives": None, "error": f"{type(e).__name__}: {e}"[:2000]}
     return found

@@ -62,6 +62,17 @@ def test_rows_cut_into_stretches(op, case, split):
     cases.assert_close("final state", final, want.final, cases.EXACT.state)
 
 
+def test_outputs_alone_of_mapped_rows_cut_into_stretches(op, split):
+    """vmap over everything: what nothing differentiates is another program."""
+    each = [Case(op, B=1, T=70, H=1, K=16, V=16, seed=seed) for seed in range(2)]
+    arrays = jax.tree.map(lambda *x: jnp.stack(x), *(cases.build(case).arrays for case in each))
+    o, final = jax.jit(jax.vmap(lambda x: cases.call(op, x, implementation="triton")))(arrays)
+    for i, case in enumerate(each):
+        want = cases.expected(case)
+        cases.assert_close("o", o[i], want.o, cases.EXACT.o)
+        cases.assert_close("final state", final[i], want.final, cases.EXACT.state)
+
+
 def test_without_a_gradient_nothing_is_kept(op):
     """The kernel's outputs: o and the final state in full, of the rest one number each."""
     x = cases.build(Case(op, T=33, K=16, V=16))

@@ -117,20 +117,23 @@ def _transfer(plan: ChunkedPlan, x: RWKV7Inputs, own: bool) -> dict[str, jax.Arr
 
 def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """Outputs and what the backward reads."""
-    walks = 1 if call.keep else 2  # where nothing is kept, those of the transfer kernel are all there are
-    (B, _, H, K), V, splits = x.r.shape, x.v.shape[-1], stretches_here(call, walks)
+    (B, _, H, K), V = x.r.shape, x.v.shape[-1]
+    # the transfer kernel's two walks are all there are; in float32 large heads leave no registers for that
+    once = not call.keep and (has_half(x) or K <= 64)
+    walks = 2 if once else 1
+    splits = stretches_here(call, walks)
     part, final = part_of(call, x.segment_ids), None
-    states, keep_u, s0 = _states(x), call.keep and _two_kernels(x), x.initial_state
-    plan = make_plan("forward", LAUNCH, call, x, splits)
-    kept: dict[str, jax.Array] = {}
+    s0, kept = x.initial_state, {}
     if stretches_of(call, walks) > 1:
         transfer = make_plan("transfer", LAUNCH, call, x, splits)
-        whole = _transfer(transfer, x, own=not call.keep)
+        whole = _transfer(transfer, x, own=once)
         s0, final = enter(whole["M_"], whole["N_"], s0, splits, part)
-        if not call.keep:
+        if once:
             y = with_entering(transfer, whole["own_"], whole["reads_"], s0, x.v.dtype)
             return Outputs(y, final), {}
         kept = {"M": whole["M_"].reshape(B, splits, H, K, K), "reads": whole["reads_"]}
+    states, keep_u = _states(x), call.keep and _two_kernels(x)
+    plan = make_plan("forward", LAUNCH, call, x, splits)
     out = dict(
         y_=like(x.v),
         sT_=like(s0),
