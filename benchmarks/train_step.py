@@ -3,12 +3,12 @@
 One step is forward, loss, backward, clipping and AdamW on the same sizes, ranks included. Parameters: float32
 here (activations bfloat16), bfloat16 there unless ``--fla-precision autocast``; ours and FLA's without ever
 holding all logits. Ours has ``scan_layers="unroll"``, ``remat="dense"``, and XLA's own Triton products off.
-Each side runs each row in a process of its own with a time limit, FLA last, because its
-autotuning takes minutes, the compilations for it on all cores before; ``--fla-python`` and
-``--rwkv-lm-python`` may be other environments'. RWKV-LM's trainer takes part where ``--rwkv-lm`` names a
-checkout. A side that runs out of memory tries its next kind of rematerialisation. Whatever fails is in the
-results as well, with its error; so is a peer whose loss does not fall as ours does, which is no peer. Results
-are merged into ``benchmarks/results/<device>.json``.
+Each side runs each row in a process of its own with a time limit, FLA last, because its autotuning takes
+minutes, the compilations for it on all cores before; ``--fla-python`` and ``--rwkv-lm-python`` may be other
+environments'. RWKV-LM's trainer takes part where ``--rwkv-lm`` names a checkout. A side that runs out of
+memory tries its next kind of rematerialisation. Whatever fails is in the results as well, with its error; so
+is a peer whose loss does not fall as ours does, which is no peer. Results are merged into
+``benchmarks/results/<device>.json``.
 
 ``share_6n``: 6 N operations a token, N all parameters but the embedding, over 989 TFLOP/s.
 

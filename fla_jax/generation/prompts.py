@@ -124,7 +124,7 @@ def reading(
     if _on_one_device(place, initial):
         groups = grouped(lengths, sizes, _overhead(model.config.hidden_size, device)) or groups
     size = batch if len(groups) == 1 else len(groups[0])
-    ends: list[Any] = []
+    ends: list[tuple[jax.Array, RWKVState]] = []
     for group in groups:
         # filled up with rows of no tokens
         filled = np.concatenate([group, np.full(size - len(group), group[0])])
@@ -137,7 +137,7 @@ def reading(
         for row, length, padded in zip(filled, now, tokens):
             padded[:length] = rows[row][:length]
         # One piece starts from zeros in its own program: a program for them makes a prompt wait for the host.
-        carry = None if own is None and len(pieces) == 1 else _start(model, size, place, own)
+        carry: Any = None if own is None and len(pieces) == 1 else _start(model, size, place, own)
         for start, length in zip(itertools.accumulate(pieces, initial=0), pieces):
             if ends or start:
                 yield None

@@ -24,7 +24,9 @@ from .chunked import ChunkedPlan
 from .shapes import like, tile
 
 
-def _combine(M: jax.Array, N: jax.Array, edge: jax.Array, splits: int, backward: bool) -> Any:
+def _combine(
+    M: jax.Array, N: jax.Array, edge: jax.Array, splits: int, backward: bool
+) -> tuple[jax.Array, jax.Array]:
     """The states at the near edges of all stretches, [B * splits, H, K, V], and at the last far edge."""
     B, H, K, V = edge.shape
     BK, BV = tile(K), min(16, tile(V))
@@ -67,7 +69,9 @@ def enter(
     return initial if splits == 1 else _combine(M, N, initial, splits, False)[0], final
 
 
-def with_entering(plan: ChunkedPlan, own: jax.Array, reads: jax.Array, states: jax.Array, dtype: Any) -> Any:
+def with_entering(
+    plan: ChunkedPlan, own: jax.Array, reads: jax.Array, states: jax.Array, dtype: Any
+) -> jax.Array:
     """The outputs [B, T, H, V], in ``dtype``: those from states of zero, ``own``, and what the tokens read of
     the states that enter their stretches.
     """
