@@ -32,10 +32,18 @@ _CHUNK = 16  # tokens in a chunk of the ops
 # sixteenth of the time or so, and one more program to compile.
 _WHOLE = 2048
 _GROWTH = 1.15
-# XLA's own products in Triton: each is tuned while it compiles, and they do not read a layer's weights where
-# these are stacked, as the library's do. One call of a model of 24 x 1024 for 8192 tokens takes an H200 19 ms
-# without and 20 to 21 with them.
-COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+# For the programs that read. One call of a model of 24 x 1024 for 8192 tokens takes an H200 17.5 ms with all
+# three, 18.2 with the first alone, and 20 with none.
+COMPILER_OPTIONS = {
+    # XLA's own products in Triton: each is tuned while it compiles, and they do not read a layer's weights
+    # where these are stacked, as the library's do.
+    "xla_gpu_enable_triton_gemm": False,
+    # What does not wait for each other in a CUDA graph runs at the same time: the products of low rank, which
+    # fill half a GPU, beside the large ones. It takes more memory: 0.5 GB in place of 0.3 there.
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    # Products of one operand as one: the weights would be put beside each other and the results taken apart.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 
 
 def prefill(
@@ -136,15 +144,19 @@ def reading(
         tokens = np.tile(np.array([rows[i][:1] for i in filled]), (1, sum(pieces)))
         for row, length, padded in zip(filled, now, tokens):
             padded[:length] = rows[row][:length]
-        # One piece starts from zeros in its own program: a program for them makes a prompt wait for the host.
+        # One piece starts from zeros in its own program, and ends with the head there: programs of their own
+        # make a prompt wait for the host.
         carry: Any = None if own is None and len(pieces) == 1 else _start(model, size, place, own)
         for start, length in zip(itertools.accumulate(pieces, initial=0), pieces):
             if ends or start:
                 yield None
             here = np.clip(now - start, 0, length).astype(np.int32)
             whole = size * length >= _WHOLE and (here == length).all()
-            piece = tokens[:, start : start + length]
-            carry = _read(model, params, carry, piece, None if whole else here)
+            piece, alone = tokens[:, start : start + length], carry is None and len(groups) == 1
+            carry = _read(model, alone, params, carry, piece, None if whole else here)
+            if alone:
+                yield carry
+                return
         ends.append(carry)
     hidden, state = ends[0]
     if len(groups) > 1:
@@ -299,9 +311,10 @@ def _device(params: Any) -> Any:
     return device if isinstance(device, jax.Device) else jax.devices(device)[0]
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2, compiler_options=COMPILER_OPTIONS)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3, compiler_options=COMPILER_OPTIONS)
 def _read(
     model: Any,
+    with_head: bool,
     params: Any,
     carry: tuple[jax.Array, RWKVState] | None,
     tokens: jax.Array,
@@ -309,20 +322,20 @@ def _read(
 ) -> Any:
     """Reads the first ``lengths`` [B] of tokens [B, T], or all of them.
 
-    ``carry`` is the hidden state [B, C] at the last token of each row, and the state there; so is the result.
-    None are zeros.
+    ``carry`` is the hidden state [B, C] at the last token of each row, and the state there; so is the result,
+    with the logits [B, V] for the hidden state ``with_head``. None are zeros.
     """
     last, state = carry or _start(model, tokens.shape[0], tokens, None)
-    if lengths is None:
-        hidden, new = model.apply({"params": params}, tokens, state, method="hidden")
-        return hidden[:, -1], jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)
     hidden, new = model.apply({"params": params}, tokens, state, lengths=lengths, method="hidden")
-    # a row that has no tokens here keeps what it has to the last bit
-    state = jax.tree.map(
-        lambda x, old: jnp.where(of_rows(lengths > 0, x), x.astype(old.dtype), old), new, state
-    )
-    at = jnp.maximum(lengths - 1, 0)[:, None, None]
-    return jnp.where(lengths[:, None] > 0, jnp.take_along_axis(hidden, at, 1)[:, 0], last), state
+    new = jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)
+    if lengths is None:
+        last, state = hidden[:, -1], new
+    else:
+        # a row that has no tokens here keeps what it has to the last bit
+        state = jax.tree.map(lambda x, old: jnp.where(of_rows(lengths > 0, x), x, old), new, state)
+        at = jnp.maximum(lengths - 1, 0)[:, None, None]
+        last = jnp.where(lengths[:, None] > 0, jnp.take_along_axis(hidden, at, 1)[:, 0], last)
+    return (_head(model, params, last) if with_head else last), state
 
 
 def _on_one_device(*trees: Any) -> bool:

@@ -112,9 +112,9 @@ def reads(monkeypatch):
     """The shapes of the tokens that the model is called with."""
     shapes, read = [], module._read
 
-    def counting(model, params, carry, tokens, lengths):
+    def counting(model, with_head, params, carry, tokens, lengths):
         shapes.append(tokens.shape)
-        return read(model, params, carry, tokens, lengths)
+        return read(model, with_head, params, carry, tokens, lengths)
 
     monkeypatch.setattr(module, "_read", counting)
     return shapes
@@ -175,7 +175,7 @@ def test_a_prompt_is_one_call(setup, reads, monkeypatch):
     """With the sizes for a GPU: lengths that would be a piece for every bit, were they taken apart."""
     sizes = piece_sizes(1024, 1, Device("gpu", 100 << 30))
     zeros = jnp.zeros((1, setup[0].config.hidden_size)), setup[0].init_state(1)
-    no_reading = lambda model, params, carry, tokens, _: reads.append(tokens.shape) or zeros
+    no_reading = lambda model, with_head, params, carry, tokens, _: reads.append(tokens.shape) or zeros
     monkeypatch.setattr(module, "_read", no_reading)
     monkeypatch.setattr(module, "piece_sizes", lambda *_: sizes)
     for length in (1, 127, 1023, 8191, 8192):
