@@ -22,6 +22,20 @@ def direction(k, k_k, EPS: tl.constexpr):
 
 
 @triton.jit
+def first_values_kernel(v_, v_first_, residual_, size, span, source_, BLOCK: tl.constexpr):
+    """Writes ``v_`` over ``v_first_`` at a layer that has no value residual, and nothing at any other.
+
+    ``source_`` takes over the memory of ``v_first_``. Each program has ``span`` of ``size`` numbers, whole
+    blocks.
+    """
+    if tl.load(residual_) == 0:
+        here = tl.program_id(0).to(tl.int64) * span + tl.arange(0, BLOCK)
+        for at in tl.range(0, span, BLOCK):
+            mask = here + at < size
+            tl.store(v_first_ + here + at, tl.load(v_ + here + at, mask=mask), mask=mask)
+
+
+@triton.jit
 def keys_fwd_kernel(
     decay_,
     rate_,

@@ -19,7 +19,7 @@ from ..plan.heads import (
 )
 from ..plan.shapes import given, like, result
 from ..run.triton import launch
-from .keys import keys_bwd_kernel, keys_fwd_kernel
+from .keys import first_values_kernel, keys_bwd_kernel, keys_fwd_kernel
 
 # Those of heads of 64 are the fastest tried on an H200: 0.90 of the rate of a copy forward and backward. The
 # others were not measured: 8 elements a thread in the forward, 4 in the backward, rows of at least 128 bytes.
@@ -35,6 +35,7 @@ LAUNCH: dict[tuple[str, int], Tile] = {
     ("backward", 128): Tile(4, 1, 4, 2, 2112),
     ("backward", 256): Tile(2, 1, 4, 2, 2112),
 }
+BLOCK, PROGRAMS = 1024, 528  # of the kernel that has nothing to do in all layers but one
 
 
 kept_axes = nothing_kept
@@ -57,9 +58,29 @@ def _launched(
     )
 
 
+def _first_values(x: Any) -> jax.Array:
+    """v_first for the layers above, in the memory of the one that came: a loop over layers carries it."""
+    size = x.v.size
+    span = -(-size // (PROGRAMS * BLOCK)) * BLOCK
+    made = launch(
+        first_values_kernel,
+        dict(v_=x.v, v_first_=x.v_first, residual_=x.residual, size=size, span=span),
+        dict(source_=like(x.v)),
+        grid=(-(-size // span),),
+        num_warps=4,
+        num_stages=1,
+        aliases={"v_first_": "source_"},
+        BLOCK=BLOCK,
+    )
+    return made["source_"]
+
+
 def forward(call: Call[Any], x: Any) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
     """The results in the op's order. What is as it came is not written, and what comes twice once."""
     settings, shape = call.settings, x.k.shape
+    if x.residual is not None and not call.keep:
+        # nothing keeps the v_first that came for a backward
+        x = x._replace(v_first=_first_values(x), residual=None)
     plan = head_plan(LAUNCH, "forward", x.k)
     out = dict(
         w_=like(x.k, settings.decay_name),

@@ -100,6 +100,52 @@ def test_log_decays_in_bfloat16(implementation):
     assert np.max(np.abs(np.asarray(w, np.float64) - want) / np.abs(want)) <= limit
 
 
+@each
+@pytest.mark.parametrize("residual", ["traced True", "traced False"])
+def test_v_first_is_left_as_it_is(implementation, residual):
+    """Outside jit, where somebody may still need it; tokens that no block is full of."""
+    case = Case(OP, B=1, T=37, H=3, N=24, residual=residual)
+    arrays = jax.tree.map(jnp.asarray, build(case)[0])
+    before = np.array(arrays["v_first"])
+    got = call(case, arrays, implementation)
+    np.testing.assert_array_equal(arrays["v_first"], before)
+    np.testing.assert_array_equal(got["v_first"], before if case.there else arrays["v"])
+
+
+@each
+def test_a_loop_over_layers_that_nothing_differentiates(implementation):
+    """v_first is in the loop's own memory: it is written in layer 0 and stands until the last one."""
+    case = Case(OP, B=2, T=5, H=2, N=8)
+    stacked = jax.tree.map(
+        lambda *x: jnp.stack(x), *(build(Case(**(vars(case) | dict(seed=i))))[0] for i in range(3))
+    )
+    del stacked["v_first"]
+
+    @jax.jit
+    def values(stacked):
+        def step(v_first, one):
+            index, arrays = one
+            keys = rwkv7_keys(**arrays, v_first=v_first, residual=index > 0, implementation=implementation)
+            return keys.v_first, (keys.v, keys.v_first)
+
+        return jax.lax.scan(step, jnp.full(stacked["v"].shape[1:], jnp.nan), (jnp.arange(3), stacked))[1]
+
+    v, v_first = values(stacked)
+    for i in range(3):
+        layer = jax.tree.map(lambda x, i=i: x[i], jax.device_get(stacked)) | {
+            "v_first": np.asarray(stacked["v"][0])
+        }
+        want = heads_oracle.keys(layer, residual=i > 0)[0]
+        assert (
+            max(
+                heads_cases.errors(
+                    {"v": v[i], "v_first": v_first[i]}, {n: want[n] for n in ("v", "v_first")}
+                ).values()
+            )
+            < 1e-6
+        )
+
+
 def test_float64():
     with jax.enable_x64(True):
         check(Case(OP, dtype="float64"), "xla", tolerance=1e-14)

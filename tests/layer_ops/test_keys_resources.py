@@ -15,6 +15,7 @@ SCRIPT = pathlib.Path(__file__).parent / "compile_heads.py"
 # Registers of a thread and bytes of shared memory of a block, about a tenth above the worst of the GPUs
 # below: what decides how many loads are in flight
 MOST = {
+    "first_values_kernel": (80, 0),
     "keys_fwd_kernel": (144, 28 << 10),
     "keys_bwd_kernel": (224, 64 << 10),
     "readout_fwd_kernel": (80, 44 << 10),
