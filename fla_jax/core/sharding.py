@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 ROWS, TOKENS = "b", "t"
 # axes that are split where tokens are: tokens, their chunks and stretches, and what there is one of a device
-ALONG = (TOKENS, "chunk", "stretch", "device")
+ALONG = (TOKENS, "chunk", "kept", "stretch", "device")
 Axes = Sequence[str]  # of several arrays, such as ["b t h k", "b h k v"]
 Names = tuple[tuple[str, ...], ...]  # the same, split
 Kernel = Callable[..., tuple[jax.Array, ...]]

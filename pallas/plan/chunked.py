@@ -39,12 +39,20 @@ class ChunkedPlan(NamedTuple):
         options: what `launch` takes besides arrays: grid, num_warps, num_stages, mode.
         parts: value blocks.
         chunks: leading axes of what is kept by chunk: rows, chunks.
+        sequences: rows, stretches of them or packed sequences.
     """
 
     ranges: dict[str, jax.Array | int]
     options: dict[str, Any]
     parts: int
     chunks: tuple[int, int]
+    sequences: int
+
+    def kept(self, every: int) -> tuple[int, int]:
+        """Leading axes of what is kept for every ``every`` chunks: as device/kept_states.py counts them."""
+        rows, chunks = self.chunks
+        more = self.sequences if self.mode.packed else 1
+        return rows, (chunks + more * (every - 1)) // every
 
     @property
     def mode(self) -> Mode:
@@ -78,8 +86,8 @@ def stretches_here(call: Call[Recurrence], walks: int = 1) -> int:
 
 
 def _span(T: int, splits: int) -> int:
-    """Tokens of a stretch: whole chunks."""
-    return -(-T // (splits * CHUNK)) * CHUNK
+    """Tokens of a stretch: whole chunks, and two of them that share a state are in one."""
+    return -(-T // (splits * 2 * CHUNK)) * 2 * CHUNK
 
 
 def restarts(segment_ids: jax.Array) -> jax.Array:
@@ -155,7 +163,7 @@ def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, sp
     seg = none if x.segment_ids is None else restarts(x.segment_ids)
     ranges = dict(seg_=seg, cu_=cu, chunk0_=chunk0, any_decay_=needs, T=T, span=_span(T, splits))
     options = dict(grid=(parts, H, rows), num_warps=num_warps, num_stages=num_stages, mode=mode)
-    return ChunkedPlan(ranges, options, parts, chunks)
+    return ChunkedPlan(ranges, options, parts, chunks, rows)
 
 
 def partial_shapes(parts: int, *arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:

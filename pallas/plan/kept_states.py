@@ -1,5 +1,5 @@
-"""Where the forward keeps the states that enter chunks: in memory that gradients take over, where the shapes
-allow it.
+"""Where states that enter chunks, or gradients of states that leave them, are kept: in memory that gradients
+of tokens take over, where the shapes allow it.
 
 A chunk's state [V, K] has as many numbers as ``n = V / 16`` token arrays [B, T, H, K] have in its 16 tokens,
 and the backward reads a chunk's state before it writes the chunk's gradients. So row v is kept at token
@@ -7,7 +7,11 @@ and the backward reads a chunk's state before it writes the chunk's gradients. S
 forward + backward need 1.97 in place of 3.04 GB. A jitted step does it in place; where someone else still
 needs the arrays (a backward called by itself, outside jit), JAX copies them first.
 
-Kernels have four parameters for such arrays, states0_ to states3_; device/kept_states.py finds a state there.
+Large heads of 16 bits keep a state for every two chunks, where it is as large as ``n = V / 32`` token arrays
+are in their 32 tokens.
+
+Kernels have four parameters for such arrays, states0_ to states3_ or dstates0_ to dstates3_;
+device/kept_states.py finds a state there.
 """
 
 from __future__ import annotations
@@ -19,10 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .chunked import CHUNK, LaunchTable, has_half, launch_options, store_dtype
+from .chunked import CHUNK, ChunkedPlan, has_half, store_dtype
 from .shapes import result, tile
-
-NAMES = ("states0_", "states1_", "states2_", "states3_")  # the kernels' parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +32,29 @@ class KeptStates:
     """How states are kept.
 
     Attributes:
-        arrays: number of token arrays, 1, 2 or 4; 0 for one array of chunks, heads and states [V, K].
+        arrays: number of token arrays, 1, 2 or 4; 0 for one array of states [V, K] by chunks and heads.
         taken: how many of them, the first ones, become gradients.
+        every: for how many chunks there is one state.
         dtype: of the arrays.
+        name: of the kernels' parameters, before their number.
     """
 
     arrays: int
     taken: int
+    every: int
     dtype: Any
+    name: str = "states"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kernels' parameters."""
+        return tuple(f"{self.name}{i}_" for i in range(4))
 
     @property
     def axes(self) -> dict[str, str]:
         """Names and axes of the arrays, as an op's ``kept_axes`` wants them."""
         if not self.arrays:
-            return {"states": "b chunk h v k"}
+            return {"states": "b kept h v k"}
         return {f"states{i}": "b t h k" for i in range(self.arrays)}
 
     @property
@@ -52,40 +63,43 @@ class KeptStates:
         return max(1, self.arrays)
 
     def shapes(
-        self, r: jax.Array, V: int, chunks: tuple[int, int], keep: bool
+        self, r: jax.Array, V: int, plan: ChunkedPlan, keep: bool = True
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Four results of the forward kernel."""
+        """Four results of the kernel that makes them."""
         _, _, H, K = r.shape
-        shape = r.shape if self.arrays else (*chunks, H, V, K)
-        return {name: result(keep and i < self.count, shape, self.dtype) for i, name in enumerate(NAMES)}
+        shape = r.shape if self.arrays else (*plan.kept(self.every), H, V, K)
+        return {name: result(keep and i < self.count, shape, self.dtype) for i, name in enumerate(self.names)}
 
     def kept(self, made: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Those of the forward kernel's results that the backward reads, as `axes` names them."""
-        return dict(zip(self.axes, (made[name] for name in NAMES)))
+        return dict(zip(self.axes, (made[name] for name in self.names)))
 
     def operands(self, kept: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Four arguments of the backward kernel, with the leading axis of its results."""
         states = [kept[name][None] for name in self.axes]
-        return dict(zip(NAMES, states + [jnp.zeros(1, self.dtype)] * (4 - self.count)))
+        return dict(zip(self.names, states + [jnp.zeros(1, self.dtype)] * (4 - self.count)))
 
     def aliases(self, gradients: Sequence[str]) -> dict[str, str]:
         """For `launch`: the arguments that become the kernel's results ``gradients``."""
-        return dict(zip(NAMES[: self.taken], gradients))
+        return dict(zip(self.names[: self.taken], gradients))
 
 
-def keep_states(table: LaunchTable, x: Any, gradients: Sequence[str]) -> KeptStates:
-    """How to keep the states of a recurrence with inputs ``x`` (arrays, or their shapes).
+def keep_states(
+    x: Any, gradients: Sequence[str], most: int, every: int = 1, name: str = "states"
+) -> KeptStates:
+    """How to keep the states of a recurrence with inputs ``x`` (arrays, or their shapes), one for ``every``
+    chunks.
 
     ``gradients`` name the inputs whose gradients may take the memory over, in the order of the backward
-    kernel. They do where rows have whole chunks, one program holds all values, at most 64, and those
-    gradients have the shape and dtype of kept states.
+    kernel. They do where rows have whole chunks (by ``every``), the program that writes them holds all
+    values, of which it holds ``most``, four arrays are enough for them, and those gradients have the shape
+    and dtype of kept states.
     """
-    (_, T, _, K), V, half = x.r.shape, x.v.shape[-1], has_half(x)
-    dtype = jnp.dtype(store_dtype(half))
-    arrays = tile(V) // CHUNK
+    T, V, tokens = x.r.shape[1], x.v.shape[-1], every * CHUNK
+    dtype = jnp.dtype(store_dtype(has_half(x)))
+    arrays = tile(V) // tokens
     results = [getattr(x, name) for name in gradients]
     fit = [result.shape == x.r.shape and result.dtype == dtype for result in results[:arrays]]
     taken = (fit + [False]).index(False)
-    most = min(4 * CHUNK, launch_options(table, "backward", K, half)[0])
-    fits = taken > 0 and x.cu_seqlens is None and T % CHUNK == 0 and most >= V
-    return KeptStates(arrays, taken, dtype) if fits else KeptStates(0, 0, dtype)
+    fits = taken > 0 and x.cu_seqlens is None and T % tokens == 0 and min(4 * tokens, most) >= V
+    return KeptStates(arrays if fits else 0, taken if fits else 0, every, dtype, name)

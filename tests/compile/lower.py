@@ -102,13 +102,12 @@ def kernels(f, *args) -> dict[str, int]:
 
 
 def taken_over(op: str, D: int, T: int) -> dict[str, list[int]]:
-    """Operands and results of the backward kernel that share memory, and the number of all results; D values
-    and T tokens.
+    """Operands and results of the kernel that writes gradients of keys which share memory, and the number of
+    all results; D keys and values, T tokens.
     """
+    name = "rwkv7_gradients_kernel" if op == "rwkv7" and D > 64 else f"{op}_bwd_kernel"
     arrays, state = arguments(op, D=D, T=T)
-    (call,) = (
-        c for c in triton_calls(gradient(op), arrays["v"], arrays, state) if name_of(c) == f"{op}_bwd_kernel"
-    )
+    (call,) = (c for c in triton_calls(gradient(op), arrays["v"], arrays, state) if name_of(c) == name)
     pairs = re.findall(
         r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)",
         str(call.attributes["output_operand_aliases"]),
@@ -246,6 +245,7 @@ if __name__ == "__main__":
         report["taken over"] = {
             op: [taken_over(op, 64, 32), taken_over(op, 32, 32), taken_over(op, 32, 33)] for op in OPS
         }
+        report["taken over, large"] = [taken_over("rwkv7", 128, T) for T in (64, 48)]
         report["recorded"] = recorded()
         report["kept"] = kept()  # the last: from here on nothing can be compiled
     print("REPORT", json.dumps(report))

@@ -101,6 +101,14 @@ def test_gradients_take_over_the_memory_of_states(op, results):
         assert found["results"] == (results[:n] if report()["old"] else list(range(last - n, last)))
 
 
+def test_large_heads_take_over_the_memory_of_gradients_of_states():
+    """dr, dk, da, db lie where those of the states were, one for two chunks; not where these are odd."""
+    whole, odd = report()["taken over, large"]
+    assert odd["operands"] == []
+    assert len(whole["operands"]) == 4
+    assert whole["results"] == ([0, 2, 3, 4] if report()["old"] else [1, 2, 3, 4])
+
+
 def test_kernels_are_compiled_once():
     """A later process reads what an earlier one compiled, but for another kind of GPU."""
     if not report()["old"]:

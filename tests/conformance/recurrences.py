@@ -97,6 +97,9 @@ PLANS = {
             # RWKV-7's large heads have kernels of their own
             dict(K=128, V=128, decay="mixed", layout="segments", lengths=(5, 9, 1, 17, 16)),
             dict(K=128, V=128, decay="mixed", layout="packed", lengths=PACKED),
+            # gradients of their states lie where those of tokens will: rows of whole pairs of chunks
+            dict(T=64, K=128, V=128, decay="mixed"),
+            dict(T=96, K=72, V=40, layout="segments", lengths=(5, 9, 1, 17, 64), **BOUNDED),
         ),
     ),
     PALLAS_INTERPRETER: Plan(

@@ -34,8 +34,34 @@ def test_states_kept_where_gradients_go(op, K, V, arrays):
     case = Case(op, B=2, T=48, H=2, K=K, V=V, decay="smooth", layout="segments", lengths=(5, 27, 16))
     x = cases.call_of(case).inputs
     gradients = ("r", "k", "v", "w") if op == "rwkv6" else ("r", "k", "a", "b")
-    kept = keep_states(launcher[op].LAUNCH, x, gradients)
+    kept = keep_states(x, gradients, most=64)
     assert kept.arrays == arrays
+    check(case, "triton")
+
+
+@pytest.mark.parametrize(
+    "case, arrays",
+    [
+        (dict(T=64, K=72, V=128, decay="smooth"), 4),
+        (dict(T=96, K=128, V=40, decay="strong"), 2),  # blocks of keys, and rows of values that are not there
+        (dict(T=50, K=88, V=80, decay="mixed"), 0),  # a last state of less than a chunk
+        (dict(T=64, K=72, V=24, decay="layer", lower_bound=-0.61, layout="segments", lengths=(5, 27, 32)), 1),
+        (dict(K=72, V=24, decay="smooth", layout="packed", lengths=(16, 1, 33, 20, 48)), 0),
+    ],
+)
+def test_large_heads_keep_a_state_for_two_chunks(case, arrays, monkeypatch):
+    """In 16 bits; in float32 here, so that it is compared at float32's accuracy."""
+    monkeypatch.setattr(rwkv7, "_every", lambda x: 2)
+    case = Case("rwkv7", **(dict(B=1 if case.get("layout") == "packed" else 2, H=2) | case))
+    x = cases.call_of(case).inputs
+    assert rwkv7._states(x).every == 2 and rwkv7._state_gradients(x).arrays == arrays
+    check(case, "triton")
+
+
+def test_large_heads_cut_into_stretches_of_whole_pairs(monkeypatch, split):
+    monkeypatch.setattr(rwkv7, "_every", lambda x: 2)
+    case = Case("rwkv7", B=1, T=70, H=1, K=104, V=24, decay="smooth")
+    assert chunked.stretches_of(cases.call_of(case)) >= 2
     check(case, "triton")
 
 

@@ -61,18 +61,17 @@ def walk_backward(
     pk = ((here.first + (count - 1) * C) * mode.H + h) * mode.K
     pv = ((here.first + (count - 1) * C) * mode.H + h) * mode.V
     part = partial_sums(block, ranges.T, mode)
-    kept = state_rows(states, axes, mode, ARRAYS)
+    kept = state_rows(states, 0, axes, mode, ARRAYS)
     for i in range(0, count):
         n = count - 1 - i
         left = here.length - n * C
         there = chunk_elements(left, axes)
-        chunk = (here.chunk0 + n) * mode.H + h
         w = load_tokens(tokens.w_ + pk, offsets.key, there.key, mode.even)
         r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even)
         k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even)
         v = load_tokens(tokens.v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
         dy = load_tokens(dy_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
-        place = state_place(chunk, pk, mode, ARRAYS)
+        place = state_place(ranges, here, n, pk, mode, ARRAYS, 1)
         S = tl.load(kept + place, mask=tile.there, other=0.0).to(mode.operand)
         decays = factors(w, mode, DELTA=False)
         rf, kf = r.to(tl.float32) * mode.scale, k.to(tl.float32)

@@ -52,7 +52,7 @@ def walk_forward(
     offsets = chunk_offsets(axes, mode)
     pk, pv = (here.first * mode.H + h) * mode.K, (here.first * mode.H + h) * mode.V
     if KEEP:
-        kept = state_rows(states, axes, mode, ARRAYS)
+        kept = state_rows(states, 0, axes, mode, ARRAYS)
     for n in range(0, tl.cdiv(here.length, C)):
         left = here.length - n * C
         there = chunk_elements(left, axes)
@@ -76,7 +76,7 @@ def walk_forward(
             read, written = only(read, reached(segments)), only(written, reaching(segments))
         state = S.to(mode.operand)
         if KEEP:
-            place = state_place((here.chunk0 + n) * mode.H + h, pk, mode, ARRAYS)
+            place = state_place(ranges, here, n, pk, mode, ARRAYS, 1)
             tl.store(kept + place, state.to(states[0].dtype.element_ty), mask=tile.there)
         Y = tl.dot(state, tl.trans(read), input_precision=mode.precision)
         Y = tl.dot(vt, tl.trans(A), Y, input_precision=mode.precision)

@@ -12,6 +12,8 @@ from ....core.sequence import part_of
 from ...plan.chunked import (
     ChunkedPlan,
     LaunchTable,
+    has_half,
+    launch_options,
     make_plan,
     partial_shapes,
     stretches_here,
@@ -52,7 +54,8 @@ LAUNCH: LaunchTable = {
 
 def _states(x: RWKV6Inputs) -> KeptStates:
     """How the forward keeps states, and where the backward finds them."""
-    return keep_states(LAUNCH, x, ("r", "k", "v", "w"))
+    most = launch_options(LAUNCH, "backward", x.r.shape[-1], has_half(x))[0]
+    return keep_states(x, ("r", "k", "v", "w"), most)
 
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
@@ -99,7 +102,7 @@ def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, 
     made = launch(
         rwkv6_fwd_kernel,
         _tokens(x) | dict(s0_=s0) | plan.ranges,
-        dict(y_=like(x.v), sT_=like(s0, jnp.float32)) | states.shapes(x.r, V, plan.chunks, call.keep),
+        dict(y_=like(x.v), sT_=like(s0, jnp.float32)) | states.shapes(x.r, V, plan, call.keep),
         KEEP=call.keep,
         ARRAYS=states.arrays,
         **plan.options,

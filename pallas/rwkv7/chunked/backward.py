@@ -8,7 +8,7 @@ section 5). All value-sided tiles are held transposed, [V, 16], as in the forwar
 
 Heads of more than 64 numbers take two kernels, for their tiles do not fit the registers at once: the carry
 kernel walks only what the next chunk needs (dS, and dV and dZ with it), with values split over programs, and
-stores dS by chunk; gradients.py then has programs for every chunk and block of keys.
+stores dS, of every second chunk in 16 bits; large_heads.py then has programs for these and blocks of keys.
 """
 
 from typing import Any, NamedTuple
@@ -55,21 +55,29 @@ class Given(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where a walk writes: gradients of tokens, of the first state, of all states, dZ."""
+    """Where a walk writes: gradients of tokens, of the first state, of states that leave chunks, dZ."""
 
     tokens: Tokens
     ds0_: Any
-    dstates_: Any
+    dstates: tuple[Any, ...]
     dz_: Any
 
 
 @triton.jit
 def walk_backward(
-    tokens, ranges, given, out, mode: tl.constexpr, FUSED: tl.constexpr, ARRAYS: tl.constexpr = 0
+    tokens,
+    ranges,
+    given,
+    out,
+    mode: tl.constexpr,
+    FUSED: tl.constexpr,
+    ARRAYS: tl.constexpr,
+    EVERY: tl.constexpr = 1,
 ):
     """All chunks of one stretch, head and block of values, from the last to the first.
 
-    With ``FUSED`` it makes all gradients, without only dV, dZ and the states' gradients.
+    With ``FUSED`` it makes all gradients, without only dV, dZ and the states' gradients, one for ``EVERY``
+    chunks.
     """
     block, h = tl.program_id(0), tl.program_id(1)
     here = sequence(ranges, mode)
@@ -83,7 +91,9 @@ def walk_backward(
     pv = ((here.first + (count - 1) * C) * mode.H + h) * mode.V
     part = partial_sums(block, ranges.T, mode)
     if FUSED:
-        kept = state_rows(given.states, axes, mode, ARRAYS)
+        kept = state_rows(given.states, 0, axes, mode, ARRAYS)
+    else:
+        kept = state_rows(out.dstates, block, axes, mode, ARRAYS)
     for i in range(0, count):
         n = count - 1 - i
         left = here.length - n * C
@@ -101,7 +111,7 @@ def walk_backward(
             dy = load_tokens(given.dy_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
             dyt = tl.trans(dy)
             v = load_tokens(tokens.v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
-            at = kept + state_place(chunk, pk, mode, ARRAYS)
+            at = kept + state_place(ranges, here, n, pk, mode, ARRAYS, EVERY)
             S = tl.load(at, mask=tile.there, other=0.0).to(mode.operand)
         else:
             dyt = load_tokens(given.dy_ + pv, offsets.turned, turned(there, axes), mode.even).to(mode.operand)
@@ -138,8 +148,9 @@ def walk_backward(
             U = tl.dot(Z.to(mode.operand), tl.trans(inv), input_precision=mode.precision).to(mode.operand)
         else:
             store_tokens(out.dz_ + pv, offsets.turned, dZ, turned(there, axes), mode.even)
-            at = out.dstates_ + chunk * (mode.K * mode.V) + axes.value[:, None] * mode.K + axes.key[None, :]
-            tl.store(at, dstate.to(out.dstates_.dtype.element_ty), mask=tile.there)
+            at = kept + state_place(ranges, here, n, pk, mode, ARRAYS, EVERY)
+            last = ((n + 1) % EVERY == 0) | (i == 0)
+            tl.store(at, dstate.to(out.dstates[0].dtype.element_ty), mask=tile.there & last)
         # the state that passes through
         if mode.any_decay:
             dS *= decays.pre[None, :]
@@ -210,7 +221,7 @@ def rwkv7_bwd_kernel(
     states = (states0_, states1_, states2_, states3_)
     dr_, dk_, da_, db_ = gradients_over_states(states, (dr_, dk_, da_, db_), TAKEN)
     given = Given(dy_, dsT_, states, inv_)
-    out = Results(Tokens(dr_, dw_, dk_, dv_, da_, db_), ds0_, ds0_, ds0_)  # the last two are not written
+    out = Results(Tokens(dr_, dw_, dk_, dv_, da_, db_), ds0_, (ds0_,), ds0_)  # the last two are not written
     if needs_any_decay(any_decay_, mode):
         walk_backward(tokens, ranges, given, out, mode=mode, FUSED=True, ARRAYS=ARRAYS)
     else:
@@ -236,17 +247,23 @@ def rwkv7_carry_kernel(
     span,
     dv_,
     ds0_,
-    dstates_,
+    dstates0_,
+    dstates1_,
+    dstates2_,
+    dstates3_,
     dz_,
     mode: tl.constexpr,
+    ARRAYS: tl.constexpr,
+    EVERY: tl.constexpr,
 ):
-    """Grid (value blocks, heads, stretches or packed sequences): dV, dZ like it, and in ``dstates_``
-    [.., V, K] the gradients of the states before their last decay.
+    """Grid (value blocks, heads, stretches or packed sequences): dV, dZ like it, and the gradients of the
+    states that leave every ``EVERY`` chunks, before their last decay, where device/kept_states.py has them.
     """
     tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
     given = Given(dy_, dsT_, (inv_,), inv_)
-    out = Results(Tokens(dv_, dv_, dv_, dv_, dv_, dv_), ds0_, dstates_, dz_)  # of tokens only dv is written
+    dstates = (dstates0_, dstates1_, dstates2_, dstates3_)
+    out = Results(Tokens(dv_, dv_, dv_, dv_, dv_, dv_), ds0_, dstates, dz_)  # of tokens only dv is written
     if needs_any_decay(any_decay_, mode):
-        walk_backward(tokens, ranges, given, out, mode=mode, FUSED=False)
+        walk_backward(tokens, ranges, given, out, mode=mode, FUSED=False, ARRAYS=ARRAYS, EVERY=EVERY)
     else:
-        walk_backward(tokens, ranges, given, out, mode=bounded(mode), FUSED=False)
+        walk_backward(tokens, ranges, given, out, mode=bounded(mode), FUSED=False, ARRAYS=ARRAYS, EVERY=EVERY)

@@ -60,6 +60,7 @@ def walk_forward(
     mode: tl.constexpr,
     KEEP: tl.constexpr = False,
     ARRAYS: tl.constexpr = 0,
+    EVERY: tl.constexpr = 1,
     KEEP_U: tl.constexpr = False,
     GIVEN: tl.constexpr = True,
     READ: tl.constexpr = True,
@@ -84,7 +85,7 @@ def walk_forward(
     offsets = chunk_offsets(axes, mode)
     pk, pv = (here.first * mode.H + h) * mode.K, (here.first * mode.H + h) * mode.V
     if KEEP:
-        kept = state_rows(out.states, axes, mode, ARRAYS)
+        kept = state_rows(out.states, 0, axes, mode, ARRAYS)
     for n in range(0, tl.cdiv(here.length, C)):
         left = here.length - n * C
         there = chunk_elements(left, axes)
@@ -117,8 +118,8 @@ def walk_forward(
         state = S.to(mode.operand)
         if KEEP:
             chunk = (here.chunk0 + n) * mode.H + h
-            at = kept + state_place(chunk, pk, mode, ARRAYS)
-            tl.store(at, state.to(out.states[0].dtype.element_ty), mask=tile.there)
+            at = kept + state_place(ranges, here, n, pk, mode, ARRAYS, EVERY)
+            tl.store(at, state.to(out.states[0].dtype.element_ty), mask=tile.there & (n % EVERY == 0))
             if block == 0:
                 at_inv = out.inv_ + chunk * (C * C) + axes.token[:, None] * C + axes.token[None, :]
                 tl.store(at_inv, inv.to(out.inv_.dtype.element_ty))
@@ -172,6 +173,7 @@ def rwkv7_fwd_kernel(
     mode: tl.constexpr,
     KEEP: tl.constexpr,
     ARRAYS: tl.constexpr,
+    EVERY: tl.constexpr,
     KEEP_U: tl.constexpr,
 ):
     """Grid (value blocks, heads, stretches or packed sequences).
@@ -184,8 +186,19 @@ def rwkv7_fwd_kernel(
     tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
     out = Results(y_, sT_, (states0_, states1_, states2_, states3_), inv_, u_)
     if needs_any_decay(any_decay_, mode):
-        walk_forward(tokens, s0_, ranges, out, block, mode=mode, KEEP=KEEP, ARRAYS=ARRAYS, KEEP_U=KEEP_U)
+        walk_forward(
+            tokens, s0_, ranges, out, block, mode=mode, KEEP=KEEP, ARRAYS=ARRAYS, EVERY=EVERY, KEEP_U=KEEP_U
+        )
     else:
         walk_forward(
-            tokens, s0_, ranges, out, block, mode=bounded(mode), KEEP=KEEP, ARRAYS=ARRAYS, KEEP_U=KEEP_U
+            tokens,
+            s0_,
+            ranges,
+            out,
+            block,
+            mode=bounded(mode),
+            KEEP=KEEP,
+            ARRAYS=ARRAYS,
+            EVERY=EVERY,
+            KEEP_U=KEEP_U,
         )

@@ -15,26 +15,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...device.chunk import (
-    C,
-    Ranges,
-    bounded,
-    causal,
-    chunk_elements,
-    chunk_offsets,
-    chunk_segments,
-    needs_any_decay,
-    passing,
-    reached,
-    reaching,
-    sequence,
-    tile_axes,
-    together,
-)
-from ...device.decay import Columns, factors
+from ...device.chunk import bounded
+from ...device.decay import Columns
 from ...device.products import token_sums_f32
-from ...device.tokens import load_tokens, only, store_tokens
-from .tokens import Tokens, advanced, scaled_tokens
+from ...device.tokens import only, store_tokens
 
 
 class TokenTiles(NamedTuple):
@@ -115,12 +99,15 @@ def token_gradients(
     offsets,
     there,
     mode: tl.constexpr,
+    READ: tl.constexpr = False,
+    WRITTEN: tl.constexpr = False,
 ):
     """Stores dr, dw, dk, da, db [16, K] of one chunk.
 
     ``read_r`` and ``read_a`` are the rows r and a that reach the entering state ``S`` [V, K]; ``dS`` is the
     gradient of ``S pre + V^T K + U^T B``. ``passed`` [K] is what reaches every decay through the state that
-    passes the chunk.
+    passes the chunk. With ``READ`` ``S`` is not the state, but its products with (dY, dZ); with ``WRITTEN``
+    ``dS`` is those with (V, U).
     """
     t, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     from_here = tl.where(j >= t, 1.0, 0.0)  # sums over the tokens from t on
@@ -144,10 +131,13 @@ def token_gradients(
         plain_r, plain_a = tokens.r.to(mode.operand), tokens.a.to(mode.operand)
 
     # rows: through the state, then with the pairs of the chunk
-    state_r, state_a = (
-        tl.dot(dy, S, input_precision=mode.precision),
-        tl.dot(dZt, S, input_precision=mode.precision),
-    )
+    if READ:
+        state_r, state_a = S
+    else:
+        state_r, state_a = (
+            tl.dot(dy, S, input_precision=mode.precision),
+            tl.dot(dZt, S, input_precision=mode.precision),
+        )
     if mode.segments:
         state_r, state_a = tl.where(masks.start, state_r, 0.0), tl.where(masks.start, state_a, 0.0)
     if mode.any_decay:
@@ -173,8 +163,11 @@ def token_gradients(
         terms += terms_a
 
     # columns: pairs of the chunk, then through the state
-    state_k = tl.dot(values.v, dS, input_precision=mode.precision)
-    state_b = tl.dot(Ut, dS, input_precision=mode.precision)
+    if WRITTEN:
+        state_k, state_b = dS
+    else:
+        state_k = tl.dot(values.v, dS, input_precision=mode.precision)
+        state_b = tl.dot(Ut, dS, input_precision=mode.precision)
     if mode.segments:
         state_k, state_b = tl.where(masks.end, state_k, 0.0), tl.where(masks.end, state_b, 0.0)
     through = scaled.k.high.to(tl.float32) * state_k + scaled.b.high.to(tl.float32) * state_b
@@ -213,104 +206,3 @@ def undecayed(near_r, near_a, r, a, mode: tl.constexpr):
     """What a column gets from the rows that it is not decayed for."""
     by_r = tl.dot(tl.trans(near_r), r, input_precision=mode.precision) * mode.scale
     return by_r + tl.dot(tl.trans(near_a), a, input_precision=mode.precision)
-
-
-@triton.jit
-def chunk_gradients(
-    tokens, ranges, dy_, u_, dz_, states_, dstates_, gradients, mode: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """One chunk and block of keys; ``mode.BK`` is the block's size here."""
-    n, h = tl.program_id(0) // BLOCKS, tl.program_id(1)
-    here = sequence(ranges, mode)
-    left = here.length - n * C
-    if left > 0:
-        axes = tile_axes(tl.program_id(0) % BLOCKS, 0, mode)
-        there = chunk_elements(left, axes)
-        offsets = chunk_offsets(axes, mode)
-        pk = ((here.first + n * C) * mode.H + h) * mode.K
-        pv = ((here.first + n * C) * mode.H + h) * mode.V
-        chunk = (here.chunk0 + n) * mode.H + h
-        w = load_tokens(tokens.w_ + pk, offsets.key, there.key, mode.even)
-        r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even)
-        k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even)
-        a = load_tokens(tokens.a_ + pk, offsets.key, there.key, mode.even)
-        b = load_tokens(tokens.b_ + pk, offsets.key, there.key, mode.even)
-        v = load_tokens(tokens.v_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
-        dy = load_tokens(dy_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
-        U = tl.trans(load_tokens(u_ + pv, offsets.value, there.value, mode.even).to(mode.operand))
-        dZ = tl.trans(load_tokens(dz_ + pv, offsets.value, there.value, mode.even).to(mode.operand))
-        at = chunk * (mode.K * mode.V) + axes.value[:, None] * mode.K + axes.key[None, :]
-        there_state = axes.has_value[:, None] & axes.has_key[None, :]
-        S = tl.load(states_ + at, mask=there_state, other=0.0)
-        dS = tl.load(dstates_ + at, mask=there_state, other=0.0)
-        decays = factors(w, mode, DELTA=True)  # dstates have the decay after the writes in them
-        scaled = scaled_tokens(r.to(tl.float32) * mode.scale, k, a, b, decays, mode)
-        seen, below = causal(axes)
-        start, end = there.token[:, None], there.token[:, None]
-        read_r, read_a = scaled.r.state, scaled.a.state
-        passed = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
-        if mode.any_decay:
-            passed *= decays.pre
-        if mode.segments:
-            segments = chunk_segments(ranges.seg_, here, n, left)
-            one = together(segments)
-            seen, below = seen & one, below & one
-            start, end = reached(segments), reaching(segments)
-            read_r, read_a = only(read_r, start), only(read_a, start)
-            passed = tl.where(passing(segments), passed, 0.0)
-        token_gradients(
-            TokenTiles(r, k, a, b),
-            decays,
-            scaled,
-            read_r,
-            read_a,
-            Masks(seen, below, start, end),
-            Values(v, dy, U, dZ),
-            S.to(mode.operand),
-            dS.to(mode.operand),
-            passed=passed,
-            gradients=advanced(gradients, pk),
-            offsets=offsets.key,
-            there=there.key,
-            mode=mode,
-        )
-
-
-@triton.jit
-def rwkv7_gradients_kernel(
-    r_,
-    w_,
-    k_,
-    v_,
-    a_,
-    b_,
-    seg_,
-    cu_,
-    chunk0_,
-    any_decay_,
-    dy_,
-    u_,
-    dz_,
-    states_,
-    dstates_,
-    T,
-    span,
-    dr_,
-    dw_,
-    dk_,
-    da_,
-    db_,
-    mode: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Grid (chunks times ``BLOCKS`` of keys, heads, stretches or packed sequences), for large heads: after
-    the carry kernel has stored dZ and the gradients of the states.
-    """
-    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
-    out = Tokens(dr_, dw_, dk_, dy_, da_, db_)  # dv is there already
-    if needs_any_decay(any_decay_, mode):
-        chunk_gradients(tokens, ranges, dy_, u_, dz_, states_, dstates_, out, mode=mode, BLOCKS=BLOCKS)
-    else:
-        chunk_gradients(
-            tokens, ranges, dy_, u_, dz_, states_, dstates_, out, mode=bounded(mode), BLOCKS=BLOCKS
-        )

@@ -27,7 +27,7 @@ from ...plan.stretches import enter, enter_backward, with_entering
 from ...run.triton import launch
 from .backward import rwkv7_bwd_kernel, rwkv7_carry_kernel
 from .forward import rwkv7_fwd_kernel
-from .gradients import rwkv7_gradients_kernel
+from .large_heads import rwkv7_gradients_kernel
 from .transfer import rwkv7_transfer_kernel
 
 # (value block, warps, pipeline stages) by pass and padded K, measured on an H200
@@ -38,7 +38,7 @@ LAUNCH: LaunchTable = {
     ("forward", 128): (128, 8, 3),
     ("transfer", 128): (128, 8, 3),
     ("carry", 128): (64, 4, 3),
-    ("gradients", 128): (64, 2, 1),  # the first number is the block of keys: a program holds all values
+    ("gradients", 128): (64, 4, 1),  # the first number is the block of keys: a program holds all values
     ("backward", 128): (128, 8, 1),
     ("forward", 256): (16, 4, 1),
     ("backward", 256): (16, 8, 1),
@@ -72,9 +72,22 @@ def _two_kernels(x: RWKV7Inputs) -> bool:
     return 64 < x.r.shape[-1] <= 128 and x.v.shape[-1] <= 128
 
 
+def _every(x: RWKV7Inputs) -> int:
+    """For how many chunks one state is kept: two, made again between them, halve what two kernels hand each
+    other. In float32 ptxas gives up on that.
+    """
+    return 2 if _two_kernels(x) and has_half(x) else 1
+
+
 def _states(x: RWKV7Inputs) -> KeptStates:
     """How the forward keeps states, and where the backward finds them."""
-    return keep_states(LAUNCH, x, () if _two_kernels(x) else ("r", "k", "a", "b"))
+    most = launch_options(LAUNCH, "backward", x.r.shape[-1], has_half(x))[0]
+    return keep_states(x, () if _two_kernels(x) else ("r", "k", "a", "b"), most, _every(x))
+
+
+def _state_gradients(x: RWKV7Inputs) -> KeptStates:
+    """How the first of two backward kernels hands the gradients of states to the second."""
+    return keep_states(x, ("r", "k", "a", "b"), tile(x.v.shape[-1]), _every(x), "dstates")
 
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
@@ -137,7 +150,7 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
     out = dict(
         y_=like(x.v),
         sT_=like(s0),
-        **states.shapes(x.r, V, plan.chunks, call.keep),
+        **states.shapes(x.r, V, plan, call.keep),
         inv_=result(call.keep, (*plan.chunks, H, CHUNK, CHUNK), plan.store),
         u_=result(keep_u, x.v.shape, plan.store),
     )
@@ -147,6 +160,7 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
         out,
         KEEP=call.keep,
         ARRAYS=states.arrays,
+        EVERY=states.every,
         KEEP_U=keep_u,
         **plan.options,
     )
@@ -186,27 +200,34 @@ def _backward_by_two(
     plan: ChunkedPlan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
 ) -> RWKV7Inputs:
     """The carry kernel, then the gradients kernel, for large heads."""
-    K, V, states = x.r.shape[-1], x.v.shape[-1], kept["states"]
+    K, V, given = x.r.shape[-1], x.v.shape[-1], _state_gradients(x)
     carried = launch(
         rwkv7_carry_kernel,
         _tokens(x) | dict(dy_=do, dsT_=ds, inv_=kept["inverses"]) | plan.ranges,
-        dict(dv_=like(x.v), ds0_=like(ds), dstates_=like(states), dz_=like(x.v, plan.store)),
+        dict(dv_=like(x.v), ds0_=like(ds), dz_=like(x.v, plan.store)) | given.shapes(x.r, V, plan),
+        ARRAYS=given.arrays,
+        EVERY=given.every,
         **plan.options,
     )
     BK, num_warps, num_stages = launch_options(LAUNCH, "gradients", K, has_half(x))
-    blocks, number = -(-K // BK), -(-plan.ranges["span"] // CHUNK)
+    blocks, number = -(-K // BK), -(-plan.ranges["span"] // (given.every * CHUNK))
     even = plan.mode.even and tile(V) == V
     made = launch(
         rwkv7_gradients_kernel,
         _tokens(x)
-        | dict(dy_=do, u_=kept["U"], dz_=carried["dz_"], states_=states, dstates_=carried["dstates_"])
+        | dict(dy_=do, u_=kept["U"], dz_=carried["dz_"], states_=kept["states"])
+        | {name: carried[name] for name in given.names}
         | plan.ranges,
         dict(dr_=like(x.r), dw_=like(x.w), dk_=like(x.k), da_=like(x.a), db_=like(x.b)),
         grid=(number * blocks, *plan.options["grid"][1:]),
         num_warps=num_warps,
         num_stages=num_stages,
         mode=plan.mode.replaced(BK=BK, BV=tile(V), even=even),
+        aliases=given.aliases(("dr_", "dk_", "da_", "db_")),
         BLOCKS=blocks,
+        ARRAYS=given.arrays,
+        TAKEN=given.taken,
+        EVERY=given.every,
     )
     return RWKV7Inputs(
         r=made["dr_"],
