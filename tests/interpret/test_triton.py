@@ -44,7 +44,10 @@ def test_states_kept_where_gradients_go(op, K, V, arrays):
     [
         (dict(T=64, K=72, V=128, decay="smooth"), 4),
         (dict(T=96, K=128, V=40, decay="strong"), 2),  # blocks of keys, and rows of values that are not there
-        (dict(T=50, K=88, V=80, decay="mixed"), 0),  # a last state of less than a chunk
+        (dict(T=50, K=88, V=80, decay="mixed"), 0),  # the last state is of less than a chunk
+        # ... and of one, where no element of its tiles is missing but all of the other's are
+        (dict(T=48, K=128, V=128, decay="mixed", layout="segments", lengths=(5, 9, 1, 17, 16)), 0),
+        (dict(T=40, K=72, V=24, decay="smooth", layout="segments", lengths=(5, 9, 1, 17, 16)), 0),
         (dict(T=64, K=72, V=24, decay="layer", lower_bound=-0.61, layout="segments", lengths=(5, 27, 32)), 1),
         (dict(K=72, V=24, decay="smooth", layout="packed", lengths=(16, 1, 33, 20, 48)), 0),
     ],

@@ -90,10 +90,12 @@ def load_chunk(tokens, ranges, kept, here, n, axes, offsets, mode: tl.constexpr)
     start, end, passes = there.token[:, None], there.token[:, None], there.token
     read_r, read_a, written_k, written_b = scaled.r.state, scaled.a.state, scaled.k.high, scaled.b.high
     if mode.segments:
-        segments = chunk_segments(ranges.seg_, here, n, left)
+        # a chunk that is not there has no token, and hands on what comes; the one before it is read
+        last = tl.minimum(n, (here.length - 1) // C)
+        segments = chunk_segments(ranges.seg_, here, last, here.length - last * C)
         one = together(segments)
         seen, below = seen & one, below & one
-        start, end, passes = reached(segments), reaching(segments), passing(segments)
+        start, end, passes = reached(segments), reaching(segments), passing(segments) | (left <= 0)
         read_r, read_a = only(read_r, start), only(read_a, start)
         written_k, written_b = only(written_k, end), only(written_b, end)
     return Chunk(

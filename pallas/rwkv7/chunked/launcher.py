@@ -211,7 +211,8 @@ def _backward_by_two(
     )
     BK, num_warps, num_stages = launch_options(LAUNCH, "gradients", K, has_half(x))
     blocks, number = -(-K // BK), -(-plan.ranges["span"] // (given.every * CHUNK))
-    even = plan.mode.even and tile(V) == V
+    # a program takes all chunks that share a state, also where the last of them is not there
+    even = plan.mode.even and tile(V) == V and x.r.shape[1] % (given.every * CHUNK) == 0
     made = launch(
         rwkv7_gradients_kernel,
         _tokens(x)
