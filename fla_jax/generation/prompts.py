@@ -106,7 +106,7 @@ def prefill(
 def check_params(model: Any, params: Any) -> None:
     """Raises unless ``model`` is a language model and ``params`` may be its parameters."""
     check_model(model)
-    if not isinstance(params, Mapping) or not jax.tree.leaves(params) or set(params) == {"params"}:
+    if not isinstance(params, Mapping) or not params or set(params) == {"params"}:
         raise ValueError("params must be the parameters alone: variables['params'] and not variables")
 
 
@@ -123,13 +123,14 @@ def reading(
         then the logits [B, V] and the state after every row.
     """
     lengths = np.array([len(row) for row in rows], np.int32)
-    place, device = jax.tree.leaves(params)[0], _device(params)
+    place = jax.tree.leaves(params)[0]
+    device = _device(place)
 
     def sizes(batch: int) -> tuple[int, ...]:
         return piece_sizes(model.config.hidden_size, batch, device)
 
     groups = [np.arange(len(rows))]
-    if _on_one_device(place, initial):
+    if len(rows) > 1 and _on_one_device(place, initial):
         groups = grouped(lengths, sizes, _overhead(model.config.hidden_size, device)) or groups
     size = batch if len(groups) == 1 else len(groups[0])
     ends: list[tuple[jax.Array, RWKVState]] = []
@@ -141,9 +142,9 @@ def reading(
         pieces = plan(int(now.max()), sizes(size))
         # Behind a row's end stands its own first token: nothing of another token, were it NaN, ever comes
         # near the row.
-        tokens = np.tile(np.array([rows[i][:1] for i in filled]), (1, sum(pieces)))
+        tokens = np.empty((size, sum(pieces)), np.int32)
         for row, length, padded in zip(filled, now, tokens):
-            padded[:length] = rows[row][:length]
+            padded[:length], padded[length:] = rows[row][:length], rows[row][0]
         # One piece starts from zeros in its own program, and ends with the head there: programs of their own
         # make a prompt wait for the host.
         carry: Any = None if own is None and len(pieces) == 1 else _start(model, size, place, own)
@@ -302,9 +303,8 @@ def _start(model: Any, batch: int, place: jax.Array, state: RWKVState | None) ->
     return jnp.zeros_like(state.att_shift[0]), state
 
 
-def _device(params: Any) -> Any:
-    """A device that holds parameters; the one that JAX would take where they are not on any yet."""
-    leaf = jax.tree.leaves(params)[0]
+def _device(leaf: Any) -> Any:
+    """A device that holds a parameter; the one that JAX would take where it is not on any yet."""
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
         return min(leaf.sharding.addressable_devices, key=operator.attrgetter("id"))
     device = jax.config.jax_default_device  # type: ignore[attr-defined]

@@ -252,4 +252,20 @@ class RWKV7FeedForward(FeedForward):
         width = 4 * C if self.intermediate_size is None else self.intermediate_size
         h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), mixed.mixed[0])
         out = self.dense("value", C, _zeros, ("mlp", "embed"), jnp.square(jax.nn.relu(h)))
-        return out if norm is None else mixed.x + out, mixed.last
+        if norm is None:
+            return out, mixed.last
+        in_a_loop = isinstance(self.layer_index, jax.core.Tracer)
+        return _added_apart(mixed.x, out) if in_a_loop else mixed.x + out, mixed.last
+
+
+@jax.custom_vjp
+def _added_apart(x: jax.Array, out: jax.Array) -> jax.Array:
+    """``x + out``; where nothing is differentiated in an operation of its own.
+
+    XLA would let the product that makes ``out`` add it to x, which is where x is; a loop over layers then
+    copies x twice in every layer, to hand it on from there. That takes longer than this sum.
+    """
+    return x + jax.lax.optimization_barrier(out)
+
+
+_added_apart.defvjp(lambda x, out: (x + out, None), lambda _, g: (g, g))

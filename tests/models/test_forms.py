@@ -152,6 +152,22 @@ def test_unrolled_layers_are_no_loop():
     assert loops("unroll") == loops(False) != loops(True)
 
 
+def test_a_loop_copies_no_residual_stream():
+    """RWKV-7's products do not add to what a loop over layers carries, where nothing is differentiated: the
+    carry would be copied. Gradients and written-out layers let XLA choose.
+    """
+    tokens = small.tokens(1, 3)
+
+    def barriers(scan, of):
+        model = small.model(7, scan_layers=scan)
+        params = small.shapes(model, tokens)
+        run = lambda params: jnp.sum(model.apply({"params": params}, tokens)[0])
+        return str(jax.make_jaxpr(of(run))(params)).count("optimization_barrier")
+
+    assert barriers(True, lambda run: run) == 1  # the body of the loop
+    assert barriers(True, jax.grad) == barriers(False, lambda run: run) == 0
+
+
 @pytest.mark.parametrize("version, scan", [(6, False), (7, True)])
 def test_remat_runs_the_op_once(version, scan, monkeypatch):
     """In the compiled gradient: the token loops of the reference implementation are as many with remat as
