@@ -106,8 +106,15 @@ def prefill(
 def check_params(model: Any, params: Any) -> None:
     """Raises unless ``model`` is a language model and ``params`` may be its parameters."""
     check_model(model)
-    if not isinstance(params, Mapping) or not params or set(params) == {"params"}:
+    if not isinstance(params, Mapping) or not _some_leaves(params) or set(params) == {"params"}:
         raise ValueError("params must be the parameters alone: variables['params'] and not variables")
+
+
+def _some_leaves(params: Any) -> list[Any]:
+    """Those of the embedding, which models begin with: to look through all of them takes a host 0.1 ms, in
+    which the device waits.
+    """
+    return jax.tree.leaves(params.get("emb", params))
 
 
 def reading(
@@ -123,8 +130,7 @@ def reading(
         then the logits [B, V] and the state after every row.
     """
     lengths = np.array([len(row) for row in rows], np.int32)
-    # one is enough, and to look through all of them takes the host 0.1 ms, in which the device waits
-    place = jax.tree.leaves(params.get("emb", params))[0]
+    place = _some_leaves(params)[0]
     device = _device(place)
 
     def sizes(batch: int) -> tuple[int, ...]:
