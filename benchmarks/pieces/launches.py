@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from running.timing import jax_ms
 
-from pieces.ours import functions
+from pieces.ours import calls_of, functions
 from pieces.piece import Piece, Shape
 
 KERNELS = {"fwd": "forward", "bwd": "backward"}
@@ -41,17 +41,24 @@ def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]
 
     M, padded = sum(name.startswith("mu") for name in piece.inputs(shape)), 1 << (shape[2] - 1).bit_length()
     key = (kernel, "few" if M <= launcher.FEW else "many", padded)
-    spans, stages, hoists = ((64,), (2,), (True,)) if quick else ((32, 64, 128), (1, 2, 3), (True, False))
+    norm = "scale" in piece.inputs(shape)  # else nothing is summed over channels
+    spans, stages, tokens = ((64,), (2,), (1,)) if quick else ((8, 32, 128), (1, 3), (1, 2, 4))
+    # as many warps altogether, whatever the stretch
+    rests = [
+        (span, depth, True, together, (1 << 17) // span)
+        for span, depth, together in itertools.product(spans, stages, tokens)
+    ]
     found = []
-    if "scale" in piece.inputs(shape):  # else nothing is summed over channels
-        # 4 or 8 channels a thread
-        for warps in (w for w in (padded // 128, padded // 256) if 1 <= w <= 32):
-            for rest in itertools.product(spans, stages, hoists):
+    if norm:
+        # 4, 8 or 16 channels a thread
+        for warps in (w for w in (padded // 128, padded // 256, padded // 512) if 1 <= w <= 32):
+            for rest in rests:
                 launch = launcher.Launch(padded, warps, *rest)
                 found.append(Option(f"whole {launch}", ((launcher.WHOLE, key, launch),)))
-    for channels, *rest in itertools.product((128, 256, 512, 1024), spans, stages):
-        launch = launcher.Launch(channels, channels // 128, *rest)
-        entries = ((launcher.WHOLE, key, None), (launcher.TILES, kernel, launch))
+    tiled = "sums" if norm and kernel == "backward" else kernel
+    for channels, rest in itertools.product((256, 512, 1024), rests):
+        launch = launcher.Launch(channels, channels // 256, *rest)
+        entries = ((launcher.WHOLE, key, None), (launcher.TILES, tiled, launch))
         found.append(Option(f"tiles {launch}", entries))
     return found
 
@@ -101,7 +108,7 @@ def sweep(piece: Piece, shape: Shape, dtype: str, copied: float, quick: bool) ->
             try:
                 with taken(option):
                     compiled, arguments = functions(piece, shape, dtype, "triton", (passes,))[passes]
-                    found.append((jax_ms(compiled, *arguments), option.name))
+                    found.append((jax_ms(compiled, *arguments) / calls_of(piece), option.name))
             except Exception as error:  # a launch that does not fit the device
                 print(f"{option.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         print(f"\n{piece.label} {'x'.join(map(str, shape))} {passes}")

@@ -9,13 +9,18 @@ from running.timing import jax_ms
 
 from pieces.piece import VOCABULARY, Piece, Shape
 
+# Calls of a piece in the program that is timed, each on inputs of its own, as the layers of a model call it.
+# A program of one call is as long as what the runtime takes to start a program: an eighth of the time is not
+# the piece's. The head's products take milliseconds, and it is called once.
+CALLS = 4
 
-def draw(piece: Piece, shape: Shape, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
+
+def draw(piece: Piece, shape: Shape, dtype: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what has a gradient, what has none), by name."""
     import jax
     import jax.numpy as jnp
 
-    keys = iter(jax.random.split(jax.random.key(0), 64))
+    keys = iter(jax.random.split(jax.random.key(seed), 64))
     floats, rest = {}, {}
     for name, (size, wanted) in piece.inputs(shape).items():
         if wanted == "bool":
@@ -27,13 +32,20 @@ def draw(piece: Piece, shape: Shape, dtype: str) -> tuple[dict[str, Any], dict[s
     return floats, rest
 
 
+def calls_of(piece: Piece) -> int:
+    """Calls in a program."""
+    return CALLS if piece.flops is None else 1
+
+
 def functions(
     piece: Piece, shape: Shape, dtype: str, implementation: str | None, passes: tuple[str, ...] | None = None
 ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """A compiled function and its arguments for each pass; None for all that the piece has."""
+    """A compiled program of `calls_of` calls and its arguments for each pass; None for all that the piece
+    has.
+    """
     import jax
 
-    floats, rest = draw(piece, shape, dtype)
+    sets = [draw(piece, shape, dtype, seed) for seed in range(calls_of(piece))]
     call = functools.partial(piece.call, implementation=implementation)
 
     def forward(floats: Any, rest: Any) -> Any:
@@ -49,21 +61,28 @@ def functions(
     def both(floats: Any, rest: Any) -> Any:
         return jax.value_and_grad(lambda floats: call(floats | rest))(floats)
 
+    def cotangents(results: Any, seed: int) -> Any:
+        keys = iter(jax.random.split(jax.random.key(1000 + seed), 64))
+        return jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape, a.dtype), results)
+
     made: dict[str, tuple[Any, tuple[Any, ...]]] = {}
     for name in piece.moved(shape, 1):
         if passes is not None and name not in passes:
             continue
-        function, arguments = {"fwd": forward, "fwd+bwd": both}.get(name), (floats, rest)
-        if function is None:
-            results, pull = jax.jit(with_pull)(floats, rest)
-            keys = iter(jax.random.split(jax.random.key(1), 64))
-            cotangents = jax.tree.map(lambda a, k=keys: jax.random.normal(next(k), a.shape, a.dtype), results)
-            function, arguments = pulled, (pull, cotangents)
-        made[name] = jax.jit(function).lower(*arguments).compile(), arguments
+        function, arguments = {"fwd": forward, "fwd+bwd": both}.get(name, pulled), sets
+        if name == "bwd":
+            started = [jax.jit(with_pull)(*one) for one in sets]
+            arguments = [(pull, cotangents(results, i)) for i, (results, pull) in enumerate(started)]
+
+        def program(*arguments: Any, function: Any = function) -> Any:
+            return [function(*one) for one in arguments]
+
+        made[name] = jax.jit(program).lower(*arguments).compile(), tuple(arguments)
     return made
 
 
 def milliseconds(piece: Piece, shape: Shape, dtype: str, implementation: str | None) -> dict[str, float]:
-    """Of each pass."""
+    """Of a call, for each pass."""
     made = functions(piece, shape, dtype, implementation)
-    return {name: jax_ms(compiled, *arguments) for name, (compiled, arguments) in made.items()}
+    times = {name: jax_ms(compiled, *arguments) for name, (compiled, arguments) in made.items()}
+    return {name: ms / calls_of(piece) for name, ms in times.items()}

@@ -50,6 +50,7 @@ def by_tiles(monkeypatch):
         Case(B=1, C=300, M=2, lengths=(4, 9)),
         Case(B=1, C=200, M=2, norm=False),
         Case(B=1, C=256, T=5, M=1, y=False, normalised=True),
+        Case(B=1, C=300, T=12, lengths=(3, 9)),  # the backward takes tokens by two
     ],
 )
 def test_tiles_of_channels(case, by_tiles):

@@ -22,6 +22,7 @@ from .forward import mix_fwd_kernel, statistics_kernel
 
 may_be_unused = ("x", "normalised")  # layers that end a residual stream, or begin one, use no sum
 SLOTS = 6  # mixes that the kernels have arguments for
+SHORT = (128, 256, 512, 1024)  # channels of a token that four warps or fewer hold
 
 
 class Launch(NamedTuple):
@@ -48,30 +49,48 @@ class Launch(NamedTuple):
 
 
 # By kernel, number of mixes and channels, padded to a power of two: whole tokens. What is missing goes by
-# tiles. Eight channels a thread and two or four tokens at a time: sums over channels are barriers, and few of
-# them are most of the time of a token that is short. Those of 1024 channels, and the backward at 2048, were
-# the fastest of nine to fourteen that were tried on an H200 (docs/performance.md).
-WHOLE: dict[tuple[str, str, int], Launch] = {
-    ("forward", mixes, n): Launch(n, max(1, n // 256), 32, 2, tokens=tokens)
-    for mixes, tokens in (("few", 4), ("many", 2))
-    for n in (128, 256, 512, 1024, 2048, 4096)
-} | {
-    ("backward", mixes, n): Launch(n, max(1, n // 256), 128, 3, tokens=2, busy=1024)
-    for mixes in ("few", "many")
-    for n in (128, 256, 512, 1024, 2048)
-}
-WHOLE["backward", "many", 2048] = Launch(2048, 8, 128, 3, busy=1024)
-WHOLE["forward", "few", 8192] = Launch(8192, 32, 64)
-WHOLE["backward", "few", 4096] = Launch(4096, 16, 64, 2)
+# tiles. A sum over channels is a barrier, so several tokens are summed up together. Forwards hold 8 or 16
+# channels a thread and walk few tokens without a pipeline, many programs on a multiprocessor: each loads a
+# group of tokens at once. Backwards hold a sum for every vector and walk many tokens, with loads under way.
+# At 1024, 2048 and 4096 channels these were the fastest of up to forty tried on an H200 (docs/performance.md).
+WHOLE: dict[tuple[str, str, int], Launch] = (
+    {("forward", "few", n): Launch(n, max(1, n // 256), 8, tokens=4, busy=16384) for n in SHORT}
+    | {("forward", "many", n): Launch(n, max(1, n // 256), 4, tokens=4, busy=32768) for n in SHORT}
+    | {("backward", "few", n): Launch(n, max(1, n // 256), 128, 3, tokens=2, busy=1024) for n in SHORT}
+    | {("backward", "many", n): Launch(n, max(1, n // 256), 128, 3, tokens=2, busy=1024) for n in SHORT}
+    | {
+        ("forward", "few", 2048): Launch(2048, 4, 8, tokens=4, busy=16384),
+        ("forward", "many", 2048): Launch(2048, 4, 8, tokens=2, busy=16384),
+        ("backward", "few", 2048): Launch(2048, 8, 128, 4, tokens=2, busy=1024),
+        ("backward", "many", 2048): Launch(2048, 8, 128, 4, busy=1024),
+        ("forward", "few", 4096): Launch(4096, 8, 32, tokens=2),
+        ("forward", "many", 4096): Launch(4096, 16, 64, 3, tokens=2, busy=2048),
+        ("backward", "few", 4096): Launch(4096, 16, 64, 4, busy=1024),
+        ("forward", "few", 8192): Launch(8192, 32, 64),
+    }
+)
 TILES: dict[str, Launch] = {
     "forward": Launch(512, 4, 64, 2),
     "backward": Launch(512, 4, 64, 2),
-    "statistics": Launch(0, 0, 16, 2),  # these two hold whole tokens
-    "norm": Launch(0, 0, 16, 2),
+    "sums": Launch(1024, 4, 128, 3, tokens=2, busy=1024),  # a backward that leaves the norm to "norm"
+    "statistics": Launch(0, 0, 16, 2),  # whole tokens
+    "norm": Launch(1024, 4, 4),
 }
 FEW = 2
 LARGE = (80, 90, 100, 103)  # GPUs with more than 100 KB of shared memory for a program
-SHORTEST = 8  # tokens of a share
+SHORTEST = 8  # tokens of a share that is cut to keep a GPU busy
+
+
+def _fitting(chosen: Launch, x: MixInputs, most: int = 32) -> Launch:
+    """The launch for the GPU's shared memory and the tokens' dtype; ``most`` warps."""
+    if compute_capability() not in LARGE:
+        chosen = chosen._replace(stages=min(chosen.stages, 2))
+    if x.x.dtype.itemsize == 2:
+        return chosen
+    # numbers of four bytes: half as many a thread, and no more on their way than fits every GPU
+    stages = 2 if chosen.channels < 4096 else 1
+    warps, busy = min(chosen.channels // 128, most), min(chosen.busy, 4096)
+    return chosen._replace(warps=warps, span=64, stages=stages, tokens=1, busy=busy)
 
 
 def _whole(kernel: str, x: MixInputs) -> Launch | None:
@@ -81,25 +100,19 @@ def _whole(kernel: str, x: MixInputs) -> Launch | None:
         return None  # no sums over channels, or too many arrays at once
     few = "few" if len(x.mixes) <= FEW else "many"
     chosen = WHOLE.get((kernel, few, max(128, tile(C))))
-    if chosen is not None and compute_capability() not in LARGE:
-        chosen = chosen._replace(stages=min(chosen.stages, 2))
-    if chosen is not None and x.x.dtype.itemsize > 2:
-        # numbers of four bytes: half as many a thread, and no more on their way than fits every GPU
-        warps = min(chosen.channels // 128, 16 if kernel == "backward" else 32)
-        stages = min(chosen.stages, 2 if chosen.channels < 4096 else 1)
-        chosen = chosen._replace(warps=warps, span=64, stages=stages, tokens=1)
-    return chosen
+    return chosen and _fitting(chosen, x, 16 if kernel == "backward" else 32)
 
 
-def _tiled(kernel: str, C: int) -> Launch:
+def _tiled(kernel: str, x: MixInputs) -> Launch:
     """How a kernel is launched by tiles that waste as few channels as may be."""
-    chosen = TILES[kernel]
+    chosen, C = TILES[kernel], x.x.shape[-1]
     if not chosen.channels:
         return chosen._replace(channels=tile(C), warps=min(16, max(1, tile(C) // 128)))
     size = min(chosen.channels, tile(C))
     while size > 128 and C % size:
         size //= 2
-    return chosen._replace(channels=size, warps=max(1, chosen.warps * size // chosen.channels))
+    chosen = chosen._replace(channels=size, warps=max(1, chosen.warps * size // chosen.channels))
+    return _fitting(chosen, x) if kernel == "sums" else chosen
 
 
 def _grid(chosen: Launch, B: int, T: int, C: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
@@ -142,7 +155,7 @@ def forward(call: Call[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]
     whole = _whole("forward", x)
     before = dict(x_=x.x, y_=given(x.y, unused), mean_=unused, rstd_=unused)
     if norm and whole is None:
-        span, grid, options = _grid(_tiled("statistics", C), B, T, C)
+        span, grid, options = _grid(_tiled("statistics", x), B, T, C)
         made = launch(
             statistics_kernel,
             dict(x_=x.x, y_=before["y_"], T=T, span=span),
@@ -156,7 +169,7 @@ def forward(call: Call[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]
         before = dict(x_=total, y_=unused, mean_=made["mean_"], rstd_=made["rstd_"])
     adds = add and (whole is not None or not norm)
     keep = call.keep and whole is not None
-    chosen = whole or _tiled("forward", C)
+    chosen = whole or _tiled("forward", x)
     span, grid, options = _grid(chosen, B, T, C)
     made = launch(
         mix_fwd_kernel,
@@ -206,9 +219,9 @@ def backward(call: Call[Mix], x: MixInputs, kept: dict[str, jax.Array], cotangen
     total = kept.get("x", x.x)
     unused, whole = total, _whole("backward", x)
     statistics = dict(mean_=kept.get("mean", unused), rstd_=kept.get("rstd", unused))
-    chosen = whole or _tiled("backward", C)
-    span, grid, options = _grid(chosen, B, T, C)
     split, lines = norm and whole is None, M + 2 * norm
+    chosen = whole or _tiled("sums" if split else "backward", x)
+    span, grid, options = _grid(chosen, B, T, C)
     dsum = given(cotangents.x, unused)
     incoming = _slots("g", cotangents.mixed, unused) | dict(
         dend_=cotangents.last, dsum_=dsum, dnormalised_=given(cotangents.normalised, unused)
@@ -239,7 +252,7 @@ def backward(call: Call[Mix], x: MixInputs, kept: dict[str, jax.Array], cotangen
     dx = made["dx_"]
     if split:
         tiles = grid[1]
-        span, grid, options = _grid(_tiled("norm", C), B, T, C)
+        span, grid, options = _grid(_tiled("norm", x), B, T, C)
         arrays = dict(x_=total, scale_=x.scale, dh_=dx, sums_=made["sums_"], dsum_=dsum) | statistics
         dx = launch(
             norm_bwd_kernel,
