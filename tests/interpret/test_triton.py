@@ -49,6 +49,9 @@ def test_states_kept_where_gradients_go(op, K, V, arrays):
         (dict(T=48, K=128, V=128, decay="mixed", layout="segments", lengths=(5, 9, 1, 17, 16)), 0),
         (dict(T=40, K=72, V=24, decay="smooth", layout="segments", lengths=(5, 9, 1, 17, 16)), 0),
         (dict(T=64, K=72, V=24, decay="layer", lower_bound=-0.61, layout="segments", lengths=(5, 27, 32)), 1),
+        # ... one of a chunk that is not whole, one of none
+        (dict(T=58, K=128, V=40, decay="layer", lower_bound=-0.61, layout="segments", lengths=(41, 17)), 0),
+        (dict(T=48, K=96, V=128, decay="layer", lower_bound=-0.61), 0),
         (dict(K=72, V=24, decay="smooth", layout="packed", lengths=(16, 1, 33, 20, 48)), 0),
     ],
 )
@@ -59,6 +62,14 @@ def test_large_heads_keep_a_state_for_two_chunks(case, arrays, monkeypatch):
     x = cases.call_of(case).inputs
     assert rwkv7._states(x).every == 2 and rwkv7._state_gradients(x).arrays == arrays
     check(case, "triton")
+
+
+@pytest.mark.parametrize("T", [64, 50])
+def test_large_heads_with_bounded_decays_on_other_gpus(T, monkeypatch):
+    """Two chunks are one tile on compute capability 9.0 only; elsewhere each is its own."""
+    monkeypatch.setattr(rwkv7, "_every", lambda x: 2)
+    monkeypatch.setattr(rwkv7, "compute_capability", lambda: 89)
+    check(Case("rwkv7", B=2, T=T, H=1, K=72, V=24, decay="layer", lower_bound=-0.61), "triton")
 
 
 def test_large_heads_cut_into_stretches_of_whole_pairs(monkeypatch, split):

@@ -32,6 +32,7 @@ from ...device.chunk import (
 from ...device.decay import factors
 from ...device.kept_states import gradients_over_states, state_place, state_rows
 from ...device.tokens import load_tokens, only
+from .bounded_pairs import bounded_pair_gradients
 from .gradients import Masks, TokenTiles, Values, token_gradients
 from .tokens import Tokens, advanced, scaled_tokens
 
@@ -240,6 +241,7 @@ def block_gradients(
     BLOCKS: tl.constexpr,
     ARRAYS: tl.constexpr,
     EVERY: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """The chunks that share a state, and one block of keys; ``mode.BK`` is the block's size here."""
     here = sequence(ranges, mode)
@@ -253,6 +255,8 @@ def block_gradients(
         dS_ += state_place(ranges, here, n, pk, mode, ARRAYS, EVERY)
         if EVERY == 1:
             one_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradients, mode=mode)
+        elif AT_ONCE and not mode.any_decay:
+            bounded_pair_gradients(tokens, ranges, kept, here, n, axes, S_, dS_, gradients, mode=mode)
         else:
             pair_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradients, mode=mode)
 
@@ -289,17 +293,29 @@ def rwkv7_gradients_kernel(
     ARRAYS: tl.constexpr,
     TAKEN: tl.constexpr,
     EVERY: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Grid (states times ``BLOCKS`` of keys, heads, stretches or packed sequences): after the carry kernel
-    has stored dZ and the gradients of the states, one for ``EVERY`` chunks, one or two.
+    has stored dZ and the gradients of the states, one for ``EVERY`` chunks, one or two. ``AT_ONCE`` says
+    that two chunks are one tile in the bounded form.
     """
     tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
     dstates = (dstates0_, dstates1_, dstates2_, dstates3_)
     dr_, dk_, da_, db_ = gradients_over_states(dstates, (dr_, dk_, da_, db_), TAKEN)
     kept, out = Kept(dy_, u_, dz_, states_, dstates), Tokens(dr_, dw_, dk_, dy_, da_, db_)  # dv is there
     if needs_any_decay(any_decay_, mode):
-        block_gradients(tokens, ranges, kept, out, mode=mode, BLOCKS=BLOCKS, ARRAYS=ARRAYS, EVERY=EVERY)
+        block_gradients(
+            tokens, ranges, kept, out, mode=mode, BLOCKS=BLOCKS, ARRAYS=ARRAYS, EVERY=EVERY, AT_ONCE=AT_ONCE
+        )
     else:
         block_gradients(
-            tokens, ranges, kept, out, mode=bounded(mode), BLOCKS=BLOCKS, ARRAYS=ARRAYS, EVERY=EVERY
+            tokens,
+            ranges,
+            kept,
+            out,
+            mode=bounded(mode),
+            BLOCKS=BLOCKS,
+            ARRAYS=ARRAYS,
+            EVERY=EVERY,
+            AT_ONCE=AT_ONCE,
         )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV7Inputs
+from ....core.gpu import compute_capability
 from ....core.sequence import part_of
 from ...plan.chunked import (
     CHUNK,
@@ -196,6 +197,16 @@ def _backward_by_one(
     )
 
 
+def _at_once(plan: ChunkedPlan, x: RWKV7Inputs, do: jax.Array) -> bool:
+    """Whether the gradients kernel takes two chunks as one tile where decays are bounded: bounded_pairs.py.
+
+    Its tiles hold two arrays each, so these have one dtype; without the products of a warp group that compute
+    capability 9.0 has they spill up to 800 bytes.
+    """
+    same = all(array.dtype == plan.store for array in (x.r, x.k, x.v, x.a, x.b, do))
+    return same and compute_capability() // 10 == 9
+
+
 def _backward_by_two(
     plan: ChunkedPlan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
 ) -> RWKV7Inputs:
@@ -229,6 +240,7 @@ def _backward_by_two(
         ARRAYS=given.arrays,
         TAKEN=given.taken,
         EVERY=given.every,
+        AT_ONCE=_at_once(plan, x, do),
     )
     return RWKV7Inputs(
         r=made["dr_"],

@@ -1,0 +1,158 @@
+"""RWKV-7, chunked backward in Triton for large heads with bounded decays: gradients of two chunks that share
+a state, as one tile.
+
+Tiles of keys are held transposed, [K, 64]: 32 tokens of one array beside those of another, r and a, which
+read, or k and b, which write. So keys are the rows of all products, and warps divide those without repeating
+any operand; for compute capability 9.0 they are products of a warp group, whose operands stay in shared
+memory, and results become operands where they are. The maths is large_heads.py's.
+"""
+
+import triton
+import triton.language as tl
+
+from ...device.chunk import C
+from ...device.decay import LOG2E
+from ...device.tokens import load_tokens, store_tokens
+
+
+@triton.jit
+def halves(x):
+    """``x`` [K, 64] as two [K, 32]."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, 32)), (0, 2, 1)))
+
+
+@triton.jit
+def beside(x, y):
+    """What `halves` divides."""
+    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (x.shape[0], 64))
+
+
+@triton.jit
+def sums_over_tokens(x, matrix, mode: tl.constexpr):
+    """``x`` [K, 32] in the dtype of memory times ``matrix`` of 0 and 1, to float32 accuracy."""
+    if x.dtype == tl.bfloat16:
+        return tl.dot(x, matrix.to(tl.bfloat16))
+    elif x.dtype == tl.float16:  # its 11 bits are two bfloat16
+        return sums_over_tokens_f32(x.to(tl.float32), matrix, None, mode)
+    else:
+        return tl.dot(x, matrix, input_precision=mode.precision)
+
+
+@triton.jit
+def sums_over_tokens_f32(x, matrix, acc, mode: tl.constexpr):
+    """``acc + x @ matrix`` for float32 ``x``: see `token_sums_f32`."""
+    if mode.operand == tl.bfloat16:
+        hi = x.to(tl.bfloat16)
+        lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
+        m = matrix.to(tl.bfloat16)
+        return tl.dot(lo, m, tl.dot(hi, m, acc))
+    else:
+        return tl.dot(x, matrix, acc, input_precision=mode.precision)
+
+
+@triton.jit
+def sums_over_values(x, y, mode: tl.constexpr):
+    """Sums of ``x * y`` [V, K], as [K, 1]: diagonals of products of 16 keys with the same 16, which take a
+    quarter of the instructions.
+    """
+    N: tl.constexpr = x.shape[1] // 16
+    xt = tl.permute(tl.reshape(x, (x.shape[0], N, 16)), (1, 2, 0))
+    y = tl.permute(tl.reshape(y, (x.shape[0], N, 16)), (1, 0, 2))
+    o = tl.arange(0, 16)
+    products = tl.dot(xt, y, input_precision=mode.precision)
+    own = tl.where(o[None, :, None] == o[None, None, :], products, 0.0)
+    return tl.reshape(tl.sum(own, 2), (x.shape[1], 1))
+
+
+@triton.jit
+def bounded_pair_gradients(tokens, ranges, kept, here, n, axes, S_, dS_, gradients, mode: tl.constexpr):
+    """`pair_gradients` in the bounded form, where arrays that share a tile have one dtype.
+
+    ``dS_`` may be where gradients go here, too: it is in shared memory before the first one is stored.
+    """
+    left = here.length - n * C
+    pk = ((here.first + n * C) * mode.H + tl.program_id(1)) * mode.K
+    pv = ((here.first + n * C) * mode.H + tl.program_id(1)) * mode.V
+    o, o2 = tl.arange(0, 32), tl.arange(0, 64)
+    token, half = o2 % 32, o2 // 32
+    there = axes.has_value[:, None] & axes.has_key[None, :]
+    there_v = (token < left)[:, None] & axes.has_value[None, :]
+    there_k = axes.has_key[:, None] & (token < left)[None, :]
+    there_w = axes.has_key[:, None] & (o < left)[None, :]
+    at_v = token[:, None] * (mode.H * mode.V) + axes.value[None, :]
+    at_k = token[None, :] * (mode.H * mode.K) + axes.key[:, None]
+    at_w = o[None, :] * (mode.H * mode.K) + axes.key[:, None]
+    is_r, is_dy = half[None, :] == 0, half[:, None] == 0
+
+    S, dS = tl.load(S_, mask=there, other=0.0), tl.load(dS_, mask=there, other=0.0)
+    S, dS = S.to(mode.operand), dS.to(mode.operand)
+    passed = sums_over_values(S, dS, mode)
+    readers = load_tokens(tl.where(is_dy, kept.dy_ + pv, kept.dz_ + pv), at_v, there_v, mode.even)
+    writers = load_tokens(tl.where(is_dy, tokens.v_ + pv, kept.u_ + pv), at_v, there_v, mode.even)
+    readers, writers = readers.to(mode.operand), writers.to(mode.operand)
+    w = load_tokens(tokens.w_ + pk, at_w, there_w, mode.even)
+    ra = load_tokens(tl.where(is_r, tokens.r_ + pk, tokens.a_ + pk), at_k, there_k, mode.even)
+    kb = load_tokens(tl.where(is_r, tokens.k_ + pk, tokens.b_ + pk), at_k, there_k, mode.even)
+    if mode.segments:
+        last = tl.minimum(left, 2 * C) - 1
+        seg_ = ranges.seg_ + here.first + n * C
+        ids = tl.load(seg_ + tl.minimum(token, last))
+        before = tl.load(ranges.seg_ + tl.maximum(here.first + n * C - 1, here.base))
+        after = tl.load(seg_ + last)
+        passed = tl.where(before == after, passed, 0.0)
+
+    # The order of what follows decides how many registers and how much shared memory there must be: scores
+    # are masked when the state's place is free.
+    scores = tl.dot(readers, tl.trans(writers), input_precision=mode.precision)
+    read = tl.dot(tl.trans(S), tl.trans(readers), input_precision=mode.precision)
+    if mode.segments:
+        read = tl.where((ids == before)[None, :], read, 0.0)
+
+    # decays from each chunk's start on, of rows, r with and a without its token's own, and back, of columns
+    j, s = o[:, None], token[None, :]
+    upto = tl.where((j // C == s // C) & (j % C + half[None, :] <= s % C), 1.0, 0.0)
+    G = sums_over_tokens(w, upto, mode) * LOG2E
+    rows, back = tl.exp2(G), tl.exp2(-halves(G)[0])
+    columns = beside(back, back)
+    # the decay between the two; without a second one, whose tiles are zeros, dS has it already
+    post = tl.where(left > C, tl.sum(tl.where((o2 == C - 1)[None, :], rows, 0.0), 1), 1.0)[:, None]
+    rows *= tl.where(is_r, mode.scale, 1.0)
+    ra, kb = (ra.to(tl.float32) * rows).to(mode.operand), (kb.to(tl.float32) * columns).to(mode.operand)
+    second = (token >= C)[None, :]
+
+    # pairs of a row and a column of one chunk, and of the second's rows with the first's columns
+    t, i = token[:, None], token[None, :]
+    near, far = (t // C == i // C) & (i % C + half[:, None] <= t % C), t // C > i // C
+    if mode.segments:
+        one = ids[:, None] == ids[None, :]
+        near, far = near & one, far & one
+    near, far = tl.where(near, scores, 0.0).to(mode.operand), tl.where(far, scores, 0.0).to(mode.operand)
+
+    # rows
+    own_second = tl.sum(tl.where(second, ra.to(tl.float32) * read, 0.0), 1)[:, None]
+    read = tl.dot(kb, tl.trans(far), read, input_precision=mode.precision)
+    read = tl.dot(kb, tl.trans(near), tl.where(second, read * post, read), input_precision=mode.precision)
+    terms_r, terms_a = halves(ra.to(tl.float32) * read)
+    out = tl.where(is_r, gradients.r_ + pk, gradients.a_ + pk)
+    store_tokens(out, at_k, read * rows, there_k, mode.even)
+
+    # columns
+    written = tl.dot(tl.trans(dS), tl.trans(writers), input_precision=mode.precision)
+    if mode.segments:
+        written = tl.where((ids == after)[None, :], written, 0.0)
+    own_first = tl.sum(tl.where(second, 0.0, kb.to(tl.float32) * written), 1)[:, None]
+    written = tl.dot(ra, far, written, input_precision=mode.precision)
+    written = tl.where(second, written, written * post)
+    through_k, through_b = halves(kb.to(tl.float32) * written)
+    pairs = tl.dot(ra, near, input_precision=mode.precision)
+    pairs_k, pairs_b = halves(kb.to(tl.float32) * pairs)
+    out = tl.where(is_r, gradients.k_ + pk, gradients.b_ + pk)
+    store_tokens(out, at_k, (pairs + written) * columns, there_k, mode.even)
+
+    # of a chunk's decays: pairs from token j on, what goes through the leaving state from tokens before j
+    i, j = token[:, None], o[None, :]
+    counted = tl.where(half[:, None] == 0, j % C - i % C, i % C - j % C + 1) <= 0
+    counted = tl.where(counted & (i // C == j // C), 1.0, 0.0)
+    both = beside(terms_r + terms_a - (pairs_k + pairs_b), through_k + through_b)
+    dg = (passed + tl.where(o[None, :] < C, own_second, own_first)) * post - terms_a
+    store_tokens(gradients.w_ + pk, at_w, sums_over_tokens_f32(both, counted, dg, mode), there_w, mode.even)
