@@ -131,3 +131,34 @@ def test_calls_it_cannot_run_say_why(bad, reason):
         arrays, _ = cases.build(dataclasses.replace(Case(), **bad))
         with pytest.raises(ValueError, match=f"implementation='triton' cannot run this call: .*{reason}"):
             norm_shift_mix(**arrays, implementation="triton")
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("C", [1, 6, 100, 300, 768, 1024, 2048, 3000, 4096, 8192, 16384])
+def test_launches_are_legal(C, dtype, monkeypatch):
+    """Warps and channels of a program are powers of two, and tiles cover all channels, for every kernel."""
+    launched = []
+
+    def record(kernel, inputs, outputs, *, grid, num_warps, num_stages, **options):
+        launched.append((kernel.fn.__name__, num_warps, options["BC"], grid[1]))
+        return {name: jnp.zeros(s.shape, s.dtype) for name, s in outputs.items()}
+
+    monkeypatch.setattr(launcher, "launch", record)
+    wide = jax.ShapeDtypeStruct((2, 8, C), dtype)
+    for M, moved in ((1, False), (2, True), (6, False)):
+        x = dict(x=wide, mixes=[jax.ShapeDtypeStruct((C,), "float32")] * M, scale=None, bias=None)
+        x["scale"] = x["bias"] = x["mixes"][0]
+        x |= {"moves": jax.ShapeDtypeStruct((M, *wide.shape), dtype)} if moved else {}
+
+        def gradient(x):
+            out, pull = jax.vjp(lambda x: norm_shift_mix(**x, implementation="triton"), x)
+            return pull(out)
+
+        jax.eval_shape(gradient, x)
+    assert {"mix_fwd_kernel", "mix_bwd_kernel", "statistics_kernel", "norm_bwd_kernel"} <= {
+        name for name, *_ in launched
+    }
+    for name, warps, channels, tiles in launched:
+        assert 1 <= warps <= 32 and warps & (warps - 1) == 0, name
+        assert channels & (channels - 1) == 0 and channels * tiles >= C > channels * (tiles - 1), name

@@ -89,7 +89,7 @@ def _fitting(chosen: Launch, x: MixInputs, most: int = 32) -> Launch:
         return chosen
     # numbers of four bytes: half as many a thread, and no more on their way than fits every GPU
     stages = 2 if chosen.channels < 4096 else 1
-    warps, busy = min(chosen.channels // 128, most), min(chosen.busy, 4096)
+    warps, busy = max(1, min(chosen.channels // 128, most)), min(chosen.busy, 4096)
     return chosen._replace(warps=warps, span=64, stages=stages, tokens=1, busy=busy)
 
 
