@@ -4,8 +4,8 @@ Prints a table and puts its records into ``benchmarks/results/<device>.json`` (`
 memory: the table has the bytes that must move, each array once, over the time (``GB/s``), and that over the
 best rate of several kinds and sizes of copies measured in the same run (``of copy``); the head is bound by
 its products, and has TFLOP/s. Four calls of ours are one program, as in a model (`pieces.ours`). Peers run in
-a process of their own, with torch, where they can be imported, their calls queued one after another; a ratio is
-our time over theirs. ``--sweep`` tries launches of our kernels instead, and records nothing.
+a process of their own, with torch, where they can be imported, their calls queued one by one; a ratio is our
+time over theirs. ``--sweep`` tries launches of our kernels instead, and records nothing.
 
     python benchmarks/layers.py --quick                    # tiny sizes, seconds on a CPU; times mean nothing
     python benchmarks/layers.py --only attention --shapes 8x4096x1024
