@@ -11,9 +11,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from running.timing import jax_ms
-
-from pieces.ours import calls_of, functions
+from pieces.ours import call_ms, functions
 from pieces.piece import Piece, Shape
 
 KERNELS = {"fwd": "forward", "bwd": "backward"}
@@ -45,7 +43,7 @@ def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]
     spans, stages, tokens = ((64,), (2,), (1,)) if quick else ((8, 32, 128), (1, 3), (1, 2, 4))
     # as many warps altogether, whatever the stretch
     rests = [
-        (span, depth, True, together, (1 << 17) // span)
+        (span, depth, together, (1 << 17) // span)
         for span, depth, together in itertools.product(spans, stages, tokens)
     ]
     found = []
@@ -108,7 +106,7 @@ def sweep(piece: Piece, shape: Shape, dtype: str, copied: float, quick: bool) ->
             try:
                 with taken(option):
                     compiled, arguments = functions(piece, shape, dtype, "triton", (passes,))[passes]
-                    found.append((jax_ms(compiled, *arguments) / calls_of(piece), option.name))
+                    found.append((call_ms(piece, compiled, arguments), option.name))
             except Exception as error:  # a launch that does not fit the device
                 print(f"{option.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         print(f"\n{piece.label} {'x'.join(map(str, shape))} {passes}")

@@ -81,8 +81,12 @@ def functions(
     return made
 
 
+def call_ms(piece: Piece, compiled: Any, arguments: tuple[Any, ...]) -> float:
+    """Milliseconds of one of the calls in a program of `functions`."""
+    return jax_ms(compiled, *arguments) / calls_of(piece)
+
+
 def milliseconds(piece: Piece, shape: Shape, dtype: str, implementation: str | None) -> dict[str, float]:
     """Of a call, for each pass."""
     made = functions(piece, shape, dtype, implementation)
-    times = {name: jax_ms(compiled, *arguments) for name, (compiled, arguments) in made.items()}
-    return {name: ms / calls_of(piece) for name, ms in times.items()}
+    return {name: call_ms(piece, *one) for name, one in made.items()}

@@ -40,8 +40,7 @@ def exact_product(matrix, x, mode: tl.constexpr):
     if x.dtype == tl.bfloat16:
         return tl.dot(matrix.to(tl.bfloat16), x)
     elif x.dtype == tl.float16:  # its 11 bits are two bfloat16
-        hi = x.to(tl.bfloat16)
-        lo = (x.to(tl.float32) - hi.to(tl.float32)).to(tl.bfloat16)
+        hi, lo = in_two(x.to(tl.float32))
         return tl.dot(matrix.to(tl.bfloat16), lo, tl.dot(matrix.to(tl.bfloat16), hi))
     else:
         return tl.dot(matrix, x, input_precision=mode.precision)
@@ -54,12 +53,18 @@ def token_sums_f32(matrix, x, acc, mode: tl.constexpr):
     Where products have bfloat16 operands, ``x`` goes in two halves of 8 bits each.
     """
     if mode.operand == tl.bfloat16:
-        hi = x.to(tl.bfloat16)
-        lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
+        hi, lo = in_two(x)
         m = matrix.to(tl.bfloat16)
         return tl.dot(m, lo, tl.dot(m, hi, acc))
     else:
         return tl.dot(matrix, x, acc, input_precision=mode.precision)
+
+
+@triton.jit
+def in_two(x):
+    """Float32 ``x`` as the sum of two bfloat16."""
+    hi = x.to(tl.bfloat16)
+    return hi, (x - hi.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit

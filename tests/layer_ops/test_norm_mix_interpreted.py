@@ -145,10 +145,9 @@ def test_launches_are_legal(C, dtype, monkeypatch):
         return {name: jnp.zeros(s.shape, s.dtype) for name, s in outputs.items()}
 
     monkeypatch.setattr(launcher, "launch", record)
-    wide = jax.ShapeDtypeStruct((2, 8, C), dtype)
+    wide, vector = jax.ShapeDtypeStruct((2, 8, C), dtype), jax.ShapeDtypeStruct((C,), "float32")
     for M, moved in ((1, False), (2, True), (6, False)):
-        x = dict(x=wide, mixes=[jax.ShapeDtypeStruct((C,), "float32")] * M, scale=None, bias=None)
-        x["scale"] = x["bias"] = x["mixes"][0]
+        x = dict(x=wide, mixes=[vector] * M, scale=vector, bias=vector)
         x |= {"moves": jax.ShapeDtypeStruct((M, *wide.shape), dtype)} if moved else {}
 
         def gradient(x):

@@ -78,7 +78,6 @@ def mix_bwd_kernel(
     M: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
-    HOIST: tl.constexpr,
     NORM: tl.constexpr,
     LAST: tl.constexpr,
     SEG: tl.constexpr,
@@ -94,8 +93,7 @@ def mix_bwd_kernel(
     mus, dmus = (), ()
     for n in tl.static_range(M):
         dmus = extended(dmus, zero)
-        if HOIST:
-            mus = extended(mus, read(mu_[n], 0, C, BC))
+        mus = extended(mus, read(mu_[n], 0, C, BC))
     dscale, dbias, after, scale = zero, zero, zero, zero
     if NORM:
         scale = read(scale_, 0, C, BC)
@@ -132,7 +130,7 @@ def mix_bwd_kernel(
                 difference = tl.where(new, -affine(units[u], scale, bias_, C, BC, NORM), difference)
             grown = ()
             for n in tl.static_range(M):
-                mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
+                mu = mus[n]
                 g = read(g_[n], at, C, BC)
                 dw = g * difference
                 if MOVES:

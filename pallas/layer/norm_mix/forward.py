@@ -75,7 +75,6 @@ def mix_fwd_kernel(
     M: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
-    HOIST: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     ADD: tl.constexpr,
@@ -89,11 +88,9 @@ def mix_fwd_kernel(
     """Outputs ``h_t + (h_{t-1} - h_t) (mu_n + moves_nt)``, h being x (+ y) normalised."""
     mu_, o_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (o0_, o1_, o2_, o3_, o4_, o5_)
     row, base, start, end = share(T, span)
-    mus = ()
-    if HOIST:
-        for n in tl.static_range(M):
-            mus = extended(mus, read(mu_[n], 0, C, BC))
-    before = tl.zeros([BC], tl.float32)
+    mus, before = (), tl.zeros([BC], tl.float32)
+    for n in tl.static_range(M):
+        mus = extended(mus, read(mu_[n], 0, C, BC))
     if start > 0:
         at = base + start - 1
         x = read_sum(x_, y_, at, C, BC, ADD)
@@ -118,9 +115,7 @@ def mix_fwd_kernel(
                 write(h_, at, h, C, BC)
             difference = tl.where(begins(seg_, base, t, SEG), 0.0, before) - h
             for n in tl.static_range(M):
-                mu = read(mu_[n], 0, C, BC) if not HOIST else mus[n]
-                if MOVES:
-                    mu = mu + read(moves_, (n * B + row) * T + t, C, BC)
+                mu = mus[n] + read(moves_, (n * B + row) * T + t, C, BC) if MOVES else mus[n]
                 write(o_[n], at, h + difference * mu, C, BC)
             before = h
     if end == T:

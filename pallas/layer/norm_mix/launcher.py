@@ -22,7 +22,7 @@ from .forward import mix_fwd_kernel, statistics_kernel
 
 may_be_unused = ("x", "normalised")  # layers that end a residual stream, or begin one, use no sum
 SLOTS = 6  # mixes that the kernels have arguments for
-SHORT = (128, 256, 512, 1024)  # channels of a token that four warps or fewer hold
+NARROW = (128, 256, 512, 1024)  # channels of a token that four warps or fewer hold
 
 
 class Launch(NamedTuple):
@@ -33,7 +33,6 @@ class Launch(NamedTuple):
         warps: of a program; 0 for one for every 128 channels, up to 16.
         span: tokens that a program walks, fewer where few programs would run.
         stages: depth of the pipeline of loads.
-        hoist: whether the mixes stay in registers meanwhile; else they are read, from cache, for every token.
         tokens: that a program sums up over channels together, where T is a multiple of so many.
         busy: warps that keep a GPU busy. With fewer, shares are halved, down to the shortest that is worth a
             program. A program of the backward writes a sum for every vector: more of them cost bytes.
@@ -43,7 +42,6 @@ class Launch(NamedTuple):
     warps: int
     span: int
     stages: int = 1
-    hoist: bool = True
     tokens: int = 1
     busy: int = 4096
 
@@ -54,10 +52,13 @@ class Launch(NamedTuple):
 # group of tokens at once. Backwards hold a sum for every vector and walk many tokens, with loads under way.
 # Of up to forty at 1024, 2048 and 4096 channels these were the fastest on an H200 (docs/performance.md).
 WHOLE: dict[tuple[str, str, int], Launch] = (
-    {("forward", "few", n): Launch(n, max(1, n // 256), 8, tokens=4, busy=16384) for n in SHORT}
-    | {("forward", "many", n): Launch(n, max(1, n // 256), 4, tokens=4, busy=32768) for n in SHORT}
-    | {("backward", "few", n): Launch(n, max(1, n // 256), 128, 3, tokens=2, busy=1024) for n in SHORT}
-    | {("backward", "many", n): Launch(n, max(1, n // 256), 128, 3, tokens=2, busy=1024) for n in SHORT}
+    {("forward", "few", n): Launch(n, max(1, n // 256), 8, tokens=4, busy=16384) for n in NARROW}
+    | {("forward", "many", n): Launch(n, max(1, n // 256), 4, tokens=4, busy=32768) for n in NARROW}
+    | {
+        ("backward", mixes, n): Launch(n, max(1, n // 256), 128, 3, tokens=2, busy=1024)
+        for mixes in ("few", "many")
+        for n in NARROW
+    }
     | {
         ("forward", "few", 2048): Launch(2048, 4, 8, tokens=4, busy=16384),
         ("forward", "many", 2048): Launch(2048, 4, 8, tokens=2, busy=16384),
@@ -112,7 +113,7 @@ def _tiled(kernel: str, x: MixInputs) -> Launch:
     while size > 128 and C % size:
         size //= 2
     chosen = chosen._replace(channels=size, warps=max(1, chosen.warps * size // chosen.channels))
-    return _fitting(chosen, x) if kernel == "sums" else chosen
+    return _fitting(chosen, x) if kernel == "sums" else chosen  # the others fit as they are
 
 
 def _grid(chosen: Launch, B: int, T: int, C: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
@@ -185,7 +186,6 @@ def forward(call: Call[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]
         grid=grid,
         M=M,
         WHOLE=whole is not None,
-        HOIST=chosen.hoist,
         NORM=norm,
         EPS=eps,
         ADD=adds,
@@ -239,7 +239,6 @@ def backward(call: Call[Mix], x: MixInputs, kept: dict[str, jax.Array], cotangen
         grid=grid,
         M=M,
         WHOLE=whole is not None,
-        HOIST=chosen.hoist,
         NORM=norm,
         LAST=x.last is not None,
         SEG=x.segment_ids is not None,

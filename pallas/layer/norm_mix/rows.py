@@ -6,8 +6,7 @@ one of several tiles of them (program axis 1), and then another kernel does.
 
 Names with a ``_`` at their end are pointers. Constants say which arrays there are: ``NORM`` scale and bias,
 ``ADD`` y, ``LAST`` what a row's first token sees, ``SEG`` segments, ``MOVES``, ``H`` the normalised tokens as
-a result, ``SUM`` a cotangent of x + y, ``KEEP`` statistics for the backward. With ``HOIST`` the mixes stay in
-registers.
+a result, ``SUM`` a cotangent of x + y, ``KEEP`` statistics for the backward. The mixes stay in registers.
 """
 
 import triton

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ...device.chunk import C
 from ...device.decay import LOG2E
+from ...device.products import in_two
 from ...device.tokens import load_tokens, store_tokens
 
 
@@ -29,7 +30,9 @@ def beside(x, y):
 
 @triton.jit
 def sums_over_tokens(x, matrix, mode: tl.constexpr):
-    """``x`` [K, 32] in the dtype of memory times ``matrix`` of 0 and 1, to float32 accuracy."""
+    """``x`` [K, 32] in the dtype of memory times ``matrix`` of 0 and 1, to float32 accuracy: as `token_sums`
+    for tiles that are not transposed.
+    """
     if x.dtype == tl.bfloat16:
         return tl.dot(x, matrix.to(tl.bfloat16))
     elif x.dtype == tl.float16:  # its 11 bits are two bfloat16
@@ -42,8 +45,7 @@ def sums_over_tokens(x, matrix, mode: tl.constexpr):
 def sums_over_tokens_f32(x, matrix, acc, mode: tl.constexpr):
     """``acc + x @ matrix`` for float32 ``x``: see `token_sums_f32`."""
     if mode.operand == tl.bfloat16:
-        hi = x.to(tl.bfloat16)
-        lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
+        hi, lo = in_two(x)
         m = matrix.to(tl.bfloat16)
         return tl.dot(lo, m, tl.dot(hi, m, acc))
     else:

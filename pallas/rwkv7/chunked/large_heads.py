@@ -241,7 +241,7 @@ def block_gradients(
     BLOCKS: tl.constexpr,
     ARRAYS: tl.constexpr,
     EVERY: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr = False,
 ):
     """The chunks that share a state, and one block of keys; ``mode.BK`` is the block's size here."""
     here = sequence(ranges, mode)
@@ -255,7 +255,7 @@ def block_gradients(
         dS_ += state_place(ranges, here, n, pk, mode, ARRAYS, EVERY)
         if EVERY == 1:
             one_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradients, mode=mode)
-        elif AT_ONCE and not mode.any_decay:
+        elif AT_ONCE:
             bounded_pair_gradients(tokens, ranges, kept, here, n, axes, S_, dS_, gradients, mode=mode)
         else:
             pair_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradients, mode=mode)
@@ -304,9 +304,7 @@ def rwkv7_gradients_kernel(
     dr_, dk_, da_, db_ = gradients_over_states(dstates, (dr_, dk_, da_, db_), TAKEN)
     kept, out = Kept(dy_, u_, dz_, states_, dstates), Tokens(dr_, dw_, dk_, dy_, da_, db_)  # dv is there
     if needs_any_decay(any_decay_, mode):
-        block_gradients(
-            tokens, ranges, kept, out, mode=mode, BLOCKS=BLOCKS, ARRAYS=ARRAYS, EVERY=EVERY, AT_ONCE=AT_ONCE
-        )
+        block_gradients(tokens, ranges, kept, out, mode=mode, BLOCKS=BLOCKS, ARRAYS=ARRAYS, EVERY=EVERY)
     else:
         block_gradients(
             tokens,
