@@ -72,6 +72,22 @@ def test_large_heads_with_bounded_decays_on_other_gpus(T, monkeypatch):
     check(Case("rwkv7", B=2, T=T, H=1, K=72, V=24, decay="layer", lower_bound=-0.61), "triton")
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(T=64, K=64, V=64, decay="mixed"),
+        dict(T=50, K=24, V=40, decay="strong"),
+        dict(T=50, K=56, V=24, decay="layer", lower_bound=-0.61),
+        dict(T=50, K=64, V=16, decay="smooth", layout="segments", lengths=(5, 9, 1, 17, 18)),
+        dict(K=40, V=72, decay="mixed", layout="packed", lengths=(16, 1, 33, 20)),
+    ],
+)
+def test_keys_as_rows(case, monkeypatch):
+    """In 16 bits on compute capability 9.0; in float32 here, so that it is compared at float32's accuracy."""
+    monkeypatch.setattr(rwkv6, "_keys_as_rows", lambda plan, *arrays: True)
+    check(Case("rwkv6", **(dict(B=1 if case.get("layout") == "packed" else 2, H=2) | case)), "triton")
+
+
 def test_large_heads_cut_into_stretches_of_whole_pairs(monkeypatch, split):
     monkeypatch.setattr(rwkv7, "_every", lambda x: 2)
     case = Case("rwkv7", B=1, T=70, H=1, K=104, V=24, decay="smooth")

@@ -36,6 +36,7 @@ from ...device.decay import factors, score
 from ...device.kept_states import gradients_over_states, state_place, state_rows
 from ...device.products import token_sums_f32
 from ...device.tokens import load_tokens, only, store_tokens
+from .keys_as_rows import walk_backward_by_rows
 from .tokens import Tokens, scaled_tokens
 
 
@@ -182,8 +183,10 @@ def rwkv6_bwd_kernel(
     mode: tl.constexpr,
     ARRAYS: tl.constexpr,
     TAKEN: tl.constexpr,
+    KEYS_AS_ROWS: tl.constexpr,
 ):
     """Grid (value blocks, heads, stretches or packed sequences); ``any_decay_`` as in the forward.
+    ``KEYS_AS_ROWS`` takes both forms from keys_as_rows.py.
 
     dr, dk, dw have a leading axis of value blocks and du those of value blocks and stretches, to be summed.
     """
@@ -191,7 +194,12 @@ def rwkv6_bwd_kernel(
     states = (states0_, states1_, states2_, states3_)
     dr_, dk_, dv_, dw_ = gradients_over_states(states, (dr_, dk_, dv_, dw_), TAKEN)
     gradients = Tokens(dr_, dk_, dv_, dw_, du_)
-    if needs_any_decay(any_decay_, mode):
+    if KEYS_AS_ROWS:
+        if needs_any_decay(any_decay_, mode):
+            walk_backward_by_rows(tokens, ranges, dy_, dsT_, states, gradients, ds0_, mode, ARRAYS)
+        else:
+            walk_backward_by_rows(tokens, ranges, dy_, dsT_, states, gradients, ds0_, bounded(mode), ARRAYS)
+    elif needs_any_decay(any_decay_, mode):
         walk_backward(tokens, ranges, dy_, dsT_, states, gradients, ds0_, mode=mode, ARRAYS=ARRAYS)
     else:
         walk_backward(tokens, ranges, dy_, dsT_, states, gradients, ds0_, mode=bounded(mode), ARRAYS=ARRAYS)

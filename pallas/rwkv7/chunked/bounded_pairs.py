@@ -12,44 +12,8 @@ import triton.language as tl
 
 from ...device.chunk import C
 from ...device.decay import LOG2E
-from ...device.products import in_two
+from ...device.rows import beside, halves, sums_over_tokens, sums_over_tokens_f32
 from ...device.tokens import load_tokens, store_tokens
-
-
-@triton.jit
-def halves(x):
-    """``x`` [K, 64] as two [K, 32]."""
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, 32)), (0, 2, 1)))
-
-
-@triton.jit
-def beside(x, y):
-    """What `halves` divides."""
-    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (x.shape[0], 64))
-
-
-@triton.jit
-def sums_over_tokens(x, matrix, mode: tl.constexpr):
-    """``x`` [K, 32] in the dtype of memory times ``matrix`` of 0 and 1, to float32 accuracy: as `token_sums`
-    for tiles that are not transposed.
-    """
-    if x.dtype == tl.bfloat16:
-        return tl.dot(x, matrix.to(tl.bfloat16))
-    elif x.dtype == tl.float16:  # its 11 bits are two bfloat16
-        return sums_over_tokens_f32(x.to(tl.float32), matrix, None, mode)
-    else:
-        return tl.dot(x, matrix, input_precision=mode.precision)
-
-
-@triton.jit
-def sums_over_tokens_f32(x, matrix, acc, mode: tl.constexpr):
-    """``acc + x @ matrix`` for float32 ``x``: see `token_sums_f32`."""
-    if mode.operand == tl.bfloat16:
-        hi, lo = in_two(x)
-        m = matrix.to(tl.bfloat16)
-        return tl.dot(lo, m, tl.dot(hi, m, acc))
-    else:
-        return tl.dot(x, matrix, acc, input_precision=mode.precision)
 
 
 @triton.jit

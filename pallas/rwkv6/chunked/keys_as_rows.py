@@ -1,0 +1,170 @@
+"""RWKV-6, chunked backward in Triton with keys as rows, for bfloat16 and compute capability 9.0:
+`walk_backward` of backward.py with tiles of keys held transposed, [K, 16], and the state as [K, V]
+(device/rows.py says why).
+"""
+
+import triton
+import triton.language as tl
+
+from ...device.chunk import C, chunk_segments, partial_sums, passing, sequence, tile_axes, together
+from ...device.decay import LOG2E
+from ...device.kept_states import state_place, state_rows
+from ...device.rows import beside, decays_of_rows, halves, sums_of_decays, sums_over_tokens, two_parts
+from ...device.tokens import load_tokens, only, store_tokens
+
+
+@triton.jit
+def walk_backward_by_rows(
+    tokens, ranges, dy_, dsT_, states, gradients, ds0_, mode: tl.constexpr, ARRAYS: tl.constexpr
+):
+    """All chunks of one stretch, head and block of values, from the last to the first; both forms."""
+    block, h = tl.program_id(0), tl.program_id(1)
+    here = sequence(ranges, mode)
+    axes = tile_axes(0, block, mode)
+    of_whole, of_counted = sums_of_decays()
+    # sums over tokens i for column s, of two parts and of two tiles
+    i, s = tl.arange(0, 4 * C)[:, None], axes.token[None, :]
+    of_pairs = tl.where(tl.where(i < 2 * C, i % C - s, s - i % C) > 0, 1.0, 0.0).to(tl.bfloat16)
+    of_reads = tl.where(tl.arange(0, 2 * C)[:, None] % C > s, 1.0, 0.0).to(tl.bfloat16)
+
+    t, j = axes.token[:, None], axes.token[None, :]
+    head = (tl.program_id(2) * mode.H + h).to(tl.int64) * (mode.K * mode.V)
+    at_state = axes.key[:, None] * mode.V + axes.value[None, :]
+    has_both = axes.has_key[:, None] & axes.has_value[None, :]
+    dS = tl.load(dsT_ + head + at_state, mask=has_both, other=0.0).to(tl.float32)
+    u = tl.load(tokens.u_ + (here.row * mode.H + h) * mode.K + axes.key, mask=axes.has_key, other=0.0)
+    u = u.to(tl.float32)[:, None]
+    du = tl.full([mode.BK], 0.0, tl.float32)
+    at_k = axes.token[None, :] * (mode.H * mode.K) + axes.key[:, None]
+    at_v = axes.token[:, None] * (mode.H * mode.V) + axes.value[None, :]
+    at_vt = axes.token[None, :] * (mode.H * mode.V) + axes.value[:, None]
+    count = tl.cdiv(here.length, C)
+    pk = ((here.first + (count - 1) * C) * mode.H + h) * mode.K
+    pv = ((here.first + (count - 1) * C) * mode.H + h) * mode.V
+    part = partial_sums(block, ranges.T, mode)
+    kept = state_rows(states, 0, axes, mode, ARRAYS)
+    there_kept = axes.has_key[None, :] & axes.has_value[:, None]
+    for step in range(0, count):
+        n = count - 1 - step
+        left = here.length - n * C
+        is_token = axes.token < left
+        there_k = axes.has_key[:, None] & is_token[None, :]
+        there_v, there_vt = (
+            is_token[:, None] & axes.has_value[None, :],
+            is_token[None, :] & axes.has_value[:, None],
+        )
+        w = load_tokens(tokens.w_ + pk, at_k, there_k, mode.even)
+        r = load_tokens(tokens.r_ + pk, at_k, there_k, mode.even)
+        k = load_tokens(tokens.k_ + pk, at_k, there_k, mode.even)
+        v = load_tokens(tokens.v_ + pv, at_v, there_v, mode.even).to(mode.operand)
+        dy = load_tokens(dy_ + pv, at_v, there_v, mode.even).to(mode.operand)
+        place = state_place(ranges, here, n, pk, mode, ARRAYS, 1)
+        S = tl.trans(tl.load(kept + place, mask=there_kept, other=0.0).to(mode.operand))
+
+        if mode.any_decay:
+            plain, counted, R, high, Gx, pre, post = decays_of_rows(w, of_whole, of_counted, mode)
+            high, state_excl = tl.exp2(high), tl.exp2(Gx)
+            score_excl = tl.exp2(R - counted * LOG2E)
+            low = tl.where(j < 8, tl.exp2(-R), 0.0)
+        else:
+            plain, Gx = halves(sums_over_tokens(w, of_whole, mode) * LOG2E)
+            post = tl.exp2(tl.sum(plain, 1))[:, None]
+            score_excl, high = tl.exp2(Gx), tl.exp2(-plain - Gx)
+        rf, kf = r.to(tl.float32) * mode.scale, k.to(tl.float32)
+        score_r, high_k = (rf * score_excl).to(mode.operand), (kf * high).to(mode.operand)
+        if mode.any_decay:
+            state_r, low_k = (rf * state_excl).to(mode.operand), (kf * low).to(mode.operand)
+        else:
+            state_r, low_k = score_r, high_k
+        below = t > j
+        read, written = state_r, high_k
+        if mode.segments:
+            segments = chunk_segments(ranges.seg_, here, n, left)
+            below = below & together(segments)
+            start, end = (segments.ids == segments.before)[None, :], (segments.ids == segments.last)[None, :]
+            read, written = only(read, start), only(written, end)
+        A = tl.dot(tl.trans(score_r), high_k, input_precision=mode.precision)
+        if mode.any_decay:
+            A = tl.where(t < 8, tl.dot(tl.trans(score_r), low_k, input_precision=mode.precision), A)
+        A = tl.where(below, A, 0.0)
+        A = tl.where(t == j, tl.sum(rf * (u * kf), 0)[None, :], A).to(mode.operand)
+
+        # The order of what follows decides how many registers there must be: the state's gradient first
+        dS *= post  # now the gradient of S pre + V^T K
+        dstate = dS.to(mode.operand)
+        passed = tl.sum(S.to(tl.float32) * dS, 1)[:, None]
+        if mode.any_decay:
+            passed *= pre
+            dS *= pre
+        if mode.segments:
+            passed, dS = tl.where(passing(segments), passed, 0.0), tl.where(passing(segments), dS, 0.0)
+        dS = tl.dot(read, dy, dS, input_precision=mode.precision)
+        dV = tl.dot(tl.trans(dy), A, input_precision=mode.precision)
+        dV = tl.dot(tl.trans(dstate), written, dV, input_precision=mode.precision)
+        store_tokens(gradients.v_ + pv, at_vt, dV, there_vt, mode.even)
+
+        dA = tl.dot(dy, tl.trans(v), input_precision=mode.precision)
+        own = tl.sum(only(dA, t == j), 0)[None, :]  # dY_t . V_t
+        dA = only(dA, below)
+        if mode.any_decay:
+            near = only(dA, t == j + 1).to(mode.operand)
+            dA = only(dA, t > j + 1).to(mode.operand)
+            dA = beside(only(dA, t >= 8), only(dA, t < 8))  # pairs with high and with low columns
+            columns = beside(high_k, low_k)
+        else:
+            dA, columns = dA.to(mode.operand), high_k
+        # rows, then columns: through the state, and with the pairs of the chunk
+        by_state = tl.dot(S, tl.trans(dy), input_precision=mode.precision)
+        if mode.segments:
+            by_state = only(by_state, start)
+        by_pairs = tl.dot(columns, tl.trans(dA), input_precision=mode.precision)
+        if mode.any_decay:
+            by_state *= state_excl
+            reads, row_terms = rf * by_state, score_r.to(tl.float32) * by_pairs
+            dr = (by_state + score_excl * by_pairs) * mode.scale
+            dr += tl.dot(k.to(mode.operand), tl.trans(near), input_precision=mode.precision) * mode.scale
+        else:
+            by_pairs += by_state
+            row_terms = score_r.to(tl.float32) * by_pairs
+            dr = score_excl * by_pairs * mode.scale
+        dr += own * (u * kf) * mode.scale
+        store_tokens(gradients.r_ + part + pk, at_k, dr, there_k, mode.even)
+        by_state = tl.dot(dstate, tl.trans(v), input_precision=mode.precision) * high
+        if mode.segments:
+            by_state = only(by_state, end)
+        through = kf * by_state
+        by_pairs = tl.dot(score_r, dA, input_precision=mode.precision)
+        if mode.any_decay:
+            by_pairs, pairs_low = halves(by_pairs)
+            column_terms = high_k.to(tl.float32) * by_pairs + low_k.to(tl.float32) * pairs_low
+            dk = by_state + high * by_pairs + low * pairs_low + u * (own * rf)
+            dk += tl.dot(r.to(mode.operand), near, input_precision=mode.precision) * mode.scale
+        else:
+            column_terms = high_k.to(tl.float32) * by_pairs
+            dk = by_state + high * by_pairs + u * (own * rf)
+        store_tokens(gradients.k_ + part + pk, at_k, dk, there_k, mode.even)
+        du += tl.sum(own * rf * kf, 1)
+
+        dg, pairs = -column_terms, row_terms - column_terms
+        if not mode.any_decay:
+            dg += passed
+        if mode.operand == tl.bfloat16:
+            dg = tl.dot(beside(two_parts(pairs), two_parts(through)), of_pairs, dg)
+        else:
+            later, earlier = tl.where(t > j, 1.0, 0.0), tl.where(t < j, 1.0, 0.0)
+            dg = tl.dot(pairs, later, dg, input_precision=mode.precision)
+            dg = tl.dot(through, earlier, dg, input_precision=mode.precision)
+        if mode.any_decay:
+            # what has clamped factors gets the true one of the decay in question back
+            dg *= tl.exp2((plain - counted) * LOG2E)
+            dg += passed
+            if mode.operand == tl.bfloat16:
+                dg = tl.dot(two_parts(reads), of_reads, dg)
+            else:
+                dg = tl.dot(reads, later, dg, input_precision=mode.precision)
+        store_tokens(gradients.w_ + part + pk, at_k, dg, there_k, mode.even)
+        pk -= C * mode.H * mode.K
+        pv -= C * mode.H * mode.V
+    tl.store(ds0_ + head + at_state, dS, mask=has_both)
+    at_du = ((block * tl.num_programs(2) + tl.program_id(2)) * mode.H + h) * mode.K
+    tl.store(gradients.u_ + at_du + axes.key, du, mask=axes.has_key)
