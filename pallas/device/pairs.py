@@ -1,4 +1,4 @@
-"""The gradients over K of one window of 16 tokens, by pairs of tokens, in Pallas: for both ops.
+"""The gradients over K of one window of tokens, by pairs of tokens, in Pallas: for both ops.
 
 Inside a window the state is what entered it, S0, and what tokens i wrote, ``x_i z_i^T``, each decayed since;
 its gradient is the D that leaves and what tokens t read, ``x_t y_t^T``. RWKV-7 writes (k, v) and (b, a^T S)
@@ -23,15 +23,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..run.pallas import interpreting
-from .tiles import WINDOW, Sizes, emptied, fma, positions
+from .tiles import Sizes, emptied, fma, positions
 
 BLOCK = 64  # rows of a state that `contract_state` takes at a time
 WIDTH = 32  # columns
 
 
 def _tile(ref: Any, rows: jax.Array, first: Any, size: int) -> jax.Array:
-    """[16, size] in float32: ``ref[rows, first : first + size]``."""
-    columns = first + jax.lax.broadcasted_iota(jnp.int32, (WINDOW, size), 1)
+    """[window, size] in float32: ``ref[rows, first : first + size]``."""
+    columns = first + jax.lax.broadcasted_iota(jnp.int32, (*rows.shape, size), 1)
     return ref[jnp.broadcast_to(rows[:, None], columns.shape), columns].astype(jnp.float32)
 
 
@@ -65,16 +65,16 @@ def _product(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...], total: jax.Arra
 
 
 def _window(sizes: Sizes) -> tuple[Any, jax.Array, jax.Array]:
-    """The program's window; where its 16 tokens are, and on line i the token before token i (itself on line
+    """The program's window; where its tokens are, and on line i the token before token i (itself on line
     0).
     """
     n = pl.program_id(2)
     row, c = n // sizes.number, n % sizes.number
-    at, t = positions(sizes.tokens), jax.lax.broadcasted_iota(jnp.int32, (WINDOW,), 0)
+    at, t = positions(sizes.tokens), jax.lax.broadcasted_iota(jnp.int32, (sizes.window,), 0)
     return (
         positions(sizes.number)(row, c),
-        at(row, c * WINDOW + t),
-        at(row, c * WINDOW + jnp.maximum(t - 1, 0)),
+        at(row, c * sizes.window + t),
+        at(row, c * sizes.window + jnp.maximum(t - 1, 0)),
     )
 
 
@@ -91,7 +91,7 @@ def contract_state(*refs: Any, sizes: Sizes, values: int, scale: float) -> None:
     size, width = min(sizes.K, BLOCK), min(sizes.V, WIDTH)
     first = pl.program_id(0) * size
     ks = pl.ds(first, size)
-    sums = [jnp.zeros((WINDOW, size), jnp.float32)] * values
+    sums = [jnp.zeros((sizes.window, size), jnp.float32)] * values
 
     def add(i: Any, carry: Any) -> Any:
         sums, product = carry
@@ -105,7 +105,7 @@ def contract_state(*refs: Any, sizes: Sizes, values: int, scale: float) -> None:
 
     product = [jnp.zeros(size, jnp.float32)] * (len(states_) - 1)
     sums, product = jax.lax.fori_loop(0, sizes.V // width, add, (sums, product))
-    columns = first + jax.lax.broadcasted_iota(jnp.int32, (WINDOW, size), 1)
+    columns = first + jax.lax.broadcasted_iota(jnp.int32, (sizes.window, size), 1)
     for i, x in enumerate(sums):
         outs[i][jnp.broadcast_to(rows[:, None], columns.shape), columns] = (
             x * scale if i == 0 and scale != 1.0 else x
@@ -118,13 +118,14 @@ def contract_values(*refs: Any, sizes: Sizes, readers: int, writers: int, scale:
     """Grid (1, heads, B * windows): scores of all pairs of tokens of a window.
 
     Takes y of each reader (the first, do, times ``scale``) and z of each writer [B * T' * H, V]. Makes
-    ``y_t . z_{i-1}`` [B * number * H, readers, writers, 16, 16] (column 0, which stands for the state that
-    enters, is of no use) and ``do . z`` of the same token [B * number * H, writers, 16].
+    ``y_t . z_{i-1}`` [B * number * H, readers, writers, window, window] (column 0, which stands for the
+    state that enters, is of no use) and ``do . z`` of the same token [B * number * H, writers, window].
     """
     ys_, zs_, (scores_, same_) = refs[:readers], refs[readers : readers + writers], refs[readers + writers :]
     entry, rows, before = _window(sizes)
     width = min(sizes.V, WIDTH)
-    zero, none = jnp.zeros((WINDOW, WINDOW), jnp.float32), jnp.zeros(WINDOW, jnp.float32)
+    window = sizes.window
+    zero, none = jnp.zeros((window, window), jnp.float32), jnp.zeros(window, jnp.float32)
 
     def add(n: Any, carry: Any) -> Any:
         scores, same = carry
@@ -151,10 +152,10 @@ def contract_values(*refs: Any, sizes: Sizes, readers: int, writers: int, scale:
 class Pairs:
     """The pairs of one window, head and block of K: references to arrays, and the loop over tokens t.
 
-    Tiles are [16, rows of K] in registers of one warp; line i belongs to the writer before token i, line 0 to
-    S0; lines of later tokens are zero. Tiles are made in the loop and never loaded, so that Triton gives each
-    of 32 rows of K to a lane and sums over lines stay within a thread. Which lines come before token t, is
-    its own and comes next is read from ``lines_`` [3, 16, 16]: comparing each time would take more
+    Tiles are [window, rows of K] in registers of one warp; line i belongs to the writer before token i, line
+    0 to S0; lines of later tokens are zero. Tiles are made in the loop and never loaded, so that Triton gives
+    each of 32 rows of K to a lane and sums over lines stay within a thread. Which lines come before token t,
+    is its own and comes next is read from ``lines_`` [3, window, window]: comparing each time would take more
     instructions than the sums.
     """
 
@@ -174,10 +175,10 @@ class Pairs:
         n = pl.program_id(2)
         self.row, self.c = n // sizes.number, n % sizes.number
         self.entry, at = positions(sizes.number)(self.row, self.c), positions(sizes.tokens)
-        self.at = lambda t: at(self.row, self.c * WINDOW + t)
+        self.at = lambda t: at(self.row, self.c * sizes.window + t)
         self.first, self.size = pl.program_id(0) * size, size
         self.ks = pl.ds(self.first, size)
-        self.line = jax.lax.broadcasted_iota(jnp.int32, (WINDOW, size), 0)
+        self.line = jax.lax.broadcasted_iota(jnp.int32, (sizes.window, size), 0)
         self.sizes, self.decay_, self.lines_, self.restart_, self.writers = (
             sizes,
             decay_,
@@ -215,13 +216,13 @@ class Pairs:
             The gradient tile of each writer (line i: of token i - 1); the last writers' gradients from within
             their token; the gradient tile of w (line j: of token j); ``total``.
         """
-        zero = jnp.zeros((WINDOW, self.size), jnp.float32)
+        zero = jnp.zeros((self.sizes.window, self.size), jnp.float32)
         readers, writers = range(len(self.reads_)), range(self.writers)
 
         def step(t: Any, carry: Any) -> Any:
             E, written, grads, gw, _, total, (decay, states, scores, same, lines, loaded) = carry
-            following = self._load(load, jnp.minimum(t + 1, WINDOW - 1))
-            E = emptied(E, self.restart_, self.row, self.c * WINDOW + t, self.sizes)
+            following = self._load(load, jnp.minimum(t + 1, self.sizes.window - 1))
+            E = emptied(E, self.restart_, self.row, self.c * self.sizes.window + t, self.sizes)
             scores = [[x[:, None] for x in line] for line in scores]
             before, here, following_line = (x[:, None] for x in lines)
             seen = []
@@ -257,26 +258,26 @@ class Pairs:
             total,
             self._load(load, 0),
         )
-        E, written, grads, gw, last, total, _ = jax.lax.fori_loop(0, WINDOW, step, start)
-        t = jax.lax.broadcasted_iota(jnp.int32, (WINDOW,), 0)
+        E, written, grads, gw, last, total, _ = jax.lax.fori_loop(0, self.sizes.window, step, start)
+        t = jax.lax.broadcasted_iota(jnp.int32, (self.sizes.window,), 0)
         leaving = [_tile(x_, self.at(jnp.maximum(t - 1, 0)), self.first, self.size) for x_ in self.writes_]
         pairs = sum(x * y for x, y in zip(written, leaving))
         pairs = jnp.where(self.line == 0, self.product_[self.entry, self.ks][None], pairs)
         return [fma(E, y, g) for g, y in zip(grads, leaving)], last, gw + jnp.cumsum(E * pairs, 0), total
 
     def store_writer(self, ref: Any, tile: jax.Array, last: jax.Array, writer: int) -> None:
-        """Stores the gradient of a writer: lines 1 to 15 of ``tile``, and for token 15 ``last`` on top of
-        what D gives it.
+        """Stores the gradient of a writer: all lines of ``tile`` but the first, and for the last token
+        ``last`` on top of what D gives it.
         """
-        t = jax.lax.broadcasted_iota(jnp.int32, (WINDOW,), 0)
+        t = jax.lax.broadcasted_iota(jnp.int32, (self.sizes.window,), 0)
         rows = jnp.broadcast_to(self.at(jnp.maximum(t - 1, 0))[:, None], tile.shape)
         columns = self.first + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 1)
         pltriton.store(ref.at[rows, columns], tile.astype(ref.dtype), mask=self.line > 0)
-        end = WINDOW - 1
+        end = self.sizes.window - 1
         ref[self.at(end), self.ks] = (last + self.token(self.writes_[writer], end)).astype(ref.dtype)
 
     def store(self, ref: Any, tile: jax.Array) -> None:
         """Stores a gradient whose line t is token t."""
-        t = jax.lax.broadcasted_iota(jnp.int32, (WINDOW,), 0)
+        t = jax.lax.broadcasted_iota(jnp.int32, (self.sizes.window,), 0)
         columns = self.first + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 1)
         ref[jnp.broadcast_to(self.at(t)[:, None], tile.shape), columns] = tile.astype(ref.dtype)

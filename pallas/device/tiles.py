@@ -16,8 +16,6 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..run.pallas import interpreting
 
-WINDOW = 16  # tokens per window
-
 
 class WalkTile(NamedTuple):
     """The part of the state that a walk's program owns: ``own`` columns of it, whose elements lie in memory
@@ -33,6 +31,7 @@ class Sizes(NamedTuple):
     """What kernels know when they are compiled. Token arrays are [B * tokens * H, K] and [..., V]."""
 
     heads: int
+    window: int  # tokens between which a state is kept
     number: int  # windows in a row
     K: int  # padded to powers of two from 16 on, like V
     V: int
@@ -43,7 +42,7 @@ class Sizes(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens in a row, padding included."""
-        return WINDOW * self.number
+        return self.window * self.number
 
 
 def fma(x: Any, y: Any, z: Any) -> jax.Array:
@@ -130,7 +129,7 @@ def walk_windows(
 
     def one(c: Any, i: Any, carry: Any) -> Any:
         S, loaded = carry
-        t = c * WINDOW + (WINDOW - 1 - i if reverse else i)
+        t = c * sizes.window + (sizes.window - 1 - i if reverse else i)
         following = load(at(row, jnp.maximum(t - 1, 0) if reverse else jnp.minimum(t + 1, sizes.tokens - 1)))
         S = S if reverse else emptied(S, restart_, row, t, sizes)
         S = token(S, loaded, at(row, t))
@@ -140,7 +139,7 @@ def walk_windows(
         c = highest - 1 - i if reverse else lowest + i
         if keep:
             states_[entry(row, c), k, v] = carry[0]
-        return jax.lax.fori_loop(0, WINDOW, lambda i, carry: one(c, i, carry), carry)
+        return jax.lax.fori_loop(0, sizes.window, lambda i, carry: one(c, i, carry), carry)
 
-    edge = jnp.clip(highest * WINDOW - 1 if reverse else lowest * WINDOW, 0, sizes.tokens - 1)
+    edge = jnp.clip((highest if reverse else lowest) * sizes.window - reverse, 0, sizes.tokens - 1)
     return jax.lax.fori_loop(0, highest - lowest, window, (start, load(at(row, edge))))[0]

@@ -1,7 +1,7 @@
 """What the launchers of the recurrent Pallas kernels share: tile sizes, padding to whole tiles, tokens in
 whole windows.
 
-Tokens are walked in windows of 16; the state that enters each is kept, and the backward works on one
+Tokens are walked in windows of 16 or 32; the state that enters each is kept, and the backward works on one
 window at a time. Arrays are padded before a kernel sees them with zeros, which leave the state as it is (log
 decay 0, k = v = a = b = 0); packed sequences are spread so that each starts a window. So no kernel needs a
 mask.
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ...core import chunks as packing
-from ..device.tiles import WINDOW, Sizes, WalkTile
+from ..device.tiles import Sizes, WalkTile
 from .chunked import tile
 
 
@@ -87,21 +87,20 @@ def walk_tile(K: int, V: int) -> WalkTile:
     return WalkTile(min(V, 32, 2048 // K), K // 16, 16)
 
 
-def make_plan(x: Any) -> RecurrentPlan:
-    """Plans a call with a recurrence's inputs ``x``."""
+def make_plan(x: Any, window: int) -> RecurrentPlan:
+    """Plans a call with a recurrence's inputs ``x`` and so many tokens in a window."""
     (B, T, H, K), V, segment_ids, cu_seqlens = x.r.shape, x.v.shape[-1], x.segment_ids, x.cu_seqlens
-    chunks = packing.plan(T, WINDOW, cu_seqlens)
+    chunks = packing.plan(T, window, cu_seqlens)
     restart = bounds = jnp.zeros(1, jnp.int32)
     if segment_ids is not None:
         change = (segment_ids[:, 1:] != segment_ids[:, :-1]).astype(jnp.int32)
-        restart = jnp.pad(change, ((0, 0), (1, chunks.number * WINDOW - T))).reshape(-1)
+        restart = jnp.pad(change, ((0, 0), (1, chunks.number * window - T))).reshape(-1)
     if cu_seqlens is not None:
-        bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // WINDOW)), (1, 0)).astype(
-            jnp.int32
-        )
+        bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // window)), (1, 0))
+        bounds = bounds.astype(jnp.int32)
     Kp, Vp = tile(K), tile(V)
     sizes = Sizes(
-        H, chunks.number, Kp, Vp, walk_tile(Kp, Vp), segment_ids is not None, cu_seqlens is not None
+        H, window, chunks.number, Kp, Vp, walk_tile(Kp, Vp), segment_ids is not None, cu_seqlens is not None
     )
     return RecurrentPlan(
         sizes, K, V, B, B if cu_seqlens is None else cu_seqlens.shape[0] - 1, restart, bounds, chunks

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from ..device.pairs import BLOCK, contract_state, contract_values
-from ..device.tiles import WINDOW
 from ..run.pallas import pallas_call
 from .recurrent import RecurrentPlan
 
@@ -32,7 +31,7 @@ def sum_over_values(
 ) -> tuple[jax.Array, ...]:
     """All sums over V: S0 y of each reader, D z of each writer [B * T' * H, K], S0 D by rows
     [B * number * H, K], scores, same (see `contract_values`), and which lines `Pairs` takes for earlier ones,
-    its own and the next [3, 16, 16].
+    its own and the next [3, window, window].
 
     Args:
         plan: of the call.
@@ -52,7 +51,9 @@ def sum_over_values(
     out = [float32(tokens, s.K)] * len(zs) + [float32(entries, s.K)]
     *writes, product = pallas_call(writing, *zs, dstates, states, out=out, grid=grid, num_warps=STATE_WARPS)
     kernel = functools.partial(contract_values, sizes=s, readers=len(ys), writers=len(zs), scale=scale)
-    out = [float32(entries, len(ys), len(zs), WINDOW, WINDOW), float32(entries, len(zs), WINDOW)]
+    out = [float32(entries, len(ys), len(zs), s.window, s.window), float32(entries, len(zs), s.window)]
     scores, same = pallas_call(kernel, *ys, *zs, out=out, grid=(1, *grid[1:]), num_warps=VALUE_WARPS)
-    lines = jnp.stack([jnp.tri(WINDOW, k=-1), jnp.eye(WINDOW), jnp.eye(WINDOW, k=1)]).astype(jnp.float32)
+    lines = jnp.stack([jnp.tri(s.window, k=-1), jnp.eye(s.window), jnp.eye(s.window, k=1)]).astype(
+        jnp.float32
+    )
     return *reads, *writes, product, scores, same, lines

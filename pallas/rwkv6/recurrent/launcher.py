@@ -16,6 +16,8 @@ from ...plan.value_sums import RATES, float32, sum_over_values
 from ...run.pallas import pallas_call
 from .kernels import rwkv6_gradients, rwkv6_walk
 
+WINDOW = 32  # with 16, states take twice the memory and the op 3 % more time on an H200
+
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """The states that enter each window, padded."""
@@ -54,7 +56,7 @@ def _walk(
 
 def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """Outputs and what the backward reads."""
-    plan = make_plan(x)
+    plan = make_plan(x, WINDOW)
     r, k, v, decay, u = _padded(plan, x)
     s0 = plan.state(x.initial_state)
     rates = (r, k, decay, u)
@@ -69,7 +71,7 @@ def backward(
     call: Call[Recurrence], x: RWKV6Inputs, kept: dict[str, jax.Array], cotangents: Outputs
 ) -> RWKV6Inputs:
     """Gradients of all inputs, that of u per row."""
-    scale, plan = call.settings.scale, make_plan(x)
+    scale, plan = call.settings.scale, make_plan(x, WINDOW)
     s, states = plan.sizes, plan.flat(kept["states"])
     r, k, v, decay, u = _padded(plan, x)
     do, ds = plan.tokens(cotangents.o, s.V), plan.state(cotangents.final_state)
