@@ -7,6 +7,9 @@ It calls a kernel by a name that XLA cannot record into CUDA graphs: the host lo
 every kernel of every step, which was a third of the time of a token decoded for one row. jaxlib has a name
 that XLA records, and fuses with slices of the call's operands, which jax-triton 0.4 takes. We take it, too.
 
+A kernel's constant ``REGISTERS`` says how many a thread may have at most; jax-triton has no such option. (Its
+0.4 compiles with as many as wanted, which is right, and slower.)
+
 Calls of other kernels than ours go the way that jax-triton has for them.
 """
 
@@ -52,7 +55,17 @@ def lowered(ours: str, ctx: Any, *arrays: Any, **parameters: Any) -> Any:
 
 
 def _theirs(ctx: Any, *arrays: Any, **parameters: Any) -> Any:
-    return triton_lib.triton_kernel_call_lowering(triton_lib.get_cuda_backend, ctx, *arrays, **parameters)
+    compiler = functools.partial(_compiler, parameters.get("REGISTERS"))
+    return triton_lib.triton_kernel_call_lowering(compiler, ctx, *arrays, **parameters)
+
+
+def _compiler(registers: int | None, device: int, capability: int) -> Any:
+    """jax-triton's way to the compiler, with at most so many registers for a thread."""
+    backend = triton_lib.get_cuda_backend(device, capability)
+    if registers:
+        parse = backend.parse_options
+        backend.parse_options = lambda options: parse(options | {"maxnreg": registers})
+    return backend
 
 
 def _key(ctx: Any, parameters: dict[str, Any]) -> str:

@@ -228,6 +228,7 @@ def compile_launch(launch: Launch) -> Usage:
         num_stages=launch.num_stages,
         enable_fp_fusion=True,
         ptx_options="--regAllocOptLevel=4",
+        maxnreg=dict(launch.constexprs).get("REGISTERS") or None,
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", launch.call.target, 32), options=options)
     assert f".target sm_{launch.call.target}" in compiled.asm["ptx"]

@@ -31,10 +31,13 @@ def sums_over_values(x, y, mode: tl.constexpr):
 
 
 @triton.jit
-def bounded_pair_gradients(tokens, ranges, kept, here, n, axes, S_, dS_, gradients, mode: tl.constexpr):
+def bounded_pair_gradients(
+    tokens, ranges, kept, here, n, axes, S_, dS_, gradients, mode: tl.constexpr, LATE: tl.constexpr
+):
     """`pair_gradients` in the bounded form, where arrays that share a tile have one dtype.
 
-    ``dS_`` may be where gradients go here, too: it is in shared memory before the first one is stored.
+    ``dS_`` may be where gradients go here, too: it is in shared memory before the first one is stored. Tiles
+    of keys that are loaded ``LATE`` take no registers and no shared memory before, but are waited for.
     """
     left = here.length - n * C
     pk = ((here.first + n * C) * mode.H + tl.program_id(1)) * mode.K
@@ -56,9 +59,10 @@ def bounded_pair_gradients(tokens, ranges, kept, here, n, axes, S_, dS_, gradien
     readers = load_tokens(tl.where(is_dy, kept.dy_ + pv, kept.dz_ + pv), at_v, there_v, mode.even)
     writers = load_tokens(tl.where(is_dy, tokens.v_ + pv, kept.u_ + pv), at_v, there_v, mode.even)
     readers, writers = readers.to(mode.operand), writers.to(mode.operand)
-    w = load_tokens(tokens.w_ + pk, at_w, there_w, mode.even)
-    ra = load_tokens(tl.where(is_r, tokens.r_ + pk, tokens.a_ + pk), at_k, there_k, mode.even)
-    kb = load_tokens(tl.where(is_r, tokens.k_ + pk, tokens.b_ + pk), at_k, there_k, mode.even)
+    if not LATE:
+        w = load_tokens(tokens.w_ + pk, at_w, there_w, mode.even)
+        ra = load_tokens(tl.where(is_r, tokens.r_ + pk, tokens.a_ + pk), at_k, there_k, mode.even)
+        kb = load_tokens(tl.where(is_r, tokens.k_ + pk, tokens.b_ + pk), at_k, there_k, mode.even)
     if mode.segments:
         last = tl.minimum(left, 2 * C) - 1
         seg_ = ranges.seg_ + here.first + n * C
@@ -75,6 +79,10 @@ def bounded_pair_gradients(tokens, ranges, kept, here, n, axes, S_, dS_, gradien
         read = tl.where((ids == before)[None, :], read, 0.0)
 
     # decays from each chunk's start on, of rows, r with and a without its token's own, and back, of columns
+    if LATE:  # in a function of their own they would come in another layout: 3054 instructions for 2142
+        w = load_tokens(tokens.w_ + pk, at_w, there_w, mode.even)
+        ra = load_tokens(tl.where(is_r, tokens.r_ + pk, tokens.a_ + pk), at_k, there_k, mode.even)
+        kb = load_tokens(tl.where(is_r, tokens.k_ + pk, tokens.b_ + pk), at_k, there_k, mode.even)
     j, s = o[:, None], token[None, :]
     upto = tl.where((j // C == s // C) & (j % C + half[None, :] <= s % C), 1.0, 0.0)
     G = sums_over_tokens(w, upto, mode) * LOG2E

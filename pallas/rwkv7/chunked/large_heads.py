@@ -242,6 +242,7 @@ def block_gradients(
     ARRAYS: tl.constexpr,
     EVERY: tl.constexpr,
     AT_ONCE: tl.constexpr = False,
+    LATE: tl.constexpr = False,
 ):
     """The chunks that share a state, and one block of keys; ``mode.BK`` is the block's size here."""
     here = sequence(ranges, mode)
@@ -256,7 +257,9 @@ def block_gradients(
         if EVERY == 1:
             one_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradients, mode=mode)
         elif AT_ONCE:
-            bounded_pair_gradients(tokens, ranges, kept, here, n, axes, S_, dS_, gradients, mode=mode)
+            bounded_pair_gradients(
+                tokens, ranges, kept, here, n, axes, S_, dS_, gradients, mode=mode, LATE=LATE
+            )
         else:
             pair_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradients, mode=mode)
 
@@ -294,15 +297,18 @@ def rwkv7_gradients_kernel(
     TAKEN: tl.constexpr,
     EVERY: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    REGISTERS: tl.constexpr,
 ):
     """Grid (states times ``BLOCKS`` of keys, heads, stretches or packed sequences): after the carry kernel
     has stored dZ and the gradients of the states, one for ``EVERY`` chunks, one or two. ``AT_ONCE`` says
-    that two chunks are one tile in the bounded form.
+    that two chunks are one tile in the bounded form. A thread has at most so many ``REGISTERS``, if not 0
+    (run/lowering.py).
     """
     tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
     dstates = (dstates0_, dstates1_, dstates2_, dstates3_)
     dr_, dk_, da_, db_ = gradients_over_states(dstates, (dr_, dk_, da_, db_), TAKEN)
     kept, out = Kept(dy_, u_, dz_, states_, dstates), Tokens(dr_, dw_, dk_, dy_, da_, db_)  # dv is there
+    LATE: tl.constexpr = REGISTERS > 0
     if needs_any_decay(any_decay_, mode):
         block_gradients(tokens, ranges, kept, out, mode=mode, BLOCKS=BLOCKS, ARRAYS=ARRAYS, EVERY=EVERY)
     else:
@@ -316,4 +322,5 @@ def rwkv7_gradients_kernel(
             ARRAYS=ARRAYS,
             EVERY=EVERY,
             AT_ONCE=AT_ONCE,
+            LATE=LATE,
         )

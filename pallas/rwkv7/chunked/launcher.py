@@ -224,6 +224,7 @@ def _backward_by_two(
     blocks, number = -(-K // BK), -(-plan.ranges["span"] // (given.every * CHUNK))
     # a program takes all chunks that share a state, also where the last of them is not there
     even = plan.mode.even and tile(V) == V and x.r.shape[1] % (given.every * CHUNK) == 0
+    at_once = _at_once(plan, x, do)
     made = launch(
         rwkv7_gradients_kernel,
         _tokens(x)
@@ -240,7 +241,9 @@ def _backward_by_two(
         ARRAYS=given.arrays,
         TAKEN=given.taken,
         EVERY=given.every,
-        AT_ONCE=_at_once(plan, x, do),
+        AT_ONCE=at_once,
+        # so that a multiprocessor holds three programs in place of two; with any decay 168 would spill
+        REGISTERS=168 if at_once and not plan.mode.any_decay else 0,
     )
     return RWKV7Inputs(
         r=made["dr_"],
