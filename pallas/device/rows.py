@@ -29,9 +29,25 @@ def beside(x, y):
 
 
 @triton.jit
+def twice(x):
+    """``x`` [K, N] beside itself."""
+    N: tl.constexpr = x.shape[1]
+    both = tl.broadcast_to(tl.reshape(x, (x.shape[0], N, 1)), (x.shape[0], N, 2))
+    return tl.reshape(tl.permute(both, (0, 2, 1)), (x.shape[0], 2 * N))
+
+
+@triton.jit
+def either(x, y):
+    """`beside` for what becomes an operand of small products: after `tl.join` Triton orders those as if they
+    were to be made of numbers of 8 bits, and each instruction takes six moves.
+    """
+    return tl.where(tl.arange(0, 2 * x.shape[1])[None, :] < x.shape[1], twice(x), twice(y))
+
+
+@triton.jit
 def sums_over_tokens(x, matrix, mode: tl.constexpr):
-    """``x`` [K, 32] in the dtype of memory times ``matrix`` of 0 and 1, to float32 accuracy: as `token_sums`
-    for tiles that are not transposed.
+    """``x`` [K, tokens] in the dtype of memory times ``matrix`` of small multiples of 1 / 32, to float32
+    accuracy: as `token_sums` for tiles that are not transposed.
     """
     if x.dtype == tl.bfloat16:
         return tl.dot(x, matrix.to(tl.bfloat16))

@@ -77,15 +77,15 @@ def test_large_heads_with_bounded_decays_on_other_gpus(T, monkeypatch):
     [
         dict(T=64, K=64, V=64, decay="mixed"),
         dict(T=50, K=24, V=40, decay="strong"),
-        dict(T=50, K=56, V=24, decay="layer", lower_bound=-0.61),
+        dict(T=50, K=56, V=24, decay="layer", lower_bound=-0.61, scale=0.7),
         dict(T=50, K=64, V=16, decay="smooth", layout="segments", lengths=(5, 9, 1, 17, 18)),
         dict(K=40, V=72, decay="mixed", layout="packed", lengths=(16, 1, 33, 20)),
     ],
 )
-def test_keys_as_rows(case, monkeypatch):
+def test_keys_as_rows(op, case, monkeypatch):
     """In 16 bits on compute capability 9.0; in float32 here, so that it is compared at float32's accuracy."""
-    monkeypatch.setattr(rwkv6, "_keys_as_rows", lambda plan, *arrays: True)
-    check(Case("rwkv6", **(dict(B=1 if case.get("layout") == "packed" else 2, H=2) | case)), "triton")
+    monkeypatch.setattr(launcher[op], "_keys_as_rows", lambda plan, *arrays: True)
+    check(Case(op, **(dict(B=1 if case.get("layout") == "packed" else 2, H=2) | case)), "triton")
 
 
 def test_large_heads_cut_into_stretches_of_whole_pairs(monkeypatch, split):

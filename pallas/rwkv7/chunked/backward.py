@@ -42,6 +42,7 @@ from ...device.decay import factors, score
 from ...device.kept_states import gradients_over_states, state_place, state_rows
 from ...device.tokens import load_tokens, only, store_tokens
 from .gradients import Masks, TokenTiles, Values, token_gradients
+from .keys_as_rows import walk_keys_as_rows
 from .tokens import Tokens, advanced, scaled_tokens
 
 
@@ -212,8 +213,10 @@ def rwkv7_bwd_kernel(
     mode: tl.constexpr,
     ARRAYS: tl.constexpr,
     TAKEN: tl.constexpr,
+    KEYS_AS_ROWS: tl.constexpr,
 ):
     """Grid (value blocks, heads, stretches or packed sequences); ``any_decay_`` as in the forward.
+    ``KEYS_AS_ROWS`` takes both forms from keys_as_rows.py.
 
     dr, dw, dk, da, db have a leading axis of value blocks, to be summed.
     """
@@ -222,7 +225,12 @@ def rwkv7_bwd_kernel(
     dr_, dk_, da_, db_ = gradients_over_states(states, (dr_, dk_, da_, db_), TAKEN)
     given = Given(dy_, dsT_, states, inv_)
     out = Results(Tokens(dr_, dw_, dk_, dv_, da_, db_), ds0_, (ds0_,), ds0_)  # the last two are not written
-    if needs_any_decay(any_decay_, mode):
+    if KEYS_AS_ROWS:
+        if needs_any_decay(any_decay_, mode):
+            walk_keys_as_rows(tokens, ranges, given, out, mode=mode, ARRAYS=ARRAYS)
+        else:
+            walk_keys_as_rows(tokens, ranges, given, out, mode=bounded(mode), ARRAYS=ARRAYS)
+    elif needs_any_decay(any_decay_, mode):
         walk_backward(tokens, ranges, given, out, mode=mode, FUSED=True, ARRAYS=ARRAYS)
     else:
         walk_backward(tokens, ranges, given, out, mode=bounded(mode), FUSED=True, ARRAYS=ARRAYS)

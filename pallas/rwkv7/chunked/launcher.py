@@ -171,6 +171,16 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
     return outputs, kept if call.keep else {}
 
 
+def _keys_as_rows(plan: ChunkedPlan, *arrays: jax.Array) -> bool:
+    """Whether the backward's tiles have keys as rows: keys_as_rows.py.
+
+    That takes the products of a warp group that compute capability 9.0 has, and two parts of 8 bits in place
+    of float32; without either it is longer and spills more.
+    """
+    half = all(array.dtype == jnp.bfloat16 for array in arrays)
+    return half and plan.mode.BK == 64 and compute_capability() // 10 == 9
+
+
 def _backward_by_one(
     plan: ChunkedPlan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
 ) -> RWKV7Inputs:
@@ -184,6 +194,7 @@ def _backward_by_one(
         aliases=states.aliases(("dr_", "dk_", "da_", "db_")),
         ARRAYS=states.arrays,
         TAKEN=states.taken,
+        KEYS_AS_ROWS=_keys_as_rows(plan, x.r, x.w, x.k, x.v, x.a, x.b, do),
         **plan.options,
     )
     return RWKV7Inputs(

@@ -1,0 +1,280 @@
+"""RWKV-7, chunked backward in Triton with keys as rows, for bfloat16 and compute capability 9.0:
+`walk_backward` of backward.py with tiles of keys held transposed and the state as [K, V] (device/rows.py says
+why).
+
+A tile [K, 32] holds r beside a, which read, or k beside b, which write; [V, 32] holds dY beside dZ, or V
+beside U: all that reads is one operand, and all that writes. The maths is that of backward.py and
+gradients.py, the decay factors are those of device/decay.py.
+"""
+
+import triton
+import triton.language as tl
+
+from ...device.chunk import C, chunk_segments, partial_sums, passing, sequence, tile_axes, together
+from ...device.decay import LOG2E, LOG_FEW, LOG_MIN, LOG_ZERO, at_least
+from ...device.kept_states import state_place, state_rows
+from ...device.rows import beside, either, halves, sums_over_tokens, twice, two_parts, upper
+from ...device.tokens import load_tokens, only, store_tokens
+
+
+@triton.jit
+def matrices_of_sums(mode: tl.constexpr):
+    """Matrices of sums over tokens i for column s, [16, 16 n] for n sums beside each other.
+
+    The first is of decays: up to s, for r, and up to the token before, for a. The others are for any decay:
+    of the quarter that `lowest_logs` looks at; and of what is counted in scores, from the middle of its half
+    to s, for r, and to the token before, for a, then from s to the second middle, for high columns, and to
+    the first, for low ones.
+    """
+    i, o, s = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :], tl.arange(0, C)[None, :]
+    whole = tl.where(i + o // C <= o % C, 1.0, 0.0)
+    if mode.any_decay:
+        quarter = tl.where(i // 4 == s // 4, tl.where(i <= s, 1.0, 0.65625), 0.0)
+        o = tl.arange(0, 4 * C)[None, :]
+        part, s = o // C, o % C
+        middle = tl.where(s < 8, 4, 12)
+        to_row = tl.where((middle <= i) & (i <= s), 1.0, tl.where((s < i) & (i < middle), -1.0, 0.0))
+        to_middle = tl.where((s < i) & (i < 12), 1.0, tl.where((i >= 12) & (i <= s), -1.0, 0.0))
+        before = to_row - tl.where(i == s, 1.0, 0.0)
+        counted = tl.where(
+            part < 2, tl.where(part < 1, to_row, before), tl.where(part < 3, to_middle, -to_row)
+        )
+        return whole, quarter, counted
+    else:
+        return whole, whole, whole
+
+
+@triton.jit
+def decays_of_tiles(w, matrices, mode: tl.constexpr):
+    """Factors of rows for scores [K, 32], of high and of low columns [K, 16]; the state's, before and after
+    the chunk's writes [K, 1]; what clamping took [K, 16]: see `factors`.
+
+    Low columns are of use for tokens 0..7 only; the bounded form has one kind of column and one factor of the
+    state, ``post``.
+
+    ``w`` goes into products only, with the identity in place of a cast: loads are copied in the background
+    where all that reads a tile wants one order.
+    """
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    of_whole, of_quarter, of_counted = matrices
+    if mode.any_decay:
+        plain = sums_over_tokens(at_least(w, LOG_ZERO), tl.where(i == j, 1.0, 0.0), mode)
+        quarter = sums_over_tokens(at_least(w, LOG_MIN), of_quarter, mode)
+        counted = tl.maximum(plain, tl.where(quarter < -41.0, LOG_MIN, LOG_FEW))
+        counted_w = upper(counted.to(tl.int32, bitcast=True)) if w.dtype == tl.bfloat16 else counted
+        R, columns = halves(sums_over_tokens(counted_w, of_counted, mode) * LOG2E)
+        high, low = halves(columns)
+        post = tl.sum(tl.where(j >= 12, counted, 0.0), 1)[:, None]
+        pre = tl.exp2((tl.sum(plain, 1)[:, None] - post) * LOG2E)
+        low = tl.exp2(low)
+        cut = tl.exp2((plain - counted) * LOG2E)
+        return tl.exp2(R), tl.exp2(high), low, pre, tl.exp2(post * LOG2E), cut
+    else:
+        G = sums_over_tokens(w, of_whole, mode) * LOG2E
+        incl = halves(G)[0]
+        back = tl.exp2(-incl)
+        post = tl.exp2(tl.sum(tl.where(j == C - 1, incl, 0.0), 1))[:, None]
+        return tl.exp2(G), back, back, post, post, back
+
+
+@triton.jit
+def walk_keys_as_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS: tl.constexpr):
+    """`walk_backward` of backward.py, where it makes all gradients, both forms.
+
+    Where a product takes a tile only through `tl.trans` and what is elementwise, on its own side or the
+    tile's, Triton does not take it for a link of a chain, and divides small products over all warps: that is
+    why some tiles are masked or rounded while they lie the other way.
+    """
+    block, h = tl.program_id(0), tl.program_id(1)
+    here = sequence(ranges, mode)
+    axes = tile_axes(0, block, mode)
+    matrices = matrices_of_sums(mode)
+    t, j = axes.token[:, None], axes.token[None, :]
+    o = tl.arange(0, 2 * C)
+    token, half = o % C, o // C
+    is_r = half[None, :] == 0
+    to, of = token[:, None], token[None, :]
+    identity = tl.where(o[:, None] == o[None, :], 1.0, 0.0)
+    # how many decays lie between a column k or b (down) and a row r or a (across): below 0 where it is later
+    distance = of - to - half[None, :]
+    # sums over tokens i for column s, of two parts and of two tiles
+    i = tl.arange(0, 4 * C)[:, None]
+    of_pairs = tl.where(tl.where(i < 2 * C, i % C - j, j - i % C) > 0, 1.0, 0.0).to(tl.bfloat16)
+    of_reads = tl.where(tl.arange(0, 2 * C)[:, None] % C > j, 1.0, 0.0).to(tl.bfloat16)
+
+    head = (tl.program_id(2) * mode.H + h).to(tl.int64) * (mode.K * mode.V)
+    at_state = axes.key[:, None] * mode.V + axes.value[None, :]
+    has_both = axes.has_key[:, None] & axes.has_value[None, :]
+    dS = tl.load(given.dsT_ + head + at_state, mask=has_both, other=0.0).to(tl.float32)
+    at_k = of * (mode.H * mode.K) + axes.key[:, None]
+    at_w = j * (mode.H * mode.K) + axes.key[:, None]
+    at_v = t * (mode.H * mode.V) + axes.value[None, :]
+    at_vt = j * (mode.H * mode.V) + axes.value[:, None]
+    count = tl.cdiv(here.length, C)
+    pk = ((here.first + (count - 1) * C) * mode.H + h) * mode.K
+    pv = ((here.first + (count - 1) * C) * mode.H + h) * mode.V
+    part = partial_sums(block, ranges.T, mode)
+    kept = state_rows(given.states, 0, axes, mode, ARRAYS)
+    there_kept = axes.has_key[None, :] & axes.has_value[:, None]
+    for step in range(0, count):
+        n = count - 1 - step
+        left = here.length - n * C
+        there_k = axes.has_key[:, None] & (token < left)[None, :]
+        there_w = axes.has_key[:, None] & (axes.token < left)[None, :]
+        there_v = (axes.token < left)[:, None] & axes.has_value[None, :]
+        there_vt = (axes.token < left)[None, :] & axes.has_value[:, None]
+        w = load_tokens(tokens.w_ + pk, at_w, there_w, mode.even)
+        ra = load_tokens(tl.where(is_r, tokens.r_ + pk, tokens.a_ + pk), at_k, there_k, mode.even)
+        kb = load_tokens(tl.where(is_r, tokens.k_ + pk, tokens.b_ + pk), at_k, there_k, mode.even)
+        v = load_tokens(tokens.v_ + pv, at_v, there_v, mode.even).to(mode.operand)
+        dy = load_tokens(given.dy_ + pv, at_v, there_v, mode.even).to(mode.operand)
+        place = state_place(ranges, here, n, pk, mode, ARRAYS, 1)
+        S = tl.trans(tl.load(kept + place, mask=there_kept, other=0.0).to(mode.operand))
+        inv = tl.load(given.inv_ + ((here.chunk0 + n) * mode.H + h) * (C * C) + t * C + j).to(mode.operand)
+
+        rows, high, low, pre, post, cut = decays_of_tiles(w, matrices, mode)
+        rows *= tl.where(is_r, mode.scale, 1.0)
+        # Arrays that are operands as they are come to where products of a warp group read them. In the form
+        # for any decay that is further below, in the bounded one it takes the identity, which also casts.
+        if mode.any_decay:
+            raf, kbf = ra.to(tl.float32), kb.to(tl.float32)
+        else:
+            raf, kbf = sums_over_tokens(ra, identity, mode), sums_over_tokens(kb, identity, mode)
+        score_ra = (raf * rows).to(mode.operand)
+        high_kb = tl.trans(tl.trans(kbf * twice(high)).to(mode.operand))
+        if mode.any_decay:
+            low_kb = tl.trans(tl.trans(tl.where(of < 8, kbf * twice(low), 0.0)).to(mode.operand))
+
+        # scores of r with k and b, of a with k
+        score_r, score_a = halves(score_ra)
+        high_k, _ = halves(high_kb)
+        Aq = tl.dot(tl.trans(score_r), high_kb, input_precision=mode.precision)
+        Aak = tl.dot(tl.trans(score_a), high_k, input_precision=mode.precision)
+        if mode.any_decay:
+            low_k, _ = halves(low_kb)
+            Aq = tl.where(t < 8, tl.dot(tl.trans(score_r), low_kb, input_precision=mode.precision), Aq)
+            Aak = tl.where(t < 8, tl.dot(tl.trans(score_a), low_k, input_precision=mode.precision), Aak)
+        seen, below, pairs_there = of <= t, j < t, distance >= 0
+        if mode.segments:
+            segments = chunk_segments(ranges.seg_, here, n, left)
+            ids = tl.load(ranges.seg_ + here.first + n * C + tl.minimum(token, left - 1))
+            start, end = (ids == segments.before)[None, :], (ids == segments.last)[None, :]
+            pairs_there = pairs_there & (ids[:, None] == ids[None, :])
+            seen = seen & (segments.ids[:, None] == ids[None, :])
+            below = below & together(segments)
+        Aq = tl.trans(tl.where(tl.trans(seen), tl.trans(Aq), 0.0).to(mode.operand))
+        Aak = tl.trans(tl.where(tl.trans(below), tl.trans(Aak), 0.0).to(mode.operand))
+
+        if mode.any_decay:
+            # not before: its exponents beside those of the scores would take too many registers
+            of_state = tl.exp2(sums_over_tokens(at_least(w, LOG_ZERO), matrices[0], mode) * LOG2E)
+            of_state *= tl.where(is_r, mode.scale, 1.0)
+            read = (raf * of_state).to(mode.operand)
+        else:
+            read = score_ra
+        written = high_kb
+        if mode.segments:
+            read, written = only(read, start), only(written, end)
+
+        # The order of what follows decides how many registers there must be: the state's gradient first, then
+        # what reads the state and its decays.
+        dS *= post  # now the gradient of S pre + V^T K + U^T B
+        dstate = dS.to(mode.operand)
+        passed = tl.sum(S.to(tl.float32) * dS, 1)[:, None]
+        if mode.any_decay:
+            passed *= pre
+            dS *= pre
+        if mode.segments:
+            passed, dS = tl.where(passing(segments), passed, 0.0), tl.where(passing(segments), dS, 0.0)
+        dyt, vt = tl.trans(dy), tl.trans(v)
+        writes = tl.dot(tl.trans(dstate), written, input_precision=mode.precision)
+        dV, dU = halves(tl.dot(dyt, Aq, writes, input_precision=mode.precision))
+        dZ = tl.dot(dU.to(mode.operand), inv, input_precision=mode.precision).to(mode.operand)
+        readers = either(dyt, dZ)
+        dS = tl.dot(read, tl.trans(readers), dS, input_precision=mode.precision)
+        dV = tl.dot(dZ, Aak, dV, input_precision=mode.precision)
+        store_tokens(out.tokens.v_ + pv, at_vt, dV, there_vt, mode.even)
+
+        # rows: what they read of the state
+        by_state = tl.dot(S, readers, input_precision=mode.precision)
+        if mode.segments:
+            by_state = tl.where(start, by_state, 0.0)
+        if mode.any_decay:
+            by_state *= of_state
+            reads_r, reads_a = halves(raf * by_state)
+            reads, reads_r = reads_r + reads_a, reads_r + passed
+            if mode.operand == tl.bfloat16:
+                reads = tl.dot(two_parts(reads), of_reads, reads_r)
+            else:
+                reads = tl.dot(reads, tl.where(t > j, 1.0, 0.0), reads_r, input_precision=mode.precision)
+
+        _, read_a = halves(read)
+        Z = tl.dot(tl.trans(S), read_a, input_precision=mode.precision)
+        Z = tl.dot(vt, tl.trans(Aak), Z, input_precision=mode.precision)
+        U = tl.dot(Z.to(mode.operand), tl.trans(inv), input_precision=mode.precision).to(mode.operand)
+        writers = tl.trans(tl.where(half[:, None] == 0, tl.trans(twice(vt)), tl.trans(twice(U))))
+
+        # gradients of the scores of all pairs, rows of the tile are columns: k, then b
+        dA = tl.trans(tl.dot(tl.trans(readers), writers, input_precision=mode.precision))
+        if mode.any_decay:
+            # pairs that are not decayed at all come apart: their size must not drown the rest of dw
+            near = tl.where(pairs_there & (distance == 0), dA, 0.0) * tl.where(is_r, mode.scale, 1.0)
+            near = near.to(mode.operand)
+            dA = tl.where(pairs_there & (distance > 0), dA, 0.0).to(mode.operand)
+            # with high and with low columns
+            dA_high, dA_low = only(dA, of >= 8), only(dA, of < 8)
+        else:
+            dA_high = tl.where(pairs_there, dA, 0.0).to(mode.operand)
+
+        # rows: the pairs of the chunk
+        if mode.any_decay:
+            by_pairs = tl.dot(high_kb, dA_high, input_precision=mode.precision)
+            by_pairs = tl.dot(low_kb, dA_low, by_pairs, input_precision=mode.precision)
+            terms_r, terms_a = halves(score_ra.to(tl.float32) * by_pairs)
+            grad = by_state + rows * by_pairs
+            grad = tl.dot(kb.to(mode.operand), near, grad, input_precision=mode.precision)
+        else:
+            by_pairs = tl.dot(high_kb, dA_high, by_state, input_precision=mode.precision)
+            terms_r, terms_a = halves(score_ra.to(tl.float32) * by_pairs)
+            grad = rows * by_pairs
+        at = tl.where(is_r, out.tokens.r_ + part + pk, out.tokens.a_ + part + pk)
+        store_tokens(at, at_k, grad, there_k, mode.even)
+
+        # columns: through the state, then the pairs
+        by_state = tl.dot(dstate, writers, input_precision=mode.precision)
+        if mode.segments:
+            by_state = tl.where(end, by_state, 0.0)
+        through_k, through_b = halves(high_kb.to(tl.float32) * by_state)
+        by_pairs = tl.dot(score_ra, tl.trans(dA_high), input_precision=mode.precision)
+        if mode.any_decay:
+            pairs_low = tl.dot(score_ra, tl.trans(dA_low), input_precision=mode.precision)
+            column_terms = high_kb.to(tl.float32) * by_pairs
+            grad = twice(high) * (by_state + by_pairs)
+            column_terms = tl.where(of < 8, column_terms + low_kb.to(tl.float32) * pairs_low, column_terms)
+            grad = tl.where(of < 8, grad + twice(low) * pairs_low, grad)
+            grad = tl.dot(ra.to(mode.operand), tl.trans(near), grad, input_precision=mode.precision)
+        else:
+            column_terms = high_kb.to(tl.float32) * by_pairs
+            grad = twice(high) * (by_state + by_pairs)
+        at = tl.where(is_r, out.tokens.k_ + part + pk, out.tokens.b_ + part + pk)
+        store_tokens(at, at_k, grad, there_k, mode.even)
+
+        # decays: what spans its own token and no later row or earlier column, then the sums
+        terms_k, terms_b = halves(column_terms)
+        dg = terms_r - (terms_k + terms_b)
+        pairs, through = dg + terms_a, through_k + through_b
+        if not mode.any_decay:
+            dg += passed
+        if mode.operand == tl.bfloat16:
+            dg = tl.dot(beside(two_parts(pairs), two_parts(through)), of_pairs, dg)
+        else:
+            later, earlier = tl.where(t > j, 1.0, 0.0), tl.where(t < j, 1.0, 0.0)
+            dg = tl.dot(pairs, later, dg, input_precision=mode.precision)
+            dg = tl.dot(through, earlier, dg, input_precision=mode.precision)
+        if mode.any_decay:
+            # what has clamped factors gets the true one of the decay in question back
+            dg = dg * cut + reads
+        store_tokens(out.tokens.w_ + part + pk, at_w, dg, there_w, mode.even)
+        pk -= C * mode.H * mode.K
+        pv -= C * mode.H * mode.V
+    tl.store(out.ds0_ + head + at_state, dS, mask=has_both)
