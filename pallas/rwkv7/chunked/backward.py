@@ -42,7 +42,7 @@ from ...device.decay import factors, score
 from ...device.kept_states import gradients_over_states, state_place, state_rows
 from ...device.tokens import load_tokens, only, store_tokens
 from .gradients import Masks, TokenTiles, Values, token_gradients
-from .keys_as_rows import walk_keys_as_rows
+from .keys_as_rows import walk_backward_by_rows
 from .tokens import Tokens, advanced, scaled_tokens
 
 
@@ -227,9 +227,9 @@ def rwkv7_bwd_kernel(
     out = Results(Tokens(dr_, dw_, dk_, dv_, da_, db_), ds0_, (ds0_,), ds0_)  # the last two are not written
     if KEYS_AS_ROWS:
         if needs_any_decay(any_decay_, mode):
-            walk_keys_as_rows(tokens, ranges, given, out, mode=mode, ARRAYS=ARRAYS)
+            walk_backward_by_rows(tokens, ranges, given, out, mode=mode, ARRAYS=ARRAYS)
         else:
-            walk_keys_as_rows(tokens, ranges, given, out, mode=bounded(mode), ARRAYS=ARRAYS)
+            walk_backward_by_rows(tokens, ranges, given, out, mode=bounded(mode), ARRAYS=ARRAYS)
     elif needs_any_decay(any_decay_, mode):
         walk_backward(tokens, ranges, given, out, mode=mode, FUSED=True, ARRAYS=ARRAYS)
     else:

@@ -78,7 +78,7 @@ def decays_of_tiles(w, matrices, mode: tl.constexpr):
 
 
 @triton.jit
-def walk_keys_as_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS: tl.constexpr):
+def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS: tl.constexpr):
     """`walk_backward` of backward.py, where it makes all gradients, both forms.
 
     Where a product takes a tile only through `tl.trans` and what is elementwise, on its own side or the
@@ -176,8 +176,15 @@ def walk_keys_as_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS: tl
         if mode.segments:
             read, written = only(read, start), only(written, end)
 
-        # The order of what follows decides how many registers there must be: the state's gradient first, then
-        # what reads the state and its decays.
+        # The order of what follows decides how many registers there must be, and whether products of a warp
+        # group wait for each other: U, then the state's gradient, then what reads the state and its decays.
+        dyt, vt = tl.trans(dy), tl.trans(v)
+        _, read_a = halves(read)
+        Z = tl.dot(tl.trans(S), read_a, input_precision=mode.precision)
+        Z = tl.dot(vt, tl.trans(Aak), Z, input_precision=mode.precision)
+        U = tl.dot(Z.to(mode.operand), tl.trans(inv), input_precision=mode.precision).to(mode.operand)
+        writers = tl.trans(tl.where(half[:, None] == 0, tl.trans(twice(vt)), tl.trans(twice(U))))
+
         dS *= post  # now the gradient of S pre + V^T K + U^T B
         dstate = dS.to(mode.operand)
         passed = tl.sum(S.to(tl.float32) * dS, 1)[:, None]
@@ -186,7 +193,6 @@ def walk_keys_as_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS: tl
             dS *= pre
         if mode.segments:
             passed, dS = tl.where(passing(segments), passed, 0.0), tl.where(passing(segments), dS, 0.0)
-        dyt, vt = tl.trans(dy), tl.trans(v)
         writes = tl.dot(tl.trans(dstate), written, input_precision=mode.precision)
         dV, dU = halves(tl.dot(dyt, Aq, writes, input_precision=mode.precision))
         dZ = tl.dot(dU.to(mode.operand), inv, input_precision=mode.precision).to(mode.operand)
@@ -208,12 +214,6 @@ def walk_keys_as_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS: tl
             else:
                 reads = tl.dot(reads, tl.where(t > j, 1.0, 0.0), reads_r, input_precision=mode.precision)
 
-        _, read_a = halves(read)
-        Z = tl.dot(tl.trans(S), read_a, input_precision=mode.precision)
-        Z = tl.dot(vt, tl.trans(Aak), Z, input_precision=mode.precision)
-        U = tl.dot(Z.to(mode.operand), tl.trans(inv), input_precision=mode.precision).to(mode.operand)
-        writers = tl.trans(tl.where(half[:, None] == 0, tl.trans(twice(vt)), tl.trans(twice(U))))
-
         # gradients of the scores of all pairs, rows of the tile are columns: k, then b
         dA = tl.trans(tl.dot(tl.trans(readers), writers, input_precision=mode.precision))
         if mode.any_decay:
@@ -222,14 +222,13 @@ def walk_keys_as_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS: tl
             near = near.to(mode.operand)
             dA = tl.where(pairs_there & (distance > 0), dA, 0.0).to(mode.operand)
             # with high and with low columns
-            dA_high, dA_low = only(dA, of >= 8), only(dA, of < 8)
+            dA_both = tl.trans(beside(tl.trans(only(dA, of >= 8)), tl.trans(only(dA, of < 8))))
         else:
             dA_high = tl.where(pairs_there, dA, 0.0).to(mode.operand)
 
         # rows: the pairs of the chunk
         if mode.any_decay:
-            by_pairs = tl.dot(high_kb, dA_high, input_precision=mode.precision)
-            by_pairs = tl.dot(low_kb, dA_low, by_pairs, input_precision=mode.precision)
+            by_pairs = tl.dot(beside(high_kb, low_kb), dA_both, input_precision=mode.precision)
             terms_r, terms_a = halves(score_ra.to(tl.float32) * by_pairs)
             grad = by_state + rows * by_pairs
             grad = tl.dot(kb.to(mode.operand), near, grad, input_precision=mode.precision)
@@ -245,15 +244,15 @@ def walk_keys_as_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS: tl
         if mode.segments:
             by_state = tl.where(end, by_state, 0.0)
         through_k, through_b = halves(high_kb.to(tl.float32) * by_state)
-        by_pairs = tl.dot(score_ra, tl.trans(dA_high), input_precision=mode.precision)
         if mode.any_decay:
-            pairs_low = tl.dot(score_ra, tl.trans(dA_low), input_precision=mode.precision)
+            by_pairs, pairs_low = halves(tl.dot(score_ra, tl.trans(dA_both), input_precision=mode.precision))
             column_terms = high_kb.to(tl.float32) * by_pairs
             grad = twice(high) * (by_state + by_pairs)
             column_terms = tl.where(of < 8, column_terms + low_kb.to(tl.float32) * pairs_low, column_terms)
             grad = tl.where(of < 8, grad + twice(low) * pairs_low, grad)
             grad = tl.dot(ra.to(mode.operand), tl.trans(near), grad, input_precision=mode.precision)
         else:
+            by_pairs = tl.dot(score_ra, tl.trans(dA_high), input_precision=mode.precision)
             column_terms = high_kb.to(tl.float32) * by_pairs
             grad = twice(high) * (by_state + by_pairs)
         at = tl.where(is_r, out.tokens.k_ + part + pk, out.tokens.b_ + part + pk)
