@@ -86,6 +86,7 @@ PLANS = {
         _GPU_SIZES,
         # small heads compile faster
         (("bfloat16", 64, 64), ("float16", 32, 32), ("float32", 16, 16)),
+        kinds=(("bfloat16", "float32"), ("bfloat16", "float16")),
         promises=(
             BOUNDED,
             dict(decay="none", lower_bound=-0.61),
@@ -94,7 +95,11 @@ PLANS = {
         others=(
             *(dict(T=40, K=K, V=V, decay="mixed") for K, V in _GPU_SIZES),
             *(dict(T=40, K=D, V=D, decay=d, dtype="float32") for D in (64, 128) for d in ("smooth", "mixed")),
+            *(dict(w_dtype=d, **BOUNDED) for d in ("float32", "float16")),
+            dict(w_dtype="float32", decay="mixed", T=40),
             # RWKV-7's large heads have kernels of their own
+            dict(K=128, V=128, w_dtype="float32", **BOUNDED),
+            dict(K=128, V=128, w_dtype="float16", T=64, **BOUNDED),
             dict(K=128, V=128, decay="mixed", layout="segments", lengths=(5, 9, 1, 17, 16)),
             dict(K=128, V=128, decay="mixed", layout="packed", lengths=PACKED),
             # gradients of their states lie where those of tokens will: rows of whole pairs of chunks

@@ -112,7 +112,7 @@ def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, 
     return outputs, kept | states.kept(made) if call.keep else {}
 
 
-def _keys_as_rows(plan: ChunkedPlan, *arrays: jax.Array) -> bool:
+def _keys_as_rows(plan: ChunkedPlan, x: RWKV6Inputs, do: jax.Array) -> bool:
     """Whether the backward's tiles have keys as rows: keys_as_rows.py.
 
     That takes the products of a warp group that compute capability 9.0 has, and two parts of 8 bits in place
@@ -120,7 +120,7 @@ def _keys_as_rows(plan: ChunkedPlan, *arrays: jax.Array) -> bool:
     2.3 and 1.3 ms, any decay 3.5 and 1.7 at strong, 2.5 and 1.6 at weak ones; heads of 128 with bounded
     decays 5.0 and 3.9, with any decay 7.1 and 10.0, for the form spills there.
     """
-    half = all(array.dtype == jnp.bfloat16 for array in arrays)
+    half = all(array.dtype == jnp.bfloat16 for array in (x.r, x.k, x.v, do)) and x.w.dtype != jnp.float16
     fits = plan.mode.BK == 64 or (plan.mode.BK == 128 and not plan.mode.any_decay)
     return half and fits and compute_capability() // 10 == 9
 
@@ -147,7 +147,7 @@ def backward(
         aliases=states.aliases(("dr_", "dk_", "dv_", "dw_")),
         ARRAYS=states.arrays,
         TAKEN=states.taken,
-        KEYS_AS_ROWS=_keys_as_rows(plan, x.r, x.k, x.v, x.w, do),
+        KEYS_AS_ROWS=_keys_as_rows(plan, x, do),
         **plan.options,
     )
     ds0 = made["ds0_"].reshape(-1, splits, H, K, V)[:, 0]

@@ -171,14 +171,15 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
     return outputs, kept if call.keep else {}
 
 
-def _keys_as_rows(plan: ChunkedPlan, *arrays: jax.Array) -> bool:
+def _keys_as_rows(plan: ChunkedPlan, x: RWKV7Inputs, do: jax.Array) -> bool:
     """Whether the backward's tiles have keys as rows: keys_as_rows.py.
 
     That takes the products of a warp group that compute capability 9.0 has, and two parts of 8 bits in place
     of float32. Measured on an H200, backward alone, usual tiles and these: bounded decays 2.6 and 2.3 ms, any
     decay 5.8 and 3.6 at strong, 3.3 and 2.4 at weak ones.
     """
-    half = all(array.dtype == jnp.bfloat16 for array in arrays)
+    half = all(array.dtype == jnp.bfloat16 for array in (x.r, x.k, x.v, x.a, x.b, do))
+    half &= x.w.dtype != jnp.float16
     return half and plan.mode.BK == 64 and compute_capability() // 10 == 9
 
 
@@ -195,7 +196,7 @@ def _backward_by_one(
         aliases=states.aliases(("dr_", "dk_", "da_", "db_")),
         ARRAYS=states.arrays,
         TAKEN=states.taken,
-        KEYS_AS_ROWS=_keys_as_rows(plan, x.r, x.w, x.k, x.v, x.a, x.b, do),
+        KEYS_AS_ROWS=_keys_as_rows(plan, x, do),
         **plan.options,
     )
     return RWKV7Inputs(
