@@ -1,4 +1,4 @@
-"""Speed of decoding: ``python benchmarks/decode.py``, on one GPU the table of docs/performance.md.
+"""Speed of decoding: ``python benchmarks/decode.py``, on one GPU the table of docs/performance_models.md.
 
 A token is all of it: embedding, layers, head, penalties, top-p, the draw, the bookkeeping of `generate`; bf16
 weights, float32 states, random parameters. Beside the time stands the floor, the time in which the GPU copies

@@ -35,7 +35,7 @@ def test_its_numbers_are_those_of_records():
     """Every time in its table is that of a record of the results file, at the digits that are shown."""
     rows = json.loads((blocks.ROOT / "benchmarks" / "results" / "nvidia-h200.json").read_text())
     times = [row["ms"] for row in rows if "ms" in row]
-    # the newest steps are in docs/performance.md, until their records are in the results file
+    # the newest steps are in docs/performance_models.md, until their records are in the results file
     lines = [line for line in TEXT.splitlines() if re.match(r"\| (RWKV|training)", line)]
     assert len(lines) == 5
     for line in lines:

@@ -134,6 +134,8 @@ class RWKV6Attention(Attention):
         w = vector("time_decay", depth.decay6, "heads").astype(wide) + w
         # exp(-exp(20)) is 0 already; without the bound exp overflows and its gradient is inf * 0
         w = -jnp.exp(jnp.minimum(w, 20))
+        if dtype == jnp.bfloat16:  # made in float32; float16 has not the range for it
+            w = w.astype(dtype)
 
         def bonus() -> jax.Array:
             return self.by_head(depth.bonus6())

@@ -123,8 +123,7 @@ def test_which_op_is_called(version, module, monkeypatch):
     assert (many, one) == (f"chunk_rwkv{version}", f"fused_recurrent_rwkv{version}")
     assert options["chunk_size"] == 2 and options["implementation"] == single["implementation"] == "reference"
     assert options.get("lower_bound") == (-0.61 if version == 7 else None)
-    # RWKV-6's are float32 whatever the compute dtype; RWKV-7's, above -0.61, are rounded once for the op
-    assert options["w"] == single["w"] == (jnp.bfloat16 if version == 7 else jnp.float32)
+    assert options["w"] == single["w"] == jnp.bfloat16  # made in float32, rounded once for the op
 
 
 @pytest.fixture(scope="module", params=small.VERSIONS)
