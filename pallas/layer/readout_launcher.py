@@ -21,8 +21,9 @@ from ..plan.shapes import like
 from ..run.triton import launch
 from .readout import readout_bwd_kernel, readout_fwd_kernel
 
-# Those of heads of 64 are the best for both readouts of those tried on an H200 (docs/performance_models.md). Other
-# sizes follow them, the backward with 8 elements a thread: 16 take all registers, or are spilled.
+# Those of heads of 64 are the best for both readouts of those tried on an H200
+# (docs/performance_models.md). Other sizes follow them, the backward with 8 elements a thread: 16 take all
+# registers, or are spilled.
 LAUNCH: dict[tuple[str, int], Tile] = {
     ("forward", 16): Tile(32, 4, 4, 3, 4224),
     ("forward", 32): Tile(32, 2, 4, 3, 4224),
