@@ -87,6 +87,16 @@ def bounded_factors(incl, excl, back, total):
 
 
 @triton.jit
+def sums_to_middles(i, s):
+    """Matrices of 0 and +-1, by which log decays of tokens ``i`` sum up for token ``s``: from the middle of
+    its half to it, and from it to the second middle.
+    """
+    middle = tl.where(s < 8, 4, 12)
+    to_row = tl.where((middle <= i) & (i <= s), 1.0, tl.where((s < i) & (i < middle), -1.0, 0.0))
+    return to_row, tl.where((s < i) & (i < 12), 1.0, tl.where((i >= 12) & (i <= s), -1.0, 0.0))
+
+
+@triton.jit
 def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = False):
     """The factors for log decays ``w`` [16, K]; all sums over tokens are products with constant triangles.
 
@@ -109,9 +119,7 @@ def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = F
         counted = tl.maximum(plain, lowest).to(w.dtype)
         counted_g = counted.to(tl.float32) * LOG2E
         # sums from the middles on: differences of sums from the chunk's start are too large to be exact
-        own = tl.where(t < 8, 4, 12)
-        to_row = tl.where((own <= j) & (j <= t), 1.0, tl.where((t < j) & (j < own), -1.0, 0.0))
-        to_middle = tl.where((t < j) & (j < 12), 1.0, tl.where((j >= 12) & (j <= t), -1.0, 0.0))
+        to_row, to_middle = sums_to_middles(j, t)
         R = token_sums(to_row, counted, mode, SPREAD) * LOG2E
         high = tl.exp2(token_sums(to_middle, counted, mode, SPREAD) * LOG2E)
         Gx = token_sums(tl.where(j < t, 1.0, 0.0), whole, mode, SPREAD) * LOG2E

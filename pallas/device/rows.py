@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from .chunk import C
-from .decay import LOG2E, LOG_MIN, LOG_ZERO, at_least
 from .products import in_two
 
 
@@ -87,33 +86,32 @@ def two_parts(x):
 
 
 @triton.jit
-def sums_of_decays():
-    """Matrices [16, 32] of sums over tokens i for column s, two beside each other: of decays (the identity,
-    and up to the token before s), and of those counted in scores (from the middle of its half to s, and from
-    s to the second middle).
+def sums_of_gradients():
+    """Matrices of 0 and 1 for `sums_of_pairs` [64, 16] and `sums_of_reads` [32, 16]: for token s, of the
+    first of two tiles the tokens after it, of the second the tokens before it, each tile in two parts.
     """
-    i, o = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :]
-    first, s = o < C, o % C
-    of_whole = tl.where(first, tl.where(i == s, 1.0, 0.0), tl.where(i < s, 1.0, 0.0))
-    middle = tl.where(s < 8, 4, 12)
-    to_row = tl.where((middle <= i) & (i <= s), 1.0, tl.where((s < i) & (i < middle), -1.0, 0.0))
-    to_middle = tl.where((s < i) & (i < 12), 1.0, tl.where((i >= 12) & (i <= s), -1.0, 0.0))
-    return of_whole, tl.where(first, to_row, to_middle)
+    i, s = tl.arange(0, 4 * C)[:, None], tl.arange(0, C)[None, :]
+    of_pairs = tl.where(tl.where(i < 2 * C, i % C - s, s - i % C) > 0, 1.0, 0.0).to(tl.bfloat16)
+    of_reads = tl.where(tl.arange(0, 2 * C)[:, None] % C > s, 1.0, 0.0).to(tl.bfloat16)
+    return of_pairs, of_reads
 
 
 @triton.jit
-def decays_of_rows(w, of_whole, of_counted, mode: tl.constexpr):
-    """Log decays [K, 16] as they are and counted for scores; the exponents (base 2) of rows and of high
-    columns for scores and of rows for the state; the state's decays [K, 1]: see `factors`.
+def sums_of_pairs(pairs, through, acc, of_pairs, mode: tl.constexpr):
+    """``acc``, ``pairs`` of the tokens after each and ``through`` of those before it, [K, 16] in float32."""
+    if mode.operand == tl.bfloat16:
+        return tl.dot(beside(two_parts(pairs), two_parts(through)), of_pairs, acc)
+    else:
+        i, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+        acc = tl.dot(pairs, tl.where(i > s, 1.0, 0.0), acc, input_precision=mode.precision)
+        return tl.dot(through, tl.where(i < s, 1.0, 0.0), acc, input_precision=mode.precision)
 
-    ``w`` goes into products only, with the identity in place of a cast: loads are copied in the background
-    where all that reads a tile wants one order.
-    """
-    j = tl.arange(0, C)[None, :]
-    plain, Gx = halves(sums_over_tokens(at_least(w, LOG_ZERO), of_whole, mode))
-    counted = tl.maximum(plain, LOG_MIN)
-    counted_w = upper(counted.to(tl.int32, bitcast=True)) if w.dtype == tl.bfloat16 else counted
-    R, high = halves(sums_over_tokens(counted_w, of_counted, mode) * LOG2E)
-    post = tl.sum(tl.where(j >= 12, counted, 0.0), 1)
-    pre = tl.exp2((tl.sum(plain, 1) - post) * LOG2E)[:, None]
-    return plain, counted, R, high, Gx * LOG2E, pre, tl.exp2(post * LOG2E)[:, None]
+
+@triton.jit
+def sums_of_reads(reads, acc, of_reads, mode: tl.constexpr):
+    """``acc`` and ``reads`` of the tokens after each, [K, 16] in float32."""
+    if mode.operand == tl.bfloat16:
+        return tl.dot(two_parts(reads), of_reads, acc)
+    else:
+        i, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+        return tl.dot(reads, tl.where(i > s, 1.0, 0.0), acc, input_precision=mode.precision)

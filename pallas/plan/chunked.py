@@ -118,6 +118,22 @@ def has_half(x: Any) -> bool:
     return all(array.dtype in (jnp.bfloat16, jnp.float16) for array in tokens)
 
 
+def has_warp_groups() -> bool:
+    """Whether the GPU has products of a warp group: compute capability 9.0 alone. Tiles with keys as rows
+    (device/rows.py) are made for them; elsewhere they are longer, and spill up to 800 bytes.
+    """
+    return compute_capability() // 10 == 9
+
+
+def takes_rows(x: Any, do: jax.Array) -> bool:
+    """Whether a backward may take tiles with keys as rows: they also take two parts of 8 bits in place of
+    float32, so that tokens are bfloat16 and decays that or float32.
+    """
+    tokens = [array for name, array in x._asdict().items() if name in "rkvab"]
+    half = all(array.dtype == jnp.bfloat16 for array in (*tokens, do))
+    return half and x.w.dtype != jnp.float16 and has_warp_groups()
+
+
 def store_dtype(half: bool) -> Any:
     """Dtype of kept states, of operands."""
     return jnp.bfloat16 if half else jnp.float32

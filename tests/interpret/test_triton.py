@@ -64,11 +64,20 @@ def test_large_heads_keep_a_state_for_two_chunks(case, arrays, monkeypatch):
     check(case, "triton")
 
 
+@pytest.mark.parametrize("dtype, once", [("bfloat16", True), ("float32", False), ("float16", False)])
+def test_large_heads_as_one_tile_are_bfloat16(dtype, once):
+    """Others keep a state for every chunk, or other operands; and all the registers that they want."""
+    case = Case("rwkv7", T=32, K=128, V=128, decay="layer", lower_bound=-0.61, dtype=dtype)
+    call = cases.call_of(case)
+    plan = chunked.make_plan("carry", rwkv7.LAUNCH, call, call.inputs)
+    assert rwkv7._at_once(plan, call.inputs, call.inputs.v) == once
+
+
 @pytest.mark.parametrize("T", [64, 50])
 def test_large_heads_with_bounded_decays_on_other_gpus(T, monkeypatch):
     """Two chunks are one tile on compute capability 9.0 only; elsewhere each is its own."""
     monkeypatch.setattr(rwkv7, "_every", lambda x: 2)
-    monkeypatch.setattr(rwkv7, "compute_capability", lambda: 89)
+    monkeypatch.setattr(rwkv7, "has_warp_groups", lambda: False)
     check(Case("rwkv7", B=2, T=T, H=1, K=72, V=24, decay="layer", lower_bound=-0.61), "triton")
 
 

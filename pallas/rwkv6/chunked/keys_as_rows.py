@@ -7,10 +7,49 @@ import triton
 import triton.language as tl
 
 from ...device.chunk import C, chunk_segments, partial_sums, passing, sequence, tile_axes, together
-from ...device.decay import LOG2E
+from ...device.decay import LOG2E, LOG_MIN, LOG_ZERO, at_least, sums_to_middles
 from ...device.kept_states import state_place, state_rows
-from ...device.rows import beside, decays_of_rows, halves, sums_of_decays, sums_over_tokens, two_parts
+from ...device.rows import (
+    beside,
+    halves,
+    sums_of_gradients,
+    sums_of_pairs,
+    sums_of_reads,
+    sums_over_tokens,
+    upper,
+)
 from ...device.tokens import load_tokens, only, store_tokens
+
+
+@triton.jit
+def sums_of_decays():
+    """Matrices [16, 32] of sums over tokens i for column s, two beside each other: of decays (the identity,
+    and up to the token before s), and of those counted in scores (from the middle of its half to s, and from
+    s to the second middle).
+    """
+    i, o = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :]
+    first, s = o < C, o % C
+    of_whole = tl.where(first, tl.where(i == s, 1.0, 0.0), tl.where(i < s, 1.0, 0.0))
+    to_row, to_middle = sums_to_middles(i, s)
+    return of_whole, tl.where(first, to_row, to_middle)
+
+
+@triton.jit
+def decays_of_rows(w, of_whole, of_counted, mode: tl.constexpr):
+    """Log decays [K, 16] as they are and counted for scores; the exponents (base 2) of rows and of high
+    columns for scores and of rows for the state; the state's decays [K, 1]: see `factors`.
+
+    ``w`` goes into products only, with the identity in place of a cast: loads are copied in the background
+    where all that reads a tile wants one order.
+    """
+    j = tl.arange(0, C)[None, :]
+    plain, Gx = halves(sums_over_tokens(at_least(w, LOG_ZERO), of_whole, mode))
+    counted = tl.maximum(plain, LOG_MIN)
+    counted_w = upper(counted.to(tl.int32, bitcast=True)) if w.dtype == tl.bfloat16 else counted
+    R, high = halves(sums_over_tokens(counted_w, of_counted, mode) * LOG2E)
+    post = tl.sum(tl.where(j >= 12, counted, 0.0), 1)
+    pre = tl.exp2((tl.sum(plain, 1) - post) * LOG2E)[:, None]
+    return plain, counted, R, high, Gx * LOG2E, pre, tl.exp2(post * LOG2E)[:, None]
 
 
 @triton.jit
@@ -22,11 +61,7 @@ def walk_backward_by_rows(
     here = sequence(ranges, mode)
     axes = tile_axes(0, block, mode)
     of_whole, of_counted = sums_of_decays()
-    # sums over tokens i for column s, of two parts and of two tiles
-    i, s = tl.arange(0, 4 * C)[:, None], axes.token[None, :]
-    of_pairs = tl.where(tl.where(i < 2 * C, i % C - s, s - i % C) > 0, 1.0, 0.0).to(tl.bfloat16)
-    of_reads = tl.where(tl.arange(0, 2 * C)[:, None] % C > s, 1.0, 0.0).to(tl.bfloat16)
-
+    of_pairs, of_reads = sums_of_gradients()
     t, j = axes.token[:, None], axes.token[None, :]
     head = (tl.program_id(2) * mode.H + h).to(tl.int64) * (mode.K * mode.V)
     at_state = axes.key[:, None] * mode.V + axes.value[None, :]
@@ -49,10 +84,8 @@ def walk_backward_by_rows(
         left = here.length - n * C
         is_token = axes.token < left
         there_k = axes.has_key[:, None] & is_token[None, :]
-        there_v, there_vt = (
-            is_token[:, None] & axes.has_value[None, :],
-            is_token[None, :] & axes.has_value[:, None],
-        )
+        there_v = is_token[:, None] & axes.has_value[None, :]
+        there_vt = is_token[None, :] & axes.has_value[:, None]
         w = load_tokens(tokens.w_ + pk, at_k, there_k, mode.even)
         r = load_tokens(tokens.r_ + pk, at_k, there_k, mode.even)
         k = load_tokens(tokens.k_ + pk, at_k, there_k, mode.even)
@@ -148,20 +181,11 @@ def walk_backward_by_rows(
         dg, pairs = -column_terms, row_terms - column_terms
         if not mode.any_decay:
             dg += passed
-        if mode.operand == tl.bfloat16:
-            dg = tl.dot(beside(two_parts(pairs), two_parts(through)), of_pairs, dg)
-        else:
-            later, earlier = tl.where(t > j, 1.0, 0.0), tl.where(t < j, 1.0, 0.0)
-            dg = tl.dot(pairs, later, dg, input_precision=mode.precision)
-            dg = tl.dot(through, earlier, dg, input_precision=mode.precision)
+        dg = sums_of_pairs(pairs, through, dg, of_pairs, mode)
         if mode.any_decay:
             # what has clamped factors gets the true one of the decay in question back
             dg *= tl.exp2((plain - counted) * LOG2E)
-            dg += passed
-            if mode.operand == tl.bfloat16:
-                dg = tl.dot(two_parts(reads), of_reads, dg)
-            else:
-                dg = tl.dot(reads, later, dg, input_precision=mode.precision)
+            dg = sums_of_reads(reads, dg + passed, of_reads, mode)
         store_tokens(gradients.w_ + part + pk, at_k, dg, there_k, mode.even)
         pk -= C * mode.H * mode.K
         pv -= C * mode.H * mode.V

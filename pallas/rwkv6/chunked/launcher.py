@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV6Inputs
-from ....core.gpu import compute_capability
 from ....core.sequence import part_of
 from ...plan.chunked import (
     ChunkedPlan,
@@ -19,6 +18,7 @@ from ...plan.chunked import (
     partial_shapes,
     stretches_here,
     stretches_of,
+    takes_rows,
     total,
 )
 from ...plan.kept_states import KeptStates, keep_states
@@ -115,14 +115,12 @@ def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, 
 def _keys_as_rows(plan: ChunkedPlan, x: RWKV6Inputs, do: jax.Array) -> bool:
     """Whether the backward's tiles have keys as rows: keys_as_rows.py.
 
-    That takes the products of a warp group that compute capability 9.0 has, and two parts of 8 bits in place
-    of float32. Measured on an H200, backward alone, usual tiles and these: heads of 64 with bounded decays
-    2.3 and 1.3 ms, any decay 3.5 and 1.7 at strong, 2.5 and 1.6 at weak ones; heads of 128 with bounded
-    decays 5.0 and 3.9, with any decay 7.1 and 10.0, for the form spills there.
+    Measured on an H200, backward alone, usual tiles and these: heads of 64 with bounded decays 2.3 and 1.3
+    ms, any decay 3.5 and 1.7 at strong, 2.5 and 1.6 at weak ones; heads of 128 with bounded decays 5.0 and
+    3.9, with any decay 7.1 and 10.0, for the form spills there.
     """
-    half = all(array.dtype == jnp.bfloat16 for array in (x.r, x.k, x.v, do)) and x.w.dtype != jnp.float16
     fits = plan.mode.BK == 64 or (plan.mode.BK == 128 and not plan.mode.any_decay)
-    return half and fits and compute_capability() // 10 == 9
+    return fits and takes_rows(x, do)
 
 
 def backward(

@@ -11,9 +11,19 @@ import triton
 import triton.language as tl
 
 from ...device.chunk import C, chunk_segments, partial_sums, passing, sequence, tile_axes, together
-from ...device.decay import LOG2E, LOG_FEW, LOG_MIN, LOG_ZERO, at_least
+from ...device.decay import LOG2E, LOG_FEW, LOG_MIN, LOG_ZERO, at_least, sums_to_middles
 from ...device.kept_states import state_place, state_rows
-from ...device.rows import beside, either, halves, sums_over_tokens, twice, two_parts, upper
+from ...device.rows import (
+    beside,
+    either,
+    halves,
+    sums_of_gradients,
+    sums_of_pairs,
+    sums_of_reads,
+    sums_over_tokens,
+    twice,
+    upper,
+)
 from ...device.tokens import load_tokens, only, store_tokens
 
 
@@ -32,9 +42,7 @@ def matrices_of_sums(mode: tl.constexpr):
         quarter = tl.where(i // 4 == s // 4, tl.where(i <= s, 1.0, 0.65625), 0.0)
         o = tl.arange(0, 4 * C)[None, :]
         part, s = o // C, o % C
-        middle = tl.where(s < 8, 4, 12)
-        to_row = tl.where((middle <= i) & (i <= s), 1.0, tl.where((s < i) & (i < middle), -1.0, 0.0))
-        to_middle = tl.where((s < i) & (i < 12), 1.0, tl.where((i >= 12) & (i <= s), -1.0, 0.0))
+        to_row, to_middle = sums_to_middles(i, s)
         before = to_row - tl.where(i == s, 1.0, 0.0)
         counted = tl.where(
             part < 2, tl.where(part < 1, to_row, before), tl.where(part < 3, to_middle, -to_row)
@@ -97,10 +105,7 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
     identity = tl.where(o[:, None] == o[None, :], 1.0, 0.0)
     # how many decays lie between a column k or b (down) and a row r or a (across): below 0 where it is later
     distance = of - to - half[None, :]
-    # sums over tokens i for column s, of two parts and of two tiles
-    i = tl.arange(0, 4 * C)[:, None]
-    of_pairs = tl.where(tl.where(i < 2 * C, i % C - j, j - i % C) > 0, 1.0, 0.0).to(tl.bfloat16)
-    of_reads = tl.where(tl.arange(0, 2 * C)[:, None] % C > j, 1.0, 0.0).to(tl.bfloat16)
+    of_pairs, of_reads = sums_of_gradients()
 
     head = (tl.program_id(2) * mode.H + h).to(tl.int64) * (mode.K * mode.V)
     at_state = axes.key[:, None] * mode.V + axes.value[None, :]
@@ -209,10 +214,7 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
             by_state *= of_state
             reads_r, reads_a = halves(raf * by_state)
             reads, reads_r = reads_r + reads_a, reads_r + passed
-            if mode.operand == tl.bfloat16:
-                reads = tl.dot(two_parts(reads), of_reads, reads_r)
-            else:
-                reads = tl.dot(reads, tl.where(t > j, 1.0, 0.0), reads_r, input_precision=mode.precision)
+            reads = sums_of_reads(reads, reads_r, of_reads, mode)
 
         # gradients of the scores of all pairs, rows of the tile are columns: k, then b
         dA = tl.trans(tl.dot(tl.trans(readers), writers, input_precision=mode.precision))
@@ -264,12 +266,7 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
         pairs, through = dg + terms_a, through_k + through_b
         if not mode.any_decay:
             dg += passed
-        if mode.operand == tl.bfloat16:
-            dg = tl.dot(beside(two_parts(pairs), two_parts(through)), of_pairs, dg)
-        else:
-            later, earlier = tl.where(t > j, 1.0, 0.0), tl.where(t < j, 1.0, 0.0)
-            dg = tl.dot(pairs, later, dg, input_precision=mode.precision)
-            dg = tl.dot(through, earlier, dg, input_precision=mode.precision)
+        dg = sums_of_pairs(pairs, through, dg, of_pairs, mode)
         if mode.any_decay:
             # what has clamped factors gets the true one of the decay in question back
             dg = dg * cut + reads

@@ -8,18 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from ....core.call import Call, Outputs, Recurrence, RWKV7Inputs
-from ....core.gpu import compute_capability
 from ....core.sequence import part_of
 from ...plan.chunked import (
     CHUNK,
     ChunkedPlan,
     LaunchTable,
     has_half,
+    has_warp_groups,
     launch_options,
     make_plan,
     partial_shapes,
     stretches_here,
     stretches_of,
+    takes_rows,
     total,
 )
 from ...plan.kept_states import KeptStates, keep_states
@@ -174,13 +175,10 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
 def _keys_as_rows(plan: ChunkedPlan, x: RWKV7Inputs, do: jax.Array) -> bool:
     """Whether the backward's tiles have keys as rows: keys_as_rows.py.
 
-    That takes the products of a warp group that compute capability 9.0 has, and two parts of 8 bits in place
-    of float32. Measured on an H200, backward alone, usual tiles and these: bounded decays 2.6 and 2.3 ms, any
-    decay 5.8 and 3.6 at strong, 3.3 and 2.4 at weak ones.
+    Measured on an H200, backward alone, usual tiles and these: bounded decays 2.6 and 2.3 ms, any decay 5.8
+    and 3.6 at strong, 3.3 and 2.4 at weak ones.
     """
-    half = all(array.dtype == jnp.bfloat16 for array in (x.r, x.k, x.v, x.a, x.b, do))
-    half &= x.w.dtype != jnp.float16
-    return half and plan.mode.BK == 64 and compute_capability() // 10 == 9
+    return plan.mode.BK == 64 and takes_rows(x, do)
 
 
 def _backward_by_one(
@@ -213,11 +211,10 @@ def _backward_by_one(
 def _at_once(plan: ChunkedPlan, x: RWKV7Inputs, do: jax.Array) -> bool:
     """Whether the gradients kernel takes two chunks as one tile where decays are bounded: bounded_pairs.py.
 
-    Its tiles hold two arrays each, so these have one dtype; without the products of a warp group that compute
-    capability 9.0 has they spill up to 800 bytes.
+    Its tiles hold two arrays each, so these have one dtype.
     """
     same = all(array.dtype == plan.store for array in (x.r, x.k, x.v, x.a, x.b, do))
-    return same and compute_capability() // 10 == 9
+    return _every(x) == 2 and same and has_warp_groups()
 
 
 def _backward_by_two(
