@@ -81,7 +81,7 @@ class Ranges(NamedTuple):
     """The kernels' arguments that say where tokens are.
 
     Attributes:
-        seg_: [B, T] how often the state has restarted up to a token; unused without segments.
+        seg_: [B, chunks] where segments begin, as `chunk_segments` reads it; unused without segments.
         cu_: [N + 1] first token of each packed sequence; unused without.
         chunk0_: [N] first chunk of each packed sequence; unused without.
         T: tokens of a row.
@@ -213,48 +213,70 @@ def causal(axes):
 
 
 class Segments(NamedTuple):
-    """How often the state has restarted: up to each token of a chunk [16], to the token before the chunk, to
-    the chunk's last token.
+    """Where segments begin in a chunk, from which all masks follow: segments are contiguous.
+
+    Attributes:
+        bits: one for each token; bit 16 is set in every chunk. Those above are of no meaning.
+        first: the first token that begins a segment, 16 where none does.
+        last: the last one, 0 where none does.
     """
 
-    ids: Any
-    before: Any
+    bits: Any
+    first: Any
     last: Any
 
 
 @triton.jit
-def chunk_segments(seg_, here, n, left):
-    """Of the sequence's chunk ``n``, before whose first token ``left`` tokens remain."""
-    o = tl.arange(0, C)
-    start = here.first + n * C
-    ids = tl.load(seg_ + start + tl.minimum(o, left - 1))
-    before = tl.load(seg_ + tl.maximum(start - 1, here.base))
-    last = tl.load(seg_ + start + tl.minimum(left, C) - 1)
-    return Segments(ids, before, last)
+def chunk_segments(seg_, here, n):
+    """Of the sequence's chunk ``n``, from the one number that says it (`plan.chunked.segment_starts`).
+
+    Numbers of all tokens would be loaded once for each layout of a mask. One number is copied ahead in the
+    background, and a mask is one operation with what is the same in all chunks.
+    """
+    word = tl.load(seg_ + here.chunk0 + n)
+    return Segments(word, (word >> 17) & 31, word >> 22)
 
 
 @triton.jit
-def together(segments):
-    """Pairs of tokens in one segment, [16, 16]."""
-    return segments.ids[:, None] == segments.ids[None, :]
+def unbroken(segments, i, t, pairs):
+    """Those of ``pairs`` of tokens i <= t between which no segment begins: bits of the tokens after i up to
+    t, and the bit that is always set for other pairs.
+    """
+    return (segments.bits & tl.where(pairs, (2 << t) - (2 << i), 0x10000)) == 0
+
+
+@triton.jit
+def together(segments, pairs):
+    """Those of ``pairs`` t, i with i <= t that lie in one segment, [16, 16]."""
+    return unbroken(segments, tl.arange(0, C)[None, :], tl.arange(0, C)[:, None], pairs)
 
 
 @triton.jit
 def reached(segments):
     """Tokens that the entering state reaches, [16, 1]."""
-    return (segments.ids == segments.before)[:, None]
+    return tl.arange(0, C)[:, None] < segments.first
 
 
 @triton.jit
 def reaching(segments):
     """Tokens that reach the leaving state, [16, 1]."""
-    return (segments.ids == segments.last)[:, None]
+    return tl.arange(0, C)[:, None] >= segments.last
 
 
 @triton.jit
 def passing(segments):
     """Whether the entering state reaches the leaving one."""
-    return segments.before == segments.last
+    return segments.first == C
+
+
+@triton.jit
+def masked(x, keep, segments):
+    """``x`` where ``keep``, else zero, in x's dtype, behind a branch: for masks that keep all of ``x`` where
+    no segment begins in the chunk, as in most chunks.
+    """
+    if segments.first < C:
+        x = tl.where(keep, x, 0.0).to(x.dtype)
+    return x
 
 
 class StateTile(NamedTuple):

@@ -90,10 +90,20 @@ def _span(T: int, splits: int) -> int:
     return -(-T // (splits * 2 * CHUNK)) * 2 * CHUNK
 
 
-def restarts(segment_ids: jax.Array) -> jax.Array:
-    """[B, T] int32: how many segments of its row began up to and including a token."""
+def segment_starts(segment_ids: jax.Array) -> jax.Array:
+    """[B, chunks] int32: which tokens of a chunk begin a segment, a bit each, then a bit that is always set,
+    the first of them (16 without one) in five bits and the last (0 without one) above.
+
+    A row's first token begins none: the row's initial state is its segment's.
+    """
     change = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return jnp.cumsum(jnp.pad(change, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
+    change = jnp.pad(change, ((0, 0), (1, -segment_ids.shape[1] % CHUNK)))
+    change = change.reshape(change.shape[0], -1, CHUNK)
+    token = jnp.arange(CHUNK, dtype=jnp.int32)
+    bits = jnp.sum(change << token, -1, dtype=jnp.int32)
+    first = jnp.min(jnp.where(change, token, CHUNK), -1)
+    last = jnp.max(jnp.where(change, token, 0), -1)
+    return bits | 1 << CHUNK | first << CHUNK + 1 | last << CHUNK + 6
 
 
 def launch_options(table: LaunchTable, which: str, K: int, half: bool) -> tuple[int, int, int]:
@@ -176,7 +186,7 @@ def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, sp
         packed=x.cu_seqlens is not None,
         even=T % CHUNK == 0 and x.cu_seqlens is None and K == BK and V % BV == 0,
     )
-    seg = none if x.segment_ids is None else restarts(x.segment_ids)
+    seg = none if x.segment_ids is None else segment_starts(x.segment_ids)
     ranges = dict(seg_=seg, cu_=cu, chunk0_=chunk0, any_decay_=needs, T=T, span=_span(T, splits))
     options = dict(grid=(parts, H, rows), num_warps=num_warps, num_stages=num_stages, mode=mode)
     return ChunkedPlan(ranges, options, parts, chunks, rows)

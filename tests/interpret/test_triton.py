@@ -88,13 +88,21 @@ def test_large_heads_with_bounded_decays_on_other_gpus(T, monkeypatch):
         dict(T=50, K=24, V=40, decay="strong"),
         dict(T=50, K=56, V=24, decay="layer", lower_bound=-0.61, scale=0.7),
         dict(T=50, K=64, V=16, decay="smooth", layout="segments", lengths=(5, 9, 1, 17, 18)),
+        # every token a segment; edges of chunks, and of segments longer than one; the last chunk's only token
+        dict(T=35, decay="mixed", layout="segments", lengths=(1,) * 35),
+        dict(T=70, decay="smooth", layout="segments", lengths=(16, 16, 1, 15, 22)),
+        dict(T=64, decay="strong", layout="segments", lengths=(15, 1, 1, 37, 10)),
+        dict(T=49, decay="smooth", layout="segments", lengths=(7, 41, 1)),
+        dict(T=70, decay="layer", lower_bound=-0.61, layout="segments", lengths=(1, 30, 1, 1, 31, 5, 1)),
+        dict(T=64, decay="layer", lower_bound=-0.61, layout="segments", lengths=(64,)),
         dict(K=40, V=72, decay="mixed", layout="packed", lengths=(16, 1, 33, 20)),
     ],
 )
 def test_keys_as_rows(op, case, monkeypatch):
     """In 16 bits on compute capability 9.0; in float32 here, so that it is compared at float32's accuracy."""
     monkeypatch.setattr(launcher[op], "_keys_as_rows", lambda plan, *arrays: True)
-    check(Case(op, **(dict(B=1 if case.get("layout") == "packed" else 2, H=2) | case)), "triton")
+    small = dict(B=1 if case.get("layout") == "packed" else 2, H=2, K=16, V=16)
+    check(Case(op, **(small | case)), "triton")
 
 
 def test_large_heads_cut_into_stretches_of_whole_pairs(monkeypatch, split):
@@ -125,6 +133,33 @@ def test_rows_cut_into_stretches(op, case, split):
     assert o.dtype == cases.dtype_of(case.dtype) and final.dtype == case.state_dtype
     cases.assert_close("o", o, want.o, cases.EXACT.o)
     cases.assert_close("final state", final, want.final, cases.EXACT.state)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(decay="mixed", lengths=(16, 16, 1, 40)),
+        dict(decay="layer", lower_bound=-0.61, lengths=(3, 13, 32, 1, 24)),
+    ],
+)
+def test_keys_as_rows_of_stretches_with_segments(op, case, split, monkeypatch):
+    """The token before a stretch's first one is in the stretch before."""
+    monkeypatch.setattr(launcher[op], "_keys_as_rows", lambda plan, *arrays: True)
+    case = Case(op, **(dict(B=2, T=70, H=1, K=16, V=16, layout="segments") | case))
+    assert chunked.stretches_of(cases.call_of(case)) >= 3
+    check(case, "triton")
+
+
+@pytest.mark.once
+def test_where_segments_begin():
+    """A bit for each token of a chunk, one that is always set, the first of them, the last of them."""
+    lengths = (5, 11, 1, 30, 2, 15, 7)
+    ids = jnp.repeat(jnp.arange(len(lengths)), jnp.array(lengths), total_repeat_length=71)[None]
+    starts = [sum(lengths[:i]) for i in range(1, len(lengths))]
+    for chunk, word in enumerate(chunked.segment_starts(ids)[0].tolist()):
+        own = [t % 16 for t in starts if t // 16 == chunk]
+        assert word & 0x1FFFF == sum(1 << t for t in (*own, 16))
+        assert (word >> 17 & 31, word >> 22) == (min(own, default=16), max(own, default=0))
 
 
 def test_outputs_alone_of_mapped_rows_cut_into_stretches(op, split):

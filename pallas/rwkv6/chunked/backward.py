@@ -80,8 +80,8 @@ def walk_backward(
         below = t > j
         read, written = scaled.r.state, scaled.k.high
         if mode.segments:
-            segments = chunk_segments(ranges.seg_, here, n, left)
-            below = below & together(segments)
+            segments = chunk_segments(ranges.seg_, here, n)
+            below = together(segments, below)
             start, end = reached(segments), reaching(segments)
             read, written = only(read, start), only(written, end)
         A = score(scaled.r, scaled.k, below, mode)

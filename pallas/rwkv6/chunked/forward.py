@@ -17,6 +17,7 @@ from ...device.chunk import (
     chunk_offsets,
     chunk_segments,
     load_state,
+    masked,
     needs_any_decay,
     passing,
     reached,
@@ -31,7 +32,7 @@ from ...device.chunk import (
 )
 from ...device.decay import factors, scanned_factors, score
 from ...device.kept_states import state_place, state_rows
-from ...device.tokens import load_tokens, only, store_tokens
+from ...device.tokens import load_tokens, store_tokens
 from .tokens import Tokens, scaled_tokens
 
 
@@ -67,21 +68,23 @@ def walk_forward(
         scaled = scaled_tokens(r, k, decays, mode)
         below = strict
         if mode.segments:
-            segments = chunk_segments(ranges.seg_, here, n, left)
-            below = strict & together(segments)
+            segments = chunk_segments(ranges.seg_, here, n)
+            below = together(segments, strict)
         A = score(scaled.r, scaled.k, below, mode)
         A = tl.where(diagonal, tl.sum(r * u * k, 1)[:, None], A).to(mode.operand)
         read, written = scaled.r.state, scaled.k.high
         if mode.segments:
-            read, written = only(read, reached(segments)), only(written, reaching(segments))
+            written = masked(written, reaching(segments), segments)
         state = S.to(mode.operand)
         if KEEP:
             place = state_place(ranges, here, n, pk, mode, ARRAYS, 1)
             tl.store(kept + place, state.to(states[0].dtype.element_ty), mask=tile.there)
         Y = tl.dot(state, tl.trans(read), input_precision=mode.precision)
+        if mode.segments:
+            Y = masked(Y, tl.trans(reached(segments)), segments)
         Y = tl.dot(vt, tl.trans(A), Y, input_precision=mode.precision)
         if mode.segments:
-            S = tl.where(passing(segments), S, 0.0)
+            S = masked(S, passing(segments), segments)
         if mode.any_decay:
             S *= decays.pre[None, :]
         S = tl.dot(vt, written, S, input_precision=mode.precision) * decays.post[None, :]

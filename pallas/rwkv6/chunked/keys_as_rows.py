@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from ...device.chunk import C, chunk_segments, partial_sums, passing, sequence, tile_axes, together
+from ...device.chunk import C, chunk_segments, masked, partial_sums, passing, sequence, tile_axes, together
 from ...device.decay import LOG2E, LOG_MIN, LOG_ZERO, at_least, sums_to_middles
 from ...device.kept_states import state_place, state_rows
 from ...device.rows import (
@@ -112,9 +112,9 @@ def walk_backward_by_rows(
         below = t > j
         read, written = state_r, high_k
         if mode.segments:
-            segments = chunk_segments(ranges.seg_, here, n, left)
-            below = below & together(segments)
-            start, end = (segments.ids == segments.before)[None, :], (segments.ids == segments.last)[None, :]
+            segments = chunk_segments(ranges.seg_, here, n)
+            below = together(segments, below)
+            start, end = j < segments.first, j >= segments.last
             read, written = only(read, start), only(written, end)
         A = tl.dot(tl.trans(score_r), high_k, input_precision=mode.precision)
         if mode.any_decay:
@@ -149,7 +149,8 @@ def walk_backward_by_rows(
         # rows, then columns: through the state, and with the pairs of the chunk
         by_state = tl.dot(S, tl.trans(dy), input_precision=mode.precision)
         if mode.segments:
-            by_state = only(by_state, start)
+            # a branch here, in the bounded form, makes ptxas convert the one bit of `passing` for each number
+            by_state = masked(by_state, start, segments) if mode.any_decay else only(by_state, start)
         by_pairs = tl.dot(columns, tl.trans(dA), input_precision=mode.precision)
         if mode.any_decay:
             by_state *= state_excl
@@ -164,7 +165,7 @@ def walk_backward_by_rows(
         store_tokens(gradients.r_ + part + pk, at_k, dr, there_k, mode.even)
         by_state = tl.dot(dstate, tl.trans(v), input_precision=mode.precision) * high
         if mode.segments:
-            by_state = only(by_state, end)
+            by_state = masked(by_state, end, segments)
         through = kf * by_state
         by_pairs = tl.dot(score_r, dA, input_precision=mode.precision)
         if mode.any_decay:

@@ -50,7 +50,7 @@ def rwkv6_transfer_kernel(r_, k_, v_, w_, seg_, T, span, reads_, M_, N_, mode: t
         written = k * tl.exp2(token_sums(later, w, mode, SPREAD=True) * LOG2E)
         read = tl.exp2((token_sums(earlier, w, mode, SPREAD=True) + gone[None, :]) * LOG2E)
         if mode.segments:
-            segments = chunk_segments(seg_, here, n, left)
+            segments = chunk_segments(seg_, here, n)
             written, read = only(written, reaching(segments)), only(read, reached(segments))
             total = tl.where(passing(segments), total, float("-inf"))
         if block == 0:

@@ -123,9 +123,8 @@ def walk_backward(
         seen, below = incl, strict
         read_r, read_a, written_k, written_b = scaled.r.state, scaled.a.state, scaled.k.high, scaled.b.high
         if mode.segments:
-            segments = chunk_segments(ranges.seg_, here, n, left)
-            one = together(segments)
-            seen, below = seen & one, below & one
+            segments = chunk_segments(ranges.seg_, here, n)
+            seen, below = together(segments, seen), together(segments, below)
             start, end = reached(segments), reaching(segments)
             read_r, read_a = only(read_r, start), only(read_a, start)
             written_k, written_b = only(written_k, end), only(written_b, end)

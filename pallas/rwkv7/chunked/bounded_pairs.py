@@ -10,7 +10,7 @@ memory, and results become operands where they are. The maths is large_heads.py'
 import triton
 import triton.language as tl
 
-from ...device.chunk import C
+from ...device.chunk import C, chunk_segments
 from ...device.decay import LOG2E
 from ...device.rows import beside, halves, sums_over_tokens, sums_over_tokens_f32
 from ...device.tokens import load_tokens, store_tokens
@@ -64,19 +64,21 @@ def bounded_pair_gradients(
         ra = load_tokens(tl.where(is_r, tokens.r_ + pk, tokens.a_ + pk), at_k, there_k, mode.even)
         kb = load_tokens(tl.where(is_r, tokens.k_ + pk, tokens.b_ + pk), at_k, there_k, mode.even)
     if mode.segments:
-        last = tl.minimum(left, 2 * C) - 1
-        seg_ = ranges.seg_ + here.first + n * C
-        ids = tl.load(seg_ + tl.minimum(token, last))
-        before = tl.load(ranges.seg_ + tl.maximum(here.first + n * C - 1, here.base))
-        after = tl.load(seg_ + last)
-        passed = tl.where(before == after, passed, 0.0)
+        # of both chunks as of one; the second may not be there
+        segments = chunk_segments(ranges.seg_, here, n)
+        more = chunk_segments(ranges.seg_, here, tl.where(left > C, n + 1, n))
+        again = (left > C) & (more.first < C)
+        bits = (segments.bits & 0xFFFF) | tl.where(again, more.bits << 16, 0)
+        first = tl.where(segments.first < C, segments.first, tl.where(again, C + more.first, 2 * C))
+        last = tl.where(again, C + more.last, segments.last)
+        passed = tl.where(bits == 0, passed, 0.0)
 
     # The order of what follows decides how many registers and how much shared memory there must be: scores
     # are masked when the state's place is free.
     scores = tl.dot(readers, tl.trans(writers), input_precision=mode.precision)
     read = tl.dot(tl.trans(S), tl.trans(readers), input_precision=mode.precision)
     if mode.segments:
-        read = tl.where((ids == before)[None, :], read, 0.0)
+        read = tl.where(token[None, :] < first, read, 0.0)
 
     # decays from each chunk's start on, of rows, r with and a without its token's own, and back, of columns
     if LATE:  # in a function of their own they would come in another layout: 3054 instructions for 2142
@@ -98,7 +100,7 @@ def bounded_pair_gradients(
     t, i = token[:, None], token[None, :]
     near, far = (t // C == i // C) & (i % C + half[:, None] <= t % C), t // C > i // C
     if mode.segments:
-        one = ids[:, None] == ids[None, :]
+        one = (bits & ((2 << t) - 1) & (-2 << i)) == 0  # no segment begins after i up to t
         near, far = near & one, far & one
     near, far = tl.where(near, scores, 0.0).to(mode.operand), tl.where(far, scores, 0.0).to(mode.operand)
 
@@ -113,7 +115,7 @@ def bounded_pair_gradients(
     # columns
     written = tl.dot(tl.trans(dS), tl.trans(writers), input_precision=mode.precision)
     if mode.segments:
-        written = tl.where((ids == after)[None, :], written, 0.0)
+        written = tl.where(token[None, :] >= last, written, 0.0)
     own_first = tl.sum(tl.where(second, 0.0, kb.to(tl.float32) * written), 1)[:, None]
     written = tl.dot(ra, far, written, input_precision=mode.precision)
     written = tl.where(second, written, written * post)

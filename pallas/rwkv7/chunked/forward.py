@@ -21,6 +21,7 @@ from ...device.chunk import (
     chunk_offsets,
     chunk_segments,
     load_state,
+    masked,
     needs_any_decay,
     passing,
     reached,
@@ -36,7 +37,7 @@ from ...device.chunk import (
 from ...device.decay import factors, score
 from ...device.kept_states import state_place, state_rows
 from ...device.products import inverse16
-from ...device.tokens import load_tokens, only, store_tokens
+from ...device.tokens import load_tokens, store_tokens
 from .tokens import Tokens, scaled_tokens
 
 
@@ -100,9 +101,8 @@ def walk_forward(
         scaled = scaled_tokens(r, k, a, b, decays, mode)
         seen, below = incl, strict
         if mode.segments:
-            segments = chunk_segments(ranges.seg_, here, n, left)
-            one = together(segments)
-            seen, below = seen & one, below & one
+            segments = chunk_segments(ranges.seg_, here, n)
+            seen, below = together(segments, seen), together(segments, below)
         inv = inverse16(score(scaled.a, scaled.b, below, mode), mode).to(mode.operand)
         if WRITE:
             Aak = score(scaled.a, scaled.k, below, mode).to(mode.operand)
@@ -112,9 +112,8 @@ def walk_forward(
             Aqb = score(scaled.r, scaled.b, seen, mode).to(mode.operand)
         read_r, read_a, written_k, written_b = scaled.r.state, scaled.a.state, scaled.k.high, scaled.b.high
         if mode.segments:
-            start, end = reached(segments), reaching(segments)
-            read_r, read_a = only(read_r, start), only(read_a, start)
-            written_k, written_b = only(written_k, end), only(written_b, end)
+            start, end = tl.trans(reached(segments)), reaching(segments)
+            written_k, written_b = masked(written_k, end, segments), masked(written_b, end, segments)
         state = S.to(mode.operand)
         if KEEP:
             chunk = (here.chunk0 + n) * mode.H + h
@@ -124,6 +123,8 @@ def walk_forward(
                 at_inv = out.inv_ + chunk * (C * C) + axes.token[:, None] * C + axes.token[None, :]
                 tl.store(at_inv, inv.to(out.inv_.dtype.element_ty))
         Z = tl.dot(state, tl.trans(read_a), input_precision=mode.precision)
+        if mode.segments:
+            Z = masked(Z, start, segments)
         if WRITE:
             Z = tl.dot(vt, tl.trans(Aak), Z, input_precision=mode.precision)
         U = tl.dot(Z.to(mode.operand), tl.trans(inv), input_precision=mode.precision).to(mode.operand)
@@ -131,12 +132,14 @@ def walk_forward(
             store_tokens(out.u_ + pv, offsets.turned, U, turned(there, axes), mode.even)
         if READ:
             Y = tl.dot(state, tl.trans(read_r), input_precision=mode.precision)
+            if mode.segments:
+                Y = masked(Y, start, segments)
             if WRITE:
                 Y = tl.dot(vt, tl.trans(Aqk), Y, input_precision=mode.precision)
             Y = tl.dot(U, tl.trans(Aqb), Y, input_precision=mode.precision)
             store_tokens(out.y_ + pv, offsets.turned, Y, turned(there, axes), mode.even)
         if mode.segments:
-            S = tl.where(passing(segments), S, 0.0)
+            S = masked(S, passing(segments), segments)
         if mode.any_decay:
             S *= decays.pre[None, :]
         if WRITE:

@@ -10,7 +10,7 @@ gradients.py, the decay factors are those of device/decay.py.
 import triton
 import triton.language as tl
 
-from ...device.chunk import C, chunk_segments, partial_sums, passing, sequence, tile_axes, together
+from ...device.chunk import C, chunk_segments, masked, partial_sums, passing, sequence, tile_axes, unbroken
 from ...device.decay import LOG2E, LOG_FEW, LOG_MIN, LOG_ZERO, at_least, sums_to_middles
 from ...device.kept_states import state_place, state_rows
 from ...device.rows import (
@@ -161,12 +161,9 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
             Aak = tl.where(t < 8, tl.dot(tl.trans(score_a), low_k, input_precision=mode.precision), Aak)
         seen, below, pairs_there = of <= t, j < t, distance >= 0
         if mode.segments:
-            segments = chunk_segments(ranges.seg_, here, n, left)
-            ids = tl.load(ranges.seg_ + here.first + n * C + tl.minimum(token, left - 1))
-            start, end = (ids == segments.before)[None, :], (ids == segments.last)[None, :]
-            pairs_there = pairs_there & (ids[:, None] == ids[None, :])
-            seen = seen & (segments.ids[:, None] == ids[None, :])
-            below = below & together(segments)
+            segments = chunk_segments(ranges.seg_, here, n)
+            start, end = of < segments.first, of >= segments.last
+            seen, below = unbroken(segments, of, t, seen), unbroken(segments, j, t, below)
         Aq = tl.trans(tl.where(tl.trans(seen), tl.trans(Aq), 0.0).to(mode.operand))
         Aak = tl.trans(tl.where(tl.trans(below), tl.trans(Aak), 0.0).to(mode.operand))
 
@@ -174,18 +171,20 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
             # not before: its exponents beside those of the scores would take too many registers
             of_state = tl.exp2(sums_over_tokens(at_least(w, LOG_ZERO), matrices[0], mode) * LOG2E)
             of_state *= tl.where(is_r, mode.scale, 1.0)
+            if mode.segments:
+                of_state = masked(of_state, start, segments)
             read = (raf * of_state).to(mode.operand)
         else:
             read = score_ra
-        written = high_kb
-        if mode.segments:
-            read, written = only(read, start), only(written, end)
 
         # The order of what follows decides how many registers there must be, and whether products of a warp
         # group wait for each other: U, then the state's gradient, then what reads the state and its decays.
         dyt, vt = tl.trans(dy), tl.trans(v)
         _, read_a = halves(read)
         Z = tl.dot(tl.trans(S), read_a, input_precision=mode.precision)
+        if mode.segments and not mode.any_decay:
+            Z = masked(Z, j < segments.first, segments)
+            read = only(read, start)
         Z = tl.dot(vt, tl.trans(Aak), Z, input_precision=mode.precision)
         U = tl.dot(Z.to(mode.operand), tl.trans(inv), input_precision=mode.precision).to(mode.operand)
         writers = tl.trans(tl.where(half[:, None] == 0, tl.trans(twice(vt)), tl.trans(twice(U))))
@@ -197,8 +196,10 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
             passed *= pre
             dS *= pre
         if mode.segments:
-            passed, dS = tl.where(passing(segments), passed, 0.0), tl.where(passing(segments), dS, 0.0)
-        writes = tl.dot(tl.trans(dstate), written, input_precision=mode.precision)
+            passed, dS = tl.where(passing(segments), passed, 0.0), masked(dS, passing(segments), segments)
+        writes = tl.dot(tl.trans(dstate), high_kb, input_precision=mode.precision)
+        if mode.segments:
+            writes = masked(writes, end, segments)
         dV, dU = halves(tl.dot(dyt, Aq, writes, input_precision=mode.precision))
         dZ = tl.dot(dU.to(mode.operand), inv, input_precision=mode.precision).to(mode.operand)
         readers = either(dyt, dZ)
@@ -208,8 +209,8 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
 
         # rows: what they read of the state
         by_state = tl.dot(S, readers, input_precision=mode.precision)
-        if mode.segments:
-            by_state = tl.where(start, by_state, 0.0)
+        if mode.segments and not mode.any_decay:
+            by_state = masked(by_state, start, segments)
         if mode.any_decay:
             by_state *= of_state
             reads_r, reads_a = halves(raf * by_state)
@@ -218,6 +219,8 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
 
         # gradients of the scores of all pairs, rows of the tile are columns: k, then b
         dA = tl.trans(tl.dot(tl.trans(readers), writers, input_precision=mode.precision))
+        if mode.segments:  # not before: bits that wait here for their use take registers from the products
+            pairs_there = unbroken(segments, to, of, pairs_there)
         if mode.any_decay:
             # pairs that are not decayed at all come apart: their size must not drown the rest of dw
             near = tl.where(pairs_there & (distance == 0), dA, 0.0) * tl.where(is_r, mode.scale, 1.0)
@@ -243,7 +246,7 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
 
         # columns: through the state, then the pairs
         by_state = tl.dot(dstate, writers, input_precision=mode.precision)
-        if mode.segments:
+        if mode.segments:  # without a branch, across which no product is fused with the sum that it goes into
             by_state = tl.where(end, by_state, 0.0)
         through_k, through_b = halves(high_kb.to(tl.float32) * by_state)
         if mode.any_decay:

@@ -93,9 +93,8 @@ def load_chunk(tokens, ranges, kept, here, n, axes, offsets, mode: tl.constexpr)
     if mode.segments:
         # a chunk that is not there has no token, and hands on what comes; the one before it is read
         last = tl.minimum(n, (here.length - 1) // C)
-        segments = chunk_segments(ranges.seg_, here, last, here.length - last * C)
-        one = together(segments)
-        seen, below = seen & one, below & one
+        segments = chunk_segments(ranges.seg_, here, last)
+        seen, below = together(segments, seen), together(segments, below)
         start, end, passes = reached(segments), reaching(segments), passing(segments) | (left <= 0)
         read_r, read_a = only(read_r, start), only(read_a, start)
         written_k, written_b = only(written_k, end), only(written_b, end)
