@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..core.names import name_dense
 from ..core.sharding import beside
 from ..ops import chunk_rwkv6, fused_recurrent_rwkv6
-from ..ops.layer import norm_shift_mix, rwkv6_readout
+from ..ops.layer import norm_shift_mix, rwkv6_readout, squared_relu
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, orthogonal, symmetric_uniform
 from .norm import Affine
@@ -208,7 +208,7 @@ class RWKV6FeedForward(FeedForward):
         xk, xr = mixed.mixed
         width = max(32, int(3.5 * C) // 32 * 32) if self.intermediate_size is None else self.intermediate_size
         h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), xk)
-        value = self.dense("value", C, _zeros, ("mlp", "embed"), jnp.square(jax.nn.relu(h)))
+        value = self.dense("value", C, _zeros, ("mlp", "embed"), squared_relu(h))
         gate = jax.nn.sigmoid(self.dense("receptance", C, _zeros, ("embed", None), xr))
         out = gate * value
         return out if norm is None else mixed.x + out, mixed.last

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..core.names import name_dense
 from ..ops import chunk_rwkv7, fused_recurrent_rwkv7
-from ..ops.layer import rwkv7_keys, rwkv7_readout
+from ..ops.layer import rwkv7_keys, rwkv7_readout, squared_relu
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, low_rank_dim, low_rank_out, orthogonal
 from .norm import Affine
@@ -251,7 +251,7 @@ class RWKV7FeedForward(FeedForward):
         mixed = self.shift_and_mix(x, [x_k], shift, segment_ids, lengths, norm, y)
         width = 4 * C if self.intermediate_size is None else self.intermediate_size
         h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), mixed.mixed[0])
-        out = self.dense("value", C, _zeros, ("mlp", "embed"), jnp.square(jax.nn.relu(h)))
+        out = self.dense("value", C, _zeros, ("mlp", "embed"), squared_relu(h))
         if norm is None:
             return out, mixed.last
         in_a_loop = isinstance(self.layer_index, jax.core.Tracer)

@@ -3,5 +3,6 @@
 from .keys import rwkv7_keys
 from .norm_mix import norm_shift_mix
 from .readout import rwkv6_readout, rwkv7_readout
+from .squared_relu import squared_relu
 
-__all__ = ["norm_shift_mix", "rwkv6_readout", "rwkv7_keys", "rwkv7_readout"]
+__all__ = ["norm_shift_mix", "rwkv6_readout", "rwkv7_keys", "rwkv7_readout", "squared_relu"]
