@@ -13,6 +13,7 @@ so that a rule can split parameters (vocab, embed, heads, kv, mlp, rank, layers)
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -178,10 +179,10 @@ def _product_of_own(
 ) -> jax.Array:
     """`product` of `own_rows` [P B, T, I]: with each copy's part of the weight [I, O], or with all of it."""
     if not to_heads:
-        return _hold_own(jax.lax.dot_general(x, weight, (((2,), (0,)), ((), ())), **options), merged=True)
+        return _hold_own(_dot(x, weight, (((2,), (0,)), ((), ())), **options), merged=True)
     x = _hold_own(x.reshape(copies, -1, *x.shape[1:]), merged=False)
     weight = weight.reshape(weight.shape[0], copies, -1)
-    y = jnp.moveaxis(jax.lax.dot_general(x, weight, (((3,), (0,)), ((0,), (1,))), **options), 0, 2)
+    y = jnp.moveaxis(_dot(x, weight, (((3,), (0,)), ((0,), (1,))), **options), 0, 2)
     return hold(y.reshape(*y.shape[:2], -1), "batch", "length", "act_heads")
 
 
@@ -211,8 +212,38 @@ def product(
     names = ("batch", "length", *(None,) * (x.ndim - 3))[: x.ndim - 1]
     before, after = (_OF_ACTIVATIONS.get(axis or "") for axis in axes)
     x = place(x, *rows, inner) if is_explicit() else hold(x, *names, before)
-    y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())), **result(*rows, out), **options)
+    y = _dot(x, weight, (((x.ndim - 1,), (0,)), ((), ())), **result(*rows, out), **options)
     return hold(y, *names, after)
+
+
+def _dot(x: jax.Array, weight: jax.Array, dimensions: Any, **options: Any) -> jax.Array:
+    """`jax.lax.dot_general`; a wider result of bfloat16 gives a cotangent that is rounded to bfloat16.
+
+    Else both products of the backward pass are of float32 operands, at a fraction of the speed, from twice
+    the bytes. float16 has not the range for that.
+    """
+    wide = options.pop("preferred_element_type", None)
+    dot: Any = functools.partial(jax.lax.dot_general, dimension_numbers=dimensions, **options)
+    if wide is None or x.dtype != jnp.bfloat16:
+        return dot(x, weight, preferred_element_type=wide)
+    return _wide_dot(dot, wide, x, weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _wide_dot(dot: Any, wide: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return dot(x, weight, preferred_element_type=wide)
+
+
+def _wide_dot_forward(dot: Any, wide: Any, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    return _wide_dot(dot, wide, x, weight), (x, weight)
+
+
+def _wide_dot_backward(dot: Any, wide: Any, kept: Any, dy: jax.Array) -> Any:
+    _, pull = jax.vjp(dot, *kept)
+    return pull(dy.astype(kept[0].dtype))
+
+
+_wide_dot.defvjp(_wide_dot_forward, _wide_dot_backward)
 
 
 def token_parts(x: jax.Array) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..core.names import name_dense
 from ..core.sharding import beside
 from ..ops import chunk_rwkv6, fused_recurrent_rwkv6
-from ..ops.layer import norm_shift_mix, rwkv6_readout, squared_relu
+from ..ops.layer import norm_shift_mix, rwkv6_decay, rwkv6_readout, squared_relu
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, orthogonal, symmetric_uniform
 from .norm import Affine
@@ -131,11 +131,10 @@ class RWKV6Attention(Attention):
         d2 = self.weight("time_decay_w2", symmetric_uniform(0.01), (D, C), ("rank", "heads")).astype(dtype)
         w = jnp.tanh(name_dense(self.product(xw, d1, ("embed", "rank"), copies=copies)))
         w = self.product(w, d2, ("rank", "heads"), copies=copies, preferred_element_type=wide)
-        w = vector("time_decay", depth.decay6, "heads").astype(wide) + w
-        # exp(-exp(20)) is 0 already; without the bound exp overflows and its gradient is inf * 0
-        w = -jnp.exp(jnp.minimum(w, 20))
-        if dtype == jnp.bfloat16:  # made in float32; float16 has not the range for it
-            w = w.astype(dtype)
+        # made in float32; the op takes it with the range of bfloat16, which float16 has not
+        w = rwkv6_decay(
+            w, vector("time_decay", depth.decay6, "heads"), dtype if dtype == jnp.bfloat16 else None
+        )
 
         def bonus() -> jax.Array:
             return self.by_head(depth.bonus6())

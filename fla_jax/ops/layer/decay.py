@@ -1,0 +1,54 @@
+"""RWKV-6's log decays, which are kept once: for the recurrence and for their own gradient."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+MOST = 20.0  # exp(-exp(20)) is 0 already; above 88 exp overflows and the gradient would be inf * 0
+
+
+def rwkv6_decay(x: jax.Array, base: jax.Array, dtype: Any = None) -> jax.Array:
+    """``w = -exp(min(base + x, 20))``: natural logarithms of RWKV-6's decays.
+
+    The gradient of the sum is ``w`` times that of w, in the dtype of x, with w as rounded to ``dtype``.
+
+    Args:
+        x: [..., C], what the tokens add; float32, for its last digits decide on those of w.
+        base: [C], the parameter.
+        dtype: of the result; None for that of x. float16 has not the range for decays.
+
+    Returns:
+        w [..., C], not above 0.
+
+    Source: Peng et al. 2024; ``time_decay`` and what the tokens add to it in RWKV-LM's
+    ``RWKV-v5/src/model.py``, which has no minimum.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> rwkv6_decay(jnp.array([[0.0, 30.0]]), jnp.array([0.0, 0.0])).round().tolist()
+        [[-1.0, -485165184.0]]
+    """
+    return _decay(base.astype(x.dtype) + x, jnp.dtype(x.dtype if dtype is None else dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _decay(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return (-jnp.exp(jnp.minimum(x, MOST))).astype(dtype)
+
+
+def _forward(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    w = _decay(x, dtype)
+    return w, (w, jnp.zeros((), x.dtype))
+
+
+def _backward(dtype: jnp.dtype, kept: tuple[jax.Array, jax.Array], dw: jax.Array) -> tuple[jax.Array]:
+    w, like = kept
+    w, least = w.astype(like.dtype), (-jnp.exp(jnp.asarray(MOST, like.dtype))).astype(w.dtype)
+    return (jnp.where(w > least.astype(like.dtype), dw.astype(like.dtype) * w, 0),)
+
+
+_decay.defvjp(_forward, _backward)
