@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     check(options)
     start_processes(options)
     keep_programs(options)
+    options = dataclasses.replace(options, remat=memory.rematerialisation(options))
     console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
     if options.dry_run:
         sys.exit(0 if memory.report(options, console) else 1)

@@ -1,14 +1,50 @@
-"""``pretrain.py --dry-run``: parameters, and the memory of a device by the compiler's account."""
+"""The memory of a device: what a run may keep for its backward pass, and what ``pretrain.py --dry-run`` says
+by the compiler's account.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from typing import Literal
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 
 from .options import Options
 from .program import Trainer, build_model, count_parameters, precision
+
+# Bytes of a step that keeps everything: parameters, gradients, two moments in float32; what a layer keeps of
+# a token, by channels and bytes of a number (34 measured on an H200 for RWKV-7, 36 for RWKV-6); a block of
+# logits, of a gradient and of what is cast, by words of the vocabulary.
+OF_A_PARAMETER, OF_A_TOKEN, OF_A_WORD = 16, 40, 4096 * 8
+
+
+def rematerialisation(options: Options) -> Literal["none", "dense", "full"]:
+    """``--remat``, ``auto`` resolved: ``none``, which is the fastest, where by an estimate from above a
+    device has the memory for it, else ``dense``. All processes of a run get the same.
+    """
+    if options.remat != "auto":
+        return options.remat
+    there = available(options.memory_gb)
+    keeps = there is not None and everything(options) <= there
+    if jax.process_count() > 1:
+        keeps = bool(multihost_utils.broadcast_one_to_all(np.int32(keeps)))
+    return "none" if keeps else "dense"
+
+
+def everything(options: Options) -> float:
+    """Bytes that a device needs at most where nothing is rematerialised."""
+    C, L, V = options.hidden_size, options.num_layers, options.vocab_size
+    sizes = [options.mesh_fsdp, options.mesh_tensor, options.mesh_data or 1, options.mesh_sequence]
+    left = max(1, jax.device_count() // math.prod(size for size in sizes if size > 0))
+    fsdp, tensor = (left if size < 0 else size for size in sizes[:2])
+    parameters = (14 * L * C * C + 2 * V * C) / (fsdp * tensor)
+    tokens = options.batch * options.sequence / options.accumulate / jax.device_count() * tensor
+    width = 2 if precision(options) == "bf16" else 4
+    return OF_A_PARAMETER * parameters + OF_A_TOKEN * width * tokens * C * L + OF_A_WORD * V
 
 
 def report(options: Options, console: Console) -> bool:
@@ -25,6 +61,7 @@ def report(options: Options, console: Console) -> bool:
     console.print(f"devices           {jax.device_count()} x {device.device_kind} ({mesh})")
     layers = "in a loop" if model.config.scan_layers is True else "written out"
     console.print(f"layers            {layers}, as {device.platform} runs them")
+    console.print(f"rematerialised    {options.remat}")
     pieces = f" in {options.accumulate} pieces" if options.accumulate > 1 else ""
     console.print(f"step              {options.batch} rows of {options.sequence} tokens{pieces}")
     with console.status("compiling"):

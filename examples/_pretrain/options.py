@@ -72,8 +72,8 @@ class Options:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """compute dtype; parameters, decays, states, logits stay float32 (auto: bf16 on GPUs, fp32 elsewhere)"""
     remat: Literal["auto", "none", "dense", "full"] = "auto"
-    """what the backward pass computes again: nothing, all but dense projections, all (auto: dense; none
-    for tiny)"""
+    """what the backward pass computes again: nothing, all but dense projections, all (auto: nothing where a
+    device seems to have the memory, see --memory-gb, else dense)"""
     scan_layers: bool = True
     """stack the layers' parameters; layers run in a loop where --mesh-fsdp shares parameters, which gathers
     them a layer ahead, and on CPUs. On GPUs else they are written out: faster, and a sixth more memory"""
@@ -130,7 +130,7 @@ class Options:
     peak_tflops: float | None = None
     """of a device, for the share of 6N (default: by its name)"""
     memory_gb: float | None = None
-    """of a device, for --dry-run (default: what it has)"""
+    """of a device, for --dry-run and --remat (default: what it has)"""
     profile: int = 0
     """write a trace of so many steps to --out/trace"""
 
@@ -169,8 +169,6 @@ def completed(options: Options) -> Options:
     rest = {name: value for name, value in rest.items() if getattr(options, name) is None}
     if options.eval_data is not None:
         rest["held_out"] = 0.0  # all of --data is for learning
-    if options.remat == "auto":
-        rest["remat"] = "none" if options.size == "tiny" else "dense"
     return dataclasses.replace(options, **rest)
 
 

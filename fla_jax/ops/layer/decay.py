@@ -29,6 +29,7 @@ def rwkv6_decay(x: jax.Array, base: jax.Array, dtype: Any = None) -> jax.Array:
 
     Example:
         >>> import jax.numpy as jnp
+        >>> from fla_jax.ops.layer import rwkv6_decay
         >>> rwkv6_decay(jnp.array([[0.0, 30.0]]), jnp.array([0.0, 0.0])).round().tolist()
         [[-1.0, -485165184.0]]
     """

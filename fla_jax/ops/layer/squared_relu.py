@@ -19,6 +19,7 @@ def squared_relu(h: jax.Array) -> jax.Array:
 
     Example:
         >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.ops.layer import squared_relu
         >>> jax.grad(lambda h: squared_relu(h).sum())(jnp.array([-1.0, 0.5, 2.0])).tolist()
         [0.0, 1.0, 4.0]
     """
