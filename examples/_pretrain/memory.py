@@ -85,9 +85,9 @@ def available(given: float | None) -> float | None:
     """Bytes of a device: as given, as JAX may use, or a share of the machine's."""
     if given is not None:
         return given * 1e9
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"]
-    if jax.devices()[0].platform == "cpu" and hasattr(os, "sysconf"):
+    if jax.local_devices()[0].platform == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / jax.local_device_count()
     return None

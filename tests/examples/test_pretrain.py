@@ -123,6 +123,7 @@ def test_two_processes(data, straight, tmp_path):
     wait_for(processes[0], (out / "checkpoints" / "10").exists)
     processes[1].terminate()  # it alone is told to stop
     outputs = [finish(process) for process in processes]
+    assert (out / "metrics.csv").exists(), outputs
     at = len(metrics(out))
     np.testing.assert_allclose(column(out, "loss"), column(straight, "loss")[:at], rtol=2e-4)
     assert saved(out, at)[1] == {"next_index": at}
