@@ -4,7 +4,6 @@ by the compiler's account.
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Literal
 
@@ -14,7 +13,7 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from .options import Options
-from .program import Trainer, build_model, count_parameters, precision
+from .program import Trainer, build_model, count_parameters, mesh_of, precision
 
 # Bytes of a step that keeps everything: parameters, gradients, two moments in float32; what a layer keeps of
 # a token, by channels and bytes of a number (34 measured on an H200 for RWKV-7, 36 for RWKV-6); a block of
@@ -38,11 +37,10 @@ def rematerialisation(options: Options) -> Literal["none", "dense", "full"]:
 def everything(options: Options) -> float:
     """Bytes that a device needs at most where nothing is rematerialised."""
     C, L, V = options.hidden_size, options.num_layers, options.vocab_size
-    sizes = [options.mesh_fsdp, options.mesh_tensor, options.mesh_data or 1, options.mesh_sequence]
-    left = max(1, jax.device_count() // math.prod(size for size in sizes if size > 0))
-    fsdp, tensor = (left if size < 0 else size for size in sizes[:2])
-    parameters = (14 * L * C * C + 2 * V * C) / (fsdp * tensor)
-    tokens = options.batch * options.sequence / options.accumulate / jax.device_count() * tensor
+    mesh = mesh_of(options).shape
+    parameters = (14 * L * C * C + 2 * V * C) / (mesh["fsdp"] * mesh["tensor"])
+    share = mesh["data"] * mesh["fsdp"] * mesh["sequence"]
+    tokens = options.batch * options.sequence / options.accumulate / share
     width = 2 if precision(options) == "bf16" else 4
     return OF_A_PARAMETER * parameters + OF_A_TOKEN * width * tokens * C * L + OF_A_WORD * V
 

@@ -107,6 +107,16 @@ def in_pieces(loss: Callable[[Any, Batch], jax.Array], count: int, shardings: An
     return whole
 
 
+def mesh_of(options: Options) -> jax.sharding.Mesh:
+    """The mesh that the options ask for."""
+    try:
+        return make_mesh(
+            **{name: getattr(options, f"mesh_{name}") for name in ("data", "fsdp", "tensor", "sequence")}
+        )
+    except ValueError as error:
+        raise ValueError(f"--mesh-...: {error}") from error
+
+
 class Trainer:
     """The compiled programs of a run, and the batches that they take.
 
@@ -118,13 +128,7 @@ class Trainer:
     def __init__(self, options: Options, model: Any, steps: int):
         """Checks that model, mesh and batch fit one another; compiles nothing."""
         self.options, self.model = options, model
-        mesh_options = {
-            name: getattr(options, f"mesh_{name}") for name in ("data", "fsdp", "tensor", "sequence")
-        }
-        try:
-            self.mesh = make_mesh(**mesh_options)
-        except ValueError as error:
-            raise ValueError(f"--mesh-...: {error}") from error
+        self.mesh = mesh_of(options)
         if options.sequence % (parts := self.mesh.shape["sequence"]):
             raise ValueError(
                 f"--sequence must be a multiple of --mesh-sequence = {parts}, got {options.sequence}"
