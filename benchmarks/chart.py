@@ -138,6 +138,7 @@ def draw(found: list[Panel], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(axis="x", labelsize=8)
     first = found[0].rows[0]
+    commits = sorted({row["commit"] for panel in found for row in panel.rows})
     meaning = {
         "fla_jax, faster than every peer": WON,
         "fla_jax, slower than the best peer": LOST,
@@ -147,7 +148,7 @@ def draw(found: list[Panel], path: Path) -> None:
     patches = [Patch(color=c) for c in meaning.values()]
     figure.legend(patches, list(meaning), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(
-        f"{first['device']}, {first['dtype']}, milliseconds (less is better), commit {first['commit']}; "
+        f"{first['device']}, {first['dtype']}, milliseconds (less is better), commits {', '.join(commits)}; "
         "dotted: memory's limit"
     )
     figure.savefig(path, dpi=110)

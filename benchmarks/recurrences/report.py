@@ -111,6 +111,17 @@ class Run:
         results.put(self.out, self.device, self.records, self._key, keep)
 
 
+def not_finite(r: records.Record) -> list[str]:
+    """The errors of a record that are none, for the results were not finite: `child.plain` notes them."""
+    return (r.get("note") or "").partition("not finite: ")[2].partition(";")[0].split(", ")
+
+
+def counts(r: records.Record) -> bool:
+    """Whether a peer gives all that its time is the time of."""
+    bad = not_finite(r)
+    return not ({"o", "final_state"} & set(bad) if r["pass"] == "fwd" else any(bad))
+
+
 def compare(rows: list[records.Record]) -> None:
     """Fills in peer, peer_ms and ratio of our rows, and of a decoding step its time over that of a copy of
     the state.
@@ -127,7 +138,7 @@ def compare(rows: list[records.Record]) -> None:
         copy = next((r for r in same if r["implementation"] == IMPLEMENTATIONS["copy"].name), None)
         if copy is not None:
             row.update(copy_ms=copy["ms"], ratio_to_copy=ours / copy["ms"])
-        best = min((r for r in same if r is not copy), key=lambda r: r["ms"], default=None)
+        best = min((r for r in same if r is not copy and counts(r)), key=lambda r: r["ms"], default=None)
         if best is not None:
             row.update(peer=best["implementation"], peer_ms=best["ms"], ratio=ours / best["ms"])
 
@@ -139,7 +150,7 @@ def table(rows: list[records.Record]) -> str:
         return "-" if x is None else format(x, form)
 
     def error(r: records.Record, name: str) -> str:
-        if name in (r.get("note") or "").partition("not finite")[2]:
+        if name in not_finite(r):
             return "not finite"
         return number(r["errors"].get(name), ".1e")
 

@@ -101,6 +101,29 @@ def test_the_peer_is_the_fastest_with_the_same_decays(module):
     assert rows[0]["peer"] == "b" and rows[0]["peer_ms"] == 4.0 and rows[0]["ratio"] == 0.75
 
 
+@pytest.mark.parametrize("timed, best", [("fwd", "wrong"), ("fwd+bwd", "right")])
+def test_what_is_not_finite_is_no_peer(timed, best, module):
+    """Of the pass that was timed: gradients that are NaN say nothing against a forward."""
+    base = {"op": "chunk_rwkv7", "form": "chunk", "shape": [1, 2, 3, 4, 5], "dtype": "bfloat16"}
+    row = lambda library, ms, note=None: (
+        base
+        | {
+            "pass": timed,
+            "library": library,
+            "implementation": library,
+            "decay": "any-strong",
+            "ms": ms,
+            "note": note,
+        }
+    )
+    rows = [row("fla_jax", 2.0), row("wrong", 3.0, "a note; not finite: dw"), row("right", 4.0, "a note")]
+    module("recurrences.report").compare(rows)
+    assert rows[0]["peer"] == best
+    rows[1]["note"] = "not finite: o, dw; another"
+    module("recurrences.report").compare(rows)
+    assert rows[0]["peer"] == "right"
+
+
 def test_the_chart_shows_losses(module, tmp_path):
     pytest.importorskip("matplotlib")
     chart = module("chart")
