@@ -26,11 +26,12 @@ class Mode:
         splits: stretches that each row is cut into; 1 where sequences are packed.
         scale: factor of r.
         operand: dtype of the large products' operands, bfloat16 for inputs of 16 bits, else float32.
-        precision: what `tl.dot` makes of float32 operands.
+        in_parts: whether products of float32 operands are made of their TF32 parts.
         any_decay: whether rows and heads may need the form for any decay; False in the bounded form.
         segments: whether rows have segments, before which the state restarts.
         packed: whether sequences are packed into one row.
         even: whether no element of any tile is missing.
+        scored: whether a kernel has made the scores of all chunks beforehand (RWKV-7's scores.py).
     """
 
     H: int
@@ -41,11 +42,12 @@ class Mode:
     splits: int
     scale: float
     operand: Any
-    precision: str
+    in_parts: bool
     any_decay: bool
     segments: bool
     packed: bool
     even: bool
+    scored: bool
 
     def replaced(self, **changes: Any) -> "Mode":
         """The same with other values."""
@@ -96,10 +98,11 @@ class Ranges(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """What a program walks: its row, the row's first token, its own first token, its number of tokens, and
-    its first chunk among all chunks.
+    """What a program walks: its number among packed sequences or stretches, its row, the row's first token,
+    its own first token, its number of tokens, and its first chunk among all chunks.
     """
 
+    index: Any
     row: Any
     base: Any
     first: Any
@@ -110,10 +113,16 @@ class Sequence(NamedTuple):
 @triton.jit
 def sequence(ranges, mode: tl.constexpr):
     """The program's sequence: program axis 2 counts packed sequences, else the stretches of all rows."""
-    p = tl.program_id(2)
+    return numbered_sequence(tl.program_id(2), ranges, mode)
+
+
+@triton.jit
+def numbered_sequence(p, ranges, mode: tl.constexpr):
+    """Packed sequence or stretch ``p``."""
     if mode.packed:
         first = tl.load(ranges.cu_ + p)
         return Sequence(
+            p,
             0,
             first.to(tl.int64),
             first.to(tl.int64),
@@ -124,12 +133,26 @@ def sequence(ranges, mode: tl.constexpr):
         row, start = p // mode.splits, (p % mode.splits) * ranges.span
         base = row.to(tl.int64) * ranges.T
         return Sequence(
+            p,
             row,
             base,
             base + start,
             tl.minimum(ranges.span, ranges.T - start),
             row.to(tl.int64) * tl.cdiv(ranges.T, C) + start // C,
         )
+
+
+@triton.jit
+def chunks_of_program(number, owner_, ranges, EVERY: tl.constexpr, mode: tl.constexpr):
+    """Where each program takes ``EVERY`` chunks, the ``number``th of them (`ChunkedPlan.by_chunks`): the
+    sequence, and the first of its chunks. It may have none there.
+    """
+    if mode.packed:
+        here = numbered_sequence(tl.load(owner_ + number), ranges, mode)
+        before = (here.chunk0 + here.index * (EVERY - 1)) // EVERY  # as `state_place` counts them
+        return here, (number - before).to(tl.int32) * EVERY
+    else:
+        return sequence(ranges, mode), number * EVERY
 
 
 class Axes(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .products import token_sums
+from .products import product, token_sums
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(-128.0)  # exp is 0 in float32; unlike -inf it may be multiplied by 0
@@ -176,8 +176,8 @@ class Columns(NamedTuple):
 @triton.jit
 def score(rows, columns, mask, mode: tl.constexpr):
     """Masked products [16, 16] of rows and columns, each half of the rows with its own columns."""
-    A = tl.dot(rows.score, tl.trans(columns.high), input_precision=mode.precision)
+    A = product(rows.score, tl.trans(columns.high), mode)
     if mode.any_decay:
         low = tl.arange(0, 16)[:, None] < 8
-        A = tl.where(low, tl.dot(rows.score, tl.trans(columns.low), input_precision=mode.precision), A)
+        A = tl.where(low, product(rows.score, tl.trans(columns.low), mode), A)
     return tl.where(mask, A, 0.0)

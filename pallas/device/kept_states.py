@@ -37,7 +37,7 @@ def state_place(ranges, here, n, token, mode: tl.constexpr, ARRAYS: tl.constexpr
         if EVERY == 1:
             number = here.chunk0 + n
         elif mode.packed:  # a sequence's last state may be of fewer chunks: room for one more each
-            number = (here.chunk0 + tl.program_id(2) * (EVERY - 1)) // EVERY + n // EVERY
+            number = (here.chunk0 + here.index * (EVERY - 1)) // EVERY + n // EVERY
         else:
             before = here.row.to(tl.int64) * tl.cdiv(ranges.T, EVERY * C)
             number = before + ((here.first - here.base) // C + n) // EVERY

@@ -1,4 +1,5 @@
-"""Matrix products that the chunked Triton kernels share: sums over a chunk's tokens, small inverses.
+"""Matrix products that the chunked Triton kernels share: all of them in the precision of the inputs, sums
+over a chunk's tokens, small inverses.
 
 A sum over the 16 tokens of a chunk is a product with a constant matrix, mostly of 0 and +-1: that takes a
 third of the instructions of `tl.cumsum`, and no barriers.
@@ -6,6 +7,29 @@ third of the instructions of `tl.cumsum`, and no barriers.
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def product(x, y, mode: tl.constexpr, acc=None):
+    """``acc + x @ y``, in float32.
+
+    Float32 operands are two parts each, and all but the product of the smaller ones, 2^-22, is summed up.
+    Triton's own "tf32x3" cuts parts off and tests every number for NaN, a quarter of all instructions; here
+    what is infinite becomes NaN.
+    """
+    if mode.in_parts:
+        high_x, high_y = tf32_part(x), tf32_part(y)
+        acc = tl.dot(x - high_x, high_y, acc, input_precision="tf32")
+        acc = tl.dot(high_x, y - high_y, acc, input_precision="tf32")
+        return tl.dot(high_x, high_y, acc, input_precision="tf32")
+    else:
+        return tl.dot(x, y, acc, input_precision="tf32")
+
+
+@triton.jit
+def tf32_part(x):
+    """float32 ``x`` rounded to the 11 bits of TF32, which also holds what is left, but for its last bit."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -43,7 +67,7 @@ def exact_product(matrix, x, mode: tl.constexpr):
         hi, lo = in_two(x.to(tl.float32))
         return tl.dot(matrix.to(tl.bfloat16), lo, tl.dot(matrix.to(tl.bfloat16), hi))
     else:
-        return tl.dot(matrix, x, input_precision=mode.precision)
+        return sums_in_two(matrix, x, mode)
 
 
 @triton.jit
@@ -57,7 +81,19 @@ def token_sums_f32(matrix, x, acc, mode: tl.constexpr):
         m = matrix.to(tl.bfloat16)
         return tl.dot(m, lo, tl.dot(m, hi, acc))
     else:
-        return tl.dot(matrix, x, acc, input_precision=mode.precision)
+        return sums_in_two(matrix, x, mode, acc)
+
+
+@triton.jit
+def sums_in_two(matrix, x, mode: tl.constexpr, acc=None):
+    """`product` for a ``matrix`` that TF32 holds."""
+    if mode.in_parts:
+        high = tf32_part(x)
+        return tl.dot(
+            matrix, high, tl.dot(matrix, x - high, acc, input_precision="tf32"), input_precision="tf32"
+        )
+    else:
+        return tl.dot(matrix, x, acc, input_precision="tf32")
 
 
 @triton.jit
@@ -78,9 +114,9 @@ def inverse16(A, mode: tl.constexpr):
     same = (o[:, None] // 8) == (o[None, :] // 8)
     D = tl.where(same, A, 0.0)
     T = tl.where(o[:, None] == o[None, :], 1.0, 0.0) + D
-    P = tl.dot(D, D, input_precision=mode.precision)
-    T = tl.dot(P, T, T, input_precision=mode.precision)
-    P = tl.dot(P, P, input_precision=mode.precision)
-    T = tl.dot(P, T, T, input_precision=mode.precision)
-    X = tl.dot(T, A - D, input_precision=mode.precision)
-    return tl.dot(X, T, T, input_precision=mode.precision)
+    P = product(D, D, mode)
+    T = product(P, T, mode, T)
+    P = product(P, P, mode)
+    T = product(P, T, mode, T)
+    X = product(T, A - D, mode)
+    return product(X, T, mode, T)

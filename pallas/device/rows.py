@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .chunk import C
-from .products import in_two
+from .products import in_two, product
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def sums_over_tokens(x, matrix, mode: tl.constexpr):
     elif x.dtype == tl.float16:  # its 11 bits are two bfloat16
         return sums_over_tokens_f32(x.to(tl.float32), matrix, None, mode)
     else:
-        return tl.dot(x, matrix, input_precision=mode.precision)
+        return product(x, matrix, mode)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def sums_over_tokens_f32(x, matrix, acc, mode: tl.constexpr):
         m = matrix.to(tl.bfloat16)
         return tl.dot(lo, m, tl.dot(hi, m, acc))
     else:
-        return tl.dot(x, matrix, acc, input_precision=mode.precision)
+        return product(x, matrix, mode, acc)
 
 
 @triton.jit
@@ -103,8 +103,8 @@ def sums_of_pairs(pairs, through, acc, of_pairs, mode: tl.constexpr):
         return tl.dot(beside(two_parts(pairs), two_parts(through)), of_pairs, acc)
     else:
         i, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-        acc = tl.dot(pairs, tl.where(i > s, 1.0, 0.0), acc, input_precision=mode.precision)
-        return tl.dot(through, tl.where(i < s, 1.0, 0.0), acc, input_precision=mode.precision)
+        acc = product(pairs, tl.where(i > s, 1.0, 0.0), mode, acc)
+        return product(through, tl.where(i < s, 1.0, 0.0), mode, acc)
 
 
 @triton.jit
@@ -114,4 +114,4 @@ def sums_of_reads(reads, acc, of_reads, mode: tl.constexpr):
         return tl.dot(two_parts(reads), of_reads, acc)
     else:
         i, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-        return tl.dot(reads, tl.where(i > s, 1.0, 0.0), acc, input_precision=mode.precision)
+        return product(reads, tl.where(i > s, 1.0, 0.0), mode, acc)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .products import product
+
 
 @triton.jit
 def combine_kernel(
@@ -68,7 +70,7 @@ def reads_kernel(
     reads = tl.load(reads_ + token * mode.K + key[None, :], mask=there, other=0.0).to(tl.float32)
     place, there = token * mode.V + value[None, :], has_token[:, None] & has_value[None, :]
     own = tl.load(own_ + place, mask=there, other=0.0).to(tl.float32)
-    tl.store(y_ + place, tl.dot(reads, S, own, input_precision=mode.precision), mask=there)
+    tl.store(y_ + place, product(reads, S, mode, own), mask=there)
 
 
 @triton.jit
@@ -88,7 +90,7 @@ def gather_kernel(reads_, do_, T, span, D_, mode: tl.constexpr):
         there = (t < left)[:, None] & (value < mode.V)[None, :]
         at = do_ + (first + t[:, None] * mode.H) * mode.V + value[None, :]
         do = tl.load(at, mask=there, other=0.0).to(mode.operand)
-        acc = tl.dot(reads, do, acc, input_precision=mode.precision)
+        acc = product(reads, do, mode, acc)
     head = (p * mode.H + h).to(tl.int64)
     there = (key < mode.K)[:, None] & (value < mode.V)[None, :]
     tl.store(D_ + head * (mode.K * mode.V) + key[:, None] * mode.V + value[None, :], acc, mask=there)

@@ -14,6 +14,7 @@ import triton.language as tl
 from ...core.call import Call, Recurrence
 from ...core.gpu import compute_capability
 from ..device.chunk import C, Mode
+from ..run.triton import INTERPRET
 from .shapes import tile
 
 CHUNK = C.value
@@ -53,6 +54,19 @@ class ChunkedPlan(NamedTuple):
         rows, chunks = self.chunks
         more = self.sequences if self.mode.packed else 1
         return rows, (chunks + more * (every - 1)) // every
+
+    def by_chunks(self, every: int) -> tuple[tuple[int, int, int], jax.Array]:
+        """The grid of programs that take ``every`` chunks each: these, heads, stretches; and the kernels'
+        argument owner_, the sequence of each where sequences are packed. These share the first axis: by
+        themselves they would all need programs for as many chunks as there are.
+        """
+        _, H, sequences = self.options["grid"]
+        if not self.mode.packed:
+            return (-(-self.ranges["span"] // (every * CHUNK)), H, sequences), self.ranges["chunk0_"]
+        count = self.kept(every)[1]
+        first = (self.ranges["chunk0_"][:-1] + jnp.arange(sequences) * (every - 1)) // every
+        owner = jnp.searchsorted(first, jnp.arange(count), side="right") - 1
+        return (count, H, 1), owner.astype(jnp.int32)
 
     @property
     def mode(self) -> Mode:
@@ -117,7 +131,7 @@ def launch_options(table: LaunchTable, which: str, K: int, half: bool) -> tuple[
     small = "" if compute_capability() // 10 in (9, 10) else "small"
     kind = " ".join(filter(None, [small, "" if half else "float32"]))
     key = which, max(64, tile(K))
-    return table.get((*key, kind), table[key])
+    return table[(*key, kind)] if (*key, kind) in table else table[key]
 
 
 def has_half(x: Any) -> bool:
@@ -149,9 +163,16 @@ def store_dtype(half: bool) -> Any:
     return jnp.bfloat16 if half else jnp.float32
 
 
-def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, splits: int = 1) -> ChunkedPlan:
+def make_plan(
+    which: str,
+    table: LaunchTable,
+    call: Call[Recurrence],
+    x: Any,
+    splits: int = 1,
+    scored: bool = False,
+) -> ChunkedPlan:
     """Plans the pass ``which`` of a launch table for a recurrence's inputs ``x``, rows cut into ``splits``
-    stretches.
+    stretches; ``scored`` as in `Mode`.
     """
     B, T, H, K = x.r.shape
     V = x.v.shape[-1]
@@ -180,11 +201,12 @@ def make_plan(which: str, table: LaunchTable, call: Call[Recurrence], x: Any, sp
         splits=splits,
         scale=call.settings.scale,
         operand=tl.bfloat16 if half else tl.float32,
-        precision="tf32" if half else "tf32x3",
+        in_parts=not half and not INTERPRET,  # Triton's interpreter multiplies float32 numbers as they are
         any_decay=any_decay,
         segments=x.segment_ids is not None,
         packed=x.cu_seqlens is not None,
         even=T % CHUNK == 0 and x.cu_seqlens is None and K == BK and V % BV == 0,
+        scored=scored,
     )
     seg = none if x.segment_ids is None else segment_starts(x.segment_ids)
     ranges = dict(seg_=seg, cu_=cu, chunk0_=chunk0, any_decay_=needs, T=T, span=_span(T, splits))

@@ -19,6 +19,7 @@ import pytest
 from layer_ops import norm_mix_cases
 
 from fla_jax.pallas.layer.norm_mix import launcher as norm_mix_launcher
+from fla_jax.pallas.rwkv7.chunked import launcher as rwkv7_launcher
 
 from . import pieces, places, recurrences
 from .places import PALLAS_INTERPRETER, TRITON_INTERPRETER, Place
@@ -73,6 +74,23 @@ def once(entry: Entry) -> Any:
     more = re.fullmatch(r"\S+ (T|K \d+ V|chunk|segments|packed) \d+", entry.name)
     marks = [pytest.mark.once] if more or entry.place is TRITON_INTERPRETER else []
     return pytest.param(entry, id=f"{entry.place} {entry.name}", marks=marks)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forms():
+    """In Triton's interpreter RWKV-7 runs its forms for 16 bits, in float32, so that they are compared at
+    float32's accuracy; tests/interpret has those for float32.
+    """
+    if TRITON_INTERPRETER not in places.here():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rwkv7_launcher, "has_half", lambda x: True)
+        jax.clear_caches()
+        cases.runner.cache_clear()
+        yield
+    jax.clear_caches()
+    cases.runner.cache_clear()
 
 
 @pytest.fixture(autouse=True)

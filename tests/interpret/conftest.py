@@ -12,13 +12,26 @@ def op(request):
 
 
 @pytest.fixture
-def split(monkeypatch):
-    """Rows are cut from two chunks on; traces made without are not used again."""
-    from fla_jax.pallas.plan import chunked  # Triton may be missing
-
-    monkeypatch.setattr(chunked, "SHORTEST", 16)
+def fresh():
+    """Traces made before are not used, and those made meanwhile not afterwards."""
     jax.clear_caches()
     cases.runner.cache_clear()
     yield
     jax.clear_caches()
     cases.runner.cache_clear()
+
+
+@pytest.fixture
+def half(monkeypatch, fresh):
+    """RWKV-7's forms for 16 bits, in float32: so that they are compared at float32's accuracy."""
+    from fla_jax.pallas.rwkv7.chunked import launcher  # Triton may be missing
+
+    monkeypatch.setattr(launcher, "has_half", lambda x: True)
+
+
+@pytest.fixture
+def split(monkeypatch, fresh):
+    """Rows are cut from two chunks on."""
+    from fla_jax.pallas.plan import chunked  # Triton may be missing
+
+    monkeypatch.setattr(chunked, "SHORTEST", 16)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import Case, check
+from conformance import places
 
 from fla_jax.core.names import remat_policy
 from fla_jax.pallas.run import triton as run
@@ -27,7 +28,7 @@ launcher = {"rwkv6": rwkv6, "rwkv7": rwkv7}
 @pytest.mark.parametrize(
     "K, V, arrays", [(16, 10, 1), (16, 24, 2), (24, 40, 4), (64, 64, 4), (16, 72, 0), (128, 16, 1)]
 )
-def test_states_kept_where_gradients_go(op, K, V, arrays):
+def test_states_kept_where_gradients_go(op, K, V, arrays, half):
     """Whole chunks: the gradients are written over the states (kept_states.py), as many as have the shape of
     one.
     """
@@ -53,11 +54,10 @@ def test_states_kept_where_gradients_go(op, K, V, arrays):
         (dict(T=58, K=128, V=40, decay="layer", lower_bound=-0.61, layout="segments", lengths=(41, 17)), 0),
         (dict(T=48, K=96, V=128, decay="layer", lower_bound=-0.61), 0),
         (dict(K=72, V=24, decay="smooth", layout="packed", lengths=(16, 1, 33, 20, 48)), 0),
+        (dict(K=72, V=24, decay="mixed", layout="packed", lengths=(0, 5, 0, 0, 17, 33, 0)), 0),
     ],
 )
-def test_large_heads_keep_a_state_for_two_chunks(case, arrays, monkeypatch):
-    """In 16 bits; in float32 here, so that it is compared at float32's accuracy."""
-    monkeypatch.setattr(rwkv7, "_every", lambda x: 2)
+def test_large_heads_keep_a_state_for_two_chunks(case, arrays, half):
     case = Case("rwkv7", **(dict(B=1 if case.get("layout") == "packed" else 2, H=2) | case))
     x = cases.call_of(case).inputs
     assert rwkv7._states(x).every == 2 and rwkv7._state_gradients(x).arrays == arrays
@@ -74,9 +74,8 @@ def test_large_heads_as_one_tile_are_bfloat16(dtype, once):
 
 
 @pytest.mark.parametrize("T", [64, 50])
-def test_large_heads_with_bounded_decays_on_other_gpus(T, monkeypatch):
+def test_large_heads_with_bounded_decays_on_other_gpus(T, half, monkeypatch):
     """Two chunks are one tile on compute capability 9.0 only; elsewhere each is its own."""
-    monkeypatch.setattr(rwkv7, "_every", lambda x: 2)
     monkeypatch.setattr(rwkv7, "has_warp_groups", lambda: False)
     check(Case("rwkv7", B=2, T=T, H=1, K=72, V=24, decay="layer", lower_bound=-0.61), "triton")
 
@@ -98,15 +97,43 @@ def test_large_heads_with_bounded_decays_on_other_gpus(T, monkeypatch):
         dict(K=40, V=72, decay="mixed", layout="packed", lengths=(16, 1, 33, 20)),
     ],
 )
-def test_keys_as_rows(op, case, monkeypatch):
-    """In 16 bits on compute capability 9.0; in float32 here, so that it is compared at float32's accuracy."""
+def test_keys_as_rows(op, case, half, monkeypatch):
+    """In 16 bits on compute capability 9.0."""
     monkeypatch.setattr(launcher[op], "_keys_as_rows", lambda plan, *arrays: True)
     small = dict(B=1 if case.get("layout") == "packed" else 2, H=2, K=16, V=16)
     check(Case(op, **(small | case)), "triton")
 
 
-def test_large_heads_cut_into_stretches_of_whole_pairs(monkeypatch, split):
-    monkeypatch.setattr(rwkv7, "_every", lambda x: 2)
+SINGLE = [
+    dict(T=50, K=24, V=40, decay="strong"),
+    dict(T=48, K=64, V=64, decay="mixed"),
+    dict(T=48, K=16, V=16, decay="layer", lower_bound=-0.61, scale=0.7),
+    dict(T=35, decay="mixed", layout="segments", lengths=(1,) * 35),
+    dict(T=70, K=40, V=24, decay="layer", lower_bound=-0.61, layout="segments", lengths=(16, 16, 1, 15, 22)),
+    dict(K=40, V=72, decay="mixed", layout="packed", lengths=(16, 1, 33, 20)),
+    dict(K=72, V=40, decay="smooth", layout="packed", lengths=(0, 5, 0, 17, 18)),
+    dict(T=40, K=128, V=16, decay="mixed"),
+    dict(T=40, K=16, V=136, decay="smooth"),
+    dict(T=20, K=256, V=24, decay="smooth"),
+]
+
+
+@pytest.mark.parametrize("case", SINGLE)
+def test_float32_has_scores_made_beforehand(case):
+    """RWKV-7's forms for float32: two kernels for the backward up to heads of 128."""
+    small = dict(B=1 if case.get("layout") == "packed" else 2, H=2, K=16, V=16)
+    check(Case("rwkv7", **(small | case)), "triton")
+
+
+@pytest.mark.parametrize("case", SINGLE[1:6])
+def test_products_in_parts(op, case, fresh, monkeypatch):
+    """On a GPU float32 operands are multiplied as TF32 parts, to the accuracy that is asked for there."""
+    monkeypatch.setattr(chunked, "INTERPRET", False)
+    small = dict(B=1 if case.get("layout") == "packed" else 2, H=1, K=16, V=16)
+    check(Case(op, **(small | case)), "triton", tol=places.RECURRENCE[places.TRITON_GPU]["float32"])
+
+
+def test_large_heads_cut_into_stretches_of_whole_pairs(half, split):
     case = Case("rwkv7", B=1, T=70, H=1, K=104, V=24, decay="smooth")
     assert chunked.stretches_of(cases.call_of(case)) >= 2
     check(case, "triton")
@@ -125,7 +152,12 @@ STRETCHES = [
 @pytest.mark.parametrize(
     "case", [dict(decay="mixed"), *(pytest.param(case, marks=pytest.mark.once) for case in STRETCHES)]
 )
-def test_rows_cut_into_stretches(op, case, split):
+@pytest.mark.parametrize("bits", [16, 32])
+def test_rows_cut_into_stretches(op, case, bits, split, request):
+    if op == "rwkv7" and bits == 16:
+        request.getfixturevalue("half")
+    elif bits == 16:
+        pytest.skip("RWKV-6 has one form for both")
     case = Case(op, **(dict(B=2, T=70, H=1, K=16, V=16) | case))
     assert chunked.stretches_of(cases.call_of(case)) >= 3
     check(case, "triton")
@@ -142,7 +174,7 @@ def test_rows_cut_into_stretches(op, case, split):
         dict(decay="layer", lower_bound=-0.61, lengths=(3, 13, 32, 1, 24)),
     ],
 )
-def test_keys_as_rows_of_stretches_with_segments(op, case, split, monkeypatch):
+def test_keys_as_rows_of_stretches_with_segments(op, case, half, split, monkeypatch):
     """The token before a stretch's first one is in the stretch before."""
     monkeypatch.setattr(launcher[op], "_keys_as_rows", lambda plan, *arrays: True)
     case = Case(op, **(dict(B=2, T=70, H=1, K=16, V=16, layout="segments") | case))
@@ -160,6 +192,23 @@ def test_where_segments_begin():
         own = [t % 16 for t in starts if t // 16 == chunk]
         assert word & 0x1FFFF == sum(1 << t for t in (*own, 16))
         assert (word >> 17 & 31, word >> 22) == (min(own, default=16), max(own, default=0))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("lengths", [(16, 1, 33, 20, 48), (0, 5, 0, 0, 17, 33, 0), (40,)])
+def test_programs_by_chunks_of_packed_sequences(lengths, every):
+    """All chunks of all sequences have one, and there are few more."""
+    call = cases.call_of(Case("rwkv7", B=1, H=2, K=72, V=24, layout="packed", lengths=lengths))
+    plan = chunked.make_plan("carry", rwkv7.LAUNCH, call, call.inputs)
+    (count, heads, others), owner = plan.by_chunks(every)
+    assert (heads, others) == (2, 1) and count <= -(-sum(lengths) // (16 * every)) + len(lengths)
+    chunk0, found = plan.ranges["chunk0_"], []
+    for number, sequence in enumerate(owner.tolist()):
+        n = (number - (int(chunk0[sequence]) + sequence * (every - 1)) // every) * every
+        if n * 16 < lengths[sequence]:
+            found.append((sequence, n))
+    assert found == [(i, n) for i, length in enumerate(lengths) for n in range(0, -(-length // 16), every)]
 
 
 def test_outputs_alone_of_mapped_rows_cut_into_stretches(op, split):
@@ -184,7 +233,7 @@ def test_without_a_gradient_nothing_is_kept(op):
 
 
 @pytest.mark.parametrize("policy, forwards", [("named", 1), ("nothing", 2)])
-def test_the_forward_runs_once_under_the_policy(op, policy, forwards):
+def test_the_forward_runs_once_under_the_policy(op, policy, forwards, half):
     x = cases.build(Case(op, B=1, T=20, H=1, K=16, V=16))
     keep = dict(named=remat_policy(), nothing=jax.checkpoint_policies.nothing_saveable)[policy]
 

@@ -34,7 +34,7 @@ from ...device.chunk import (
 )
 from ...device.decay import factors, score
 from ...device.kept_states import gradients_over_states, state_place, state_rows
-from ...device.products import token_sums_f32
+from ...device.products import product, token_sums_f32
 from ...device.tokens import load_tokens, only, store_tokens
 from .keys_as_rows import walk_backward_by_rows
 from .tokens import Tokens, scaled_tokens
@@ -89,11 +89,11 @@ def walk_backward(
         vt, dyt = tl.trans(v), tl.trans(dy)
         dS *= decays.post[None, :]  # now the gradient of S pre + V^T K
         dstate = dS.to(mode.operand)
-        dV = tl.dot(dyt, A, input_precision=mode.precision)
-        dV = tl.dot(dstate, tl.trans(written), dV, input_precision=mode.precision)
+        dV = product(dyt, A, mode)
+        dV = product(dstate, tl.trans(written), mode, dV)
         store_tokens(gradients.v_ + pv, offsets.turned, dV, turned(there, axes), mode.even)
 
-        dA = tl.dot(dy, vt, input_precision=mode.precision)
+        dA = product(dy, vt, mode)
         own = tl.sum(only(dA, t == j), 1)[:, None]  # dY_t . V_t
         dA = only(dA, below)
         near = only(dA, t == j + 1).to(mode.operand)
@@ -101,33 +101,33 @@ def walk_backward(
             dA = only(dA, t > j + 1)
         dA = dA.to(mode.operand)
         # rows, then columns: through the state, and with the pairs of the chunk
-        by_state = tl.dot(dy, S, input_precision=mode.precision)
+        by_state = product(dy, S, mode)
         if mode.segments:
             by_state = only(by_state, start)
-        by_pairs = tl.dot(dA, scaled.k.high, input_precision=mode.precision)
+        by_pairs = product(dA, scaled.k.high, mode)
         if mode.any_decay:
-            by_pairs = tl.where(t < 8, tl.dot(dA, scaled.k.low, input_precision=mode.precision), by_pairs)
+            by_pairs = tl.where(t < 8, product(dA, scaled.k.low, mode), by_pairs)
         reads, row_terms = read.to(tl.float32) * by_state, scaled.r.score.to(tl.float32) * by_pairs
         if not mode.any_decay:
             row_terms = reads + row_terms
         dr = (decays.state_excl * by_state + decays.score_excl * by_pairs) * mode.scale
         dr += own * (u * kf * mode.scale)
         if mode.any_decay:
-            dr += tl.dot(near, k.to(mode.operand), input_precision=mode.precision) * mode.scale
+            dr += product(near, k.to(mode.operand), mode) * mode.scale
         store_tokens(gradients.r_ + part + pk, offsets.key, dr, there.key, mode.even)
-        by_state = tl.dot(v, dstate, input_precision=mode.precision)
+        by_state = product(v, dstate, mode)
         if mode.segments:
             by_state = only(by_state, end)
         through = scaled.k.high.to(tl.float32) * by_state
         dA_high = only(dA, t >= 8) if mode.any_decay else dA
-        by_pairs = tl.dot(tl.trans(dA_high), scaled.r.score, input_precision=mode.precision)
+        by_pairs = product(tl.trans(dA_high), scaled.r.score, mode)
         column_terms = scaled.k.high.to(tl.float32) * by_pairs
         dk = decays.high * (by_state + by_pairs) + own * u * rf
         if mode.any_decay:
-            by_pairs = tl.dot(tl.trans(only(dA, t < 8)), scaled.r.score, input_precision=mode.precision)
+            by_pairs = product(tl.trans(only(dA, t < 8)), scaled.r.score, mode)
             column_terms += scaled.k.low.to(tl.float32) * by_pairs
             dk_low = decays.low * by_pairs
-            undecayed = tl.dot(tl.trans(near), r.to(mode.operand), input_precision=mode.precision)
+            undecayed = product(tl.trans(near), r.to(mode.operand), mode)
             dk += dk_low + undecayed * mode.scale
         store_tokens(gradients.k_ + part + pk, offsets.key, dk, there.key, mode.even)
         du += tl.sum(own * rf * kf, 0)
@@ -147,7 +147,7 @@ def walk_backward(
             dg = token_sums_f32(from_here, row_terms - column_terms, dg - row_terms, mode)
             dg = token_sums_f32(earlier, through, dg, mode)
         store_tokens(gradients.w_ + part + pk, offsets.key, dg, there.key, mode.even)
-        dS = tl.dot(dyt, read, dS, input_precision=mode.precision)
+        dS = product(dyt, read, mode, dS)
         pk -= C * mode.H * mode.K
         pv -= C * mode.H * mode.V
     store_state(ds0_, head, dS, tile, mode)

@@ -32,6 +32,7 @@ from ...device.chunk import (
 )
 from ...device.decay import factors, scanned_factors, score
 from ...device.kept_states import state_place, state_rows
+from ...device.products import product
 from ...device.tokens import load_tokens, store_tokens
 from .tokens import Tokens, scaled_tokens
 
@@ -79,15 +80,15 @@ def walk_forward(
         if KEEP:
             place = state_place(ranges, here, n, pk, mode, ARRAYS, 1)
             tl.store(kept + place, state.to(states[0].dtype.element_ty), mask=tile.there)
-        Y = tl.dot(state, tl.trans(read), input_precision=mode.precision)
+        Y = product(state, tl.trans(read), mode)
         if mode.segments:
             Y = masked(Y, tl.trans(reached(segments)), segments)
-        Y = tl.dot(vt, tl.trans(A), Y, input_precision=mode.precision)
+        Y = product(vt, tl.trans(A), mode, Y)
         if mode.segments:
             S = masked(S, passing(segments), segments)
         if mode.any_decay:
             S *= decays.pre[None, :]
-        S = tl.dot(vt, written, S, input_precision=mode.precision) * decays.post[None, :]
+        S = product(vt, written, mode, S) * decays.post[None, :]
         store_tokens(y_ + pv, offsets.turned, Y, turned(there, axes), mode.even)
         pk += C * mode.H * mode.K
         pv += C * mode.H * mode.V

@@ -9,6 +9,7 @@ import triton.language as tl
 from ...device.chunk import C, chunk_segments, masked, partial_sums, passing, sequence, tile_axes, together
 from ...device.decay import LOG2E, LOG_MIN, LOG_ZERO, at_least, sums_to_middles
 from ...device.kept_states import state_place, state_rows
+from ...device.products import product
 from ...device.rows import (
     beside,
     halves,
@@ -116,9 +117,9 @@ def walk_backward_by_rows(
             below = together(segments, below)
             start, end = j < segments.first, j >= segments.last
             read, written = only(read, start), only(written, end)
-        A = tl.dot(tl.trans(score_r), high_k, input_precision=mode.precision)
+        A = product(tl.trans(score_r), high_k, mode)
         if mode.any_decay:
-            A = tl.where(t < 8, tl.dot(tl.trans(score_r), low_k, input_precision=mode.precision), A)
+            A = tl.where(t < 8, product(tl.trans(score_r), low_k, mode), A)
         A = tl.where(below, A, 0.0)
         A = tl.where(t == j, tl.sum(rf * (u * kf), 0)[None, :], A).to(mode.operand)
 
@@ -131,12 +132,12 @@ def walk_backward_by_rows(
             dS *= pre
         if mode.segments:
             passed, dS = tl.where(passing(segments), passed, 0.0), tl.where(passing(segments), dS, 0.0)
-        dS = tl.dot(read, dy, dS, input_precision=mode.precision)
-        dV = tl.dot(tl.trans(dy), A, input_precision=mode.precision)
-        dV = tl.dot(tl.trans(dstate), written, dV, input_precision=mode.precision)
+        dS = product(read, dy, mode, dS)
+        dV = product(tl.trans(dy), A, mode)
+        dV = product(tl.trans(dstate), written, mode, dV)
         store_tokens(gradients.v_ + pv, at_vt, dV, there_vt, mode.even)
 
-        dA = tl.dot(dy, tl.trans(v), input_precision=mode.precision)
+        dA = product(dy, tl.trans(v), mode)
         own = tl.sum(only(dA, t == j), 0)[None, :]  # dY_t . V_t
         dA = only(dA, below)
         if mode.any_decay:
@@ -147,32 +148,32 @@ def walk_backward_by_rows(
         else:
             dA, columns = dA.to(mode.operand), high_k
         # rows, then columns: through the state, and with the pairs of the chunk
-        by_state = tl.dot(S, tl.trans(dy), input_precision=mode.precision)
+        by_state = product(S, tl.trans(dy), mode)
         if mode.segments:
             # a branch here, in the bounded form, makes ptxas convert the one bit of `passing` for each number
             by_state = masked(by_state, start, segments) if mode.any_decay else only(by_state, start)
-        by_pairs = tl.dot(columns, tl.trans(dA), input_precision=mode.precision)
+        by_pairs = product(columns, tl.trans(dA), mode)
         if mode.any_decay:
             by_state *= state_excl
             reads, row_terms = rf * by_state, score_r.to(tl.float32) * by_pairs
             dr = (by_state + score_excl * by_pairs) * mode.scale
-            dr += tl.dot(k.to(mode.operand), tl.trans(near), input_precision=mode.precision) * mode.scale
+            dr += product(k.to(mode.operand), tl.trans(near), mode) * mode.scale
         else:
             by_pairs += by_state
             row_terms = score_r.to(tl.float32) * by_pairs
             dr = score_excl * by_pairs * mode.scale
         dr += own * (u * kf) * mode.scale
         store_tokens(gradients.r_ + part + pk, at_k, dr, there_k, mode.even)
-        by_state = tl.dot(dstate, tl.trans(v), input_precision=mode.precision) * high
+        by_state = product(dstate, tl.trans(v), mode) * high
         if mode.segments:
             by_state = masked(by_state, end, segments)
         through = kf * by_state
-        by_pairs = tl.dot(score_r, dA, input_precision=mode.precision)
+        by_pairs = product(score_r, dA, mode)
         if mode.any_decay:
             by_pairs, pairs_low = halves(by_pairs)
             column_terms = high_k.to(tl.float32) * by_pairs + low_k.to(tl.float32) * pairs_low
             dk = by_state + high * by_pairs + low * pairs_low + u * (own * rf)
-            dk += tl.dot(r.to(mode.operand), near, input_precision=mode.precision) * mode.scale
+            dk += product(r.to(mode.operand), near, mode) * mode.scale
         else:
             column_terms = high_k.to(tl.float32) * by_pairs
             dk = by_state + high * by_pairs + u * (own * rf)

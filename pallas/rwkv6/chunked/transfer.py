@@ -20,7 +20,7 @@ from ...device.chunk import (
     turned,
 )
 from ...device.decay import LOG2E, LOG_ZERO, at_least
-from ...device.products import token_sums
+from ...device.products import product, token_sums
 from ...device.tokens import load_tokens, only, store_tokens
 
 
@@ -56,9 +56,7 @@ def rwkv6_transfer_kernel(r_, k_, v_, w_, seg_, T, span, reads_, M_, N_, mode: t
         if block == 0:
             r = load_tokens(r_ + pk, offsets.key, there.key, mode.even).to(tl.float32) * mode.scale
             store_tokens(reads_ + pk, offsets.key, r * read, there.key, mode.even)
-        S = tl.dot(
-            vt, written.to(mode.operand), S * tl.exp2(total * LOG2E)[None, :], input_precision=mode.precision
-        )
+        S = product(vt, written.to(mode.operand), mode, S * tl.exp2(total * LOG2E)[None, :])
         gone += total
         pk += C * mode.H * mode.K
         pv += C * mode.H * mode.V

@@ -40,19 +40,22 @@ from ...device.chunk import (
 )
 from ...device.decay import factors, score
 from ...device.kept_states import gradients_over_states, state_place, state_rows
+from ...device.products import product
 from ...device.tokens import load_tokens, only, store_tokens
-from .gradients import Masks, TokenTiles, Values, token_gradients
+from .gradients import Masks, TokenTiles, Values, score_gradients, token_gradients
 from .keys_as_rows import walk_backward_by_rows
+from .scores import Scores, kept_inverse, kept_scores
 from .tokens import Tokens, advanced, scaled_tokens
 
 
 class Given(NamedTuple):
-    """What the backward reads besides tokens: cotangents of outputs and last state, kept states, inverses."""
+    """What the backward reads besides tokens: cotangents of outputs and last state, kept states, inverses or
+    all scores."""
 
     dy_: Any
     dsT_: Any
     states: tuple[Any, ...]
-    inv_: Any
+    scores_: Any
 
 
 class Results(NamedTuple):
@@ -116,8 +119,10 @@ def walk_backward(
             S = tl.load(at, mask=tile.there, other=0.0).to(mode.operand)
         else:
             dyt = load_tokens(given.dy_ + pv, offsets.turned, turned(there, axes), mode.even).to(mode.operand)
-        at = given.inv_ + chunk * (C * C) + axes.token[:, None] * C + axes.token[None, :]
-        inv = tl.load(at).to(mode.operand)
+        if mode.scored:
+            A = kept_scores(given.scores_, chunk, mode)
+        else:
+            inverse = kept_inverse(given.scores_, chunk, mode)
         decays = factors(w, mode, DELTA=True, SPREAD=not FUSED)
         scaled = scaled_tokens(r.to(tl.float32) * mode.scale, k, a, b, decays, mode)
         seen, below = incl, strict
@@ -130,22 +135,26 @@ def walk_backward(
             written_k, written_b = only(written_k, end), only(written_b, end)
         else:
             start, end = there.token[:, None], there.token[:, None]
-        Aak = score(scaled.a, scaled.k, below, mode).to(mode.operand)
-        Aqk = score(scaled.r, scaled.k, seen, mode).to(mode.operand)
-        Aqb = score(scaled.r, scaled.b, seen, mode).to(mode.operand)
+        if not mode.scored:
+            A = Scores(
+                inverse,
+                score(scaled.a, scaled.k, below, mode).to(mode.operand),
+                score(scaled.r, scaled.k, seen, mode).to(mode.operand),
+                score(scaled.r, scaled.b, seen, mode).to(mode.operand),
+            )
         dS *= decays.post[None, :]  # now the gradient of S pre + V^T K + U^T B
         dstate = dS.to(mode.operand)
-        dU = tl.dot(dyt, Aqb, input_precision=mode.precision)
-        dU = tl.dot(dstate, tl.trans(written_b), dU, input_precision=mode.precision)
-        dZ = tl.dot(dU.to(mode.operand), inv, input_precision=mode.precision).to(mode.operand)
-        dV = tl.dot(dyt, Aqk, input_precision=mode.precision)
-        dV = tl.dot(dstate, tl.trans(written_k), dV, input_precision=mode.precision)
-        dV = tl.dot(dZ, Aak, dV, input_precision=mode.precision)
+        dU = product(dyt, A.qb, mode)
+        dU = product(dstate, tl.trans(written_b), mode, dU)
+        dZ = product(dU.to(mode.operand), A.inverse, mode).to(mode.operand)
+        dV = product(dyt, A.qk, mode)
+        dV = product(dstate, tl.trans(written_k), mode, dV)
+        dV = product(dZ, A.ak, mode, dV)
         store_tokens(out.tokens.v_ + pv, offsets.turned, dV, turned(there, axes), mode.even)
         if FUSED:
-            Z = tl.dot(S, tl.trans(read_a), input_precision=mode.precision)
-            Z = tl.dot(tl.trans(v), tl.trans(Aak), Z, input_precision=mode.precision)
-            U = tl.dot(Z.to(mode.operand), tl.trans(inv), input_precision=mode.precision).to(mode.operand)
+            Z = product(S, tl.trans(read_a), mode)
+            Z = product(tl.trans(v), tl.trans(A.ak), mode, Z)
+            U = product(Z.to(mode.operand), tl.trans(A.inverse), mode).to(mode.operand)
         else:
             store_tokens(out.dz_ + pv, offsets.turned, dZ, turned(there, axes), mode.even)
             at = kept + state_place(ranges, here, n, pk, mode, ARRAYS, EVERY)
@@ -157,7 +166,7 @@ def walk_backward(
         if mode.segments:
             dS = tl.where(passing(segments), dS, 0.0)
         if FUSED:
-            at = part + pk
+            at, values = part + pk, Values(v, dy, U, dZ)
             token_gradients(
                 TokenTiles(r, k, a, b),
                 decays,
@@ -165,7 +174,8 @@ def walk_backward(
                 read_r,
                 read_a,
                 Masks(seen, below, start, end),
-                Values(v, dy, U, dZ),
+                score_gradients(values, mode),
+                values,
                 S,
                 dstate,
                 passed=tl.sum(S.to(tl.float32) * dS, 0),
@@ -174,8 +184,8 @@ def walk_backward(
                 there=there.key,
                 mode=mode,
             )
-        dS = tl.dot(dyt, read_r, dS, input_precision=mode.precision)
-        dS = tl.dot(dZ, read_a, dS, input_precision=mode.precision)
+        dS = product(dyt, read_r, mode, dS)
+        dS = product(dZ, read_a, mode, dS)
         pk -= C * mode.H * mode.K
         pv -= C * mode.H * mode.V
     store_state(out.ds0_, head, dS, tile, mode)
@@ -199,7 +209,7 @@ def rwkv7_bwd_kernel(
     states1_,
     states2_,
     states3_,
-    inv_,
+    scores_,
     T,
     span,
     dr_,
@@ -222,7 +232,7 @@ def rwkv7_bwd_kernel(
     tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
     states = (states0_, states1_, states2_, states3_)
     dr_, dk_, da_, db_ = gradients_over_states(states, (dr_, dk_, da_, db_), TAKEN)
-    given = Given(dy_, dsT_, states, inv_)
+    given = Given(dy_, dsT_, states, scores_)
     out = Results(Tokens(dr_, dw_, dk_, dv_, da_, db_), ds0_, (ds0_,), ds0_)  # the last two are not written
     if KEYS_AS_ROWS:
         if needs_any_decay(any_decay_, mode):
@@ -249,7 +259,7 @@ def rwkv7_carry_kernel(
     any_decay_,
     dy_,
     dsT_,
-    inv_,
+    scores_,
     T,
     span,
     dv_,
@@ -267,10 +277,19 @@ def rwkv7_carry_kernel(
     states that leave every ``EVERY`` chunks, before their last decay, where device/kept_states.py has them.
     """
     tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
-    given = Given(dy_, dsT_, (inv_,), inv_)
+    given = Given(dy_, dsT_, (scores_,), scores_)
     dstates = (dstates0_, dstates1_, dstates2_, dstates3_)
     out = Results(Tokens(dv_, dv_, dv_, dv_, dv_, dv_), ds0_, dstates, dz_)  # of tokens only dv is written
     if needs_any_decay(any_decay_, mode):
         walk_backward(tokens, ranges, given, out, mode=mode, FUSED=False, ARRAYS=ARRAYS, EVERY=EVERY)
     else:
-        walk_backward(tokens, ranges, given, out, mode=bounded(mode), FUSED=False, ARRAYS=ARRAYS, EVERY=EVERY)
+        walk_backward(
+            tokens,
+            ranges,
+            given,
+            out,
+            mode=bounded(mode),
+            FUSED=False,
+            ARRAYS=ARRAYS,
+            EVERY=EVERY,
+        )

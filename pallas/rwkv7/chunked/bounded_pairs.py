@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ...device.chunk import C, chunk_segments
 from ...device.decay import LOG2E
+from ...device.products import product
 from ...device.rows import beside, halves, sums_over_tokens, sums_over_tokens_f32
 from ...device.tokens import load_tokens, store_tokens
 
@@ -25,7 +26,7 @@ def sums_over_values(x, y, mode: tl.constexpr):
     xt = tl.permute(tl.reshape(x, (x.shape[0], N, 16)), (1, 2, 0))
     y = tl.permute(tl.reshape(y, (x.shape[0], N, 16)), (1, 0, 2))
     o = tl.arange(0, 16)
-    products = tl.dot(xt, y, input_precision=mode.precision)
+    products = product(xt, y, mode)
     own = tl.where(o[None, :, None] == o[None, None, :], products, 0.0)
     return tl.reshape(tl.sum(own, 2), (x.shape[1], 1))
 
@@ -75,8 +76,8 @@ def bounded_pair_gradients(
 
     # The order of what follows decides how many registers and how much shared memory there must be: scores
     # are masked when the state's place is free.
-    scores = tl.dot(readers, tl.trans(writers), input_precision=mode.precision)
-    read = tl.dot(tl.trans(S), tl.trans(readers), input_precision=mode.precision)
+    scores = product(readers, tl.trans(writers), mode)
+    read = product(tl.trans(S), tl.trans(readers), mode)
     if mode.segments:
         read = tl.where(token[None, :] < first, read, 0.0)
 
@@ -106,21 +107,21 @@ def bounded_pair_gradients(
 
     # rows
     own_second = tl.sum(tl.where(second, ra.to(tl.float32) * read, 0.0), 1)[:, None]
-    read = tl.dot(kb, tl.trans(far), read, input_precision=mode.precision)
-    read = tl.dot(kb, tl.trans(near), tl.where(second, read * post, read), input_precision=mode.precision)
+    read = product(kb, tl.trans(far), mode, read)
+    read = product(kb, tl.trans(near), mode, tl.where(second, read * post, read))
     terms_r, terms_a = halves(ra.to(tl.float32) * read)
     out = tl.where(is_r, gradients.r_ + pk, gradients.a_ + pk)
     store_tokens(out, at_k, read * rows, there_k, mode.even)
 
     # columns
-    written = tl.dot(tl.trans(dS), tl.trans(writers), input_precision=mode.precision)
+    written = product(tl.trans(dS), tl.trans(writers), mode)
     if mode.segments:
         written = tl.where(token[None, :] >= last, written, 0.0)
     own_first = tl.sum(tl.where(second, 0.0, kb.to(tl.float32) * written), 1)[:, None]
-    written = tl.dot(ra, far, written, input_precision=mode.precision)
+    written = product(ra, far, mode, written)
     written = tl.where(second, written, written * post)
     through_k, through_b = halves(kb.to(tl.float32) * written)
-    pairs = tl.dot(ra, near, input_precision=mode.precision)
+    pairs = product(ra, near, mode)
     pairs_k, pairs_b = halves(kb.to(tl.float32) * pairs)
     out = tl.where(is_r, gradients.k_ + pk, gradients.b_ + pk)
     store_tokens(out, at_k, (pairs + written) * columns, there_k, mode.even)

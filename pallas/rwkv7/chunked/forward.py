@@ -34,10 +34,11 @@ from ...device.chunk import (
     together,
     turned,
 )
-from ...device.decay import factors, score
+from ...device.decay import factors
 from ...device.kept_states import state_place, state_rows
-from ...device.products import inverse16
+from ...device.products import product
 from ...device.tokens import load_tokens, store_tokens
+from .scores import kept_scores, own_scores, tile_offsets
 from .tokens import Tokens, scaled_tokens
 
 
@@ -54,6 +55,7 @@ class Results(NamedTuple):
 @triton.jit
 def walk_forward(
     tokens,
+    scores_,
     s0_,
     ranges,
     out,
@@ -67,7 +69,8 @@ def walk_forward(
     READ: tl.constexpr = True,
     WRITE: tl.constexpr = True,
 ):
-    """All chunks of one stretch, head and block of values.
+    """All chunks of one stretch, head and block of values. ``scores_`` has their scores where
+    `Mode.scored`.
 
     The state starts as it is ``GIVEN``, else as zero. Without ``READ`` there are no outputs. Without
     ``WRITE`` there is no v, and the state starts as the identity.
@@ -103,48 +106,45 @@ def walk_forward(
         if mode.segments:
             segments = chunk_segments(ranges.seg_, here, n)
             seen, below = together(segments, seen), together(segments, below)
-        inv = inverse16(score(scaled.a, scaled.b, below, mode), mode).to(mode.operand)
-        if WRITE:
-            Aak = score(scaled.a, scaled.k, below, mode).to(mode.operand)
-            if READ:
-                Aqk = score(scaled.r, scaled.k, seen, mode).to(mode.operand)
-        if READ:
-            Aqb = score(scaled.r, scaled.b, seen, mode).to(mode.operand)
+        chunk = (here.chunk0 + n) * mode.H + h
+        if mode.scored:
+            A = kept_scores(scores_, chunk, mode)
+        else:
+            A = own_scores(scaled, seen, below, mode, READ=READ, WRITE=WRITE)
         read_r, read_a, written_k, written_b = scaled.r.state, scaled.a.state, scaled.k.high, scaled.b.high
         if mode.segments:
             start, end = tl.trans(reached(segments)), reaching(segments)
             written_k, written_b = masked(written_k, end, segments), masked(written_b, end, segments)
         state = S.to(mode.operand)
         if KEEP:
-            chunk = (here.chunk0 + n) * mode.H + h
             at = kept + state_place(ranges, here, n, pk, mode, ARRAYS, EVERY)
             tl.store(at, state.to(out.states[0].dtype.element_ty), mask=tile.there & (n % EVERY == 0))
-            if block == 0:
-                at_inv = out.inv_ + chunk * (C * C) + axes.token[:, None] * C + axes.token[None, :]
-                tl.store(at_inv, inv.to(out.inv_.dtype.element_ty))
-        Z = tl.dot(state, tl.trans(read_a), input_precision=mode.precision)
+            if not mode.scored and block == 0:
+                at_inv = out.inv_ + chunk * (C * C) + tile_offsets()
+                tl.store(at_inv, A.inverse.to(out.inv_.dtype.element_ty))
+        Z = product(state, tl.trans(read_a), mode)
         if mode.segments:
             Z = masked(Z, start, segments)
         if WRITE:
-            Z = tl.dot(vt, tl.trans(Aak), Z, input_precision=mode.precision)
-        U = tl.dot(Z.to(mode.operand), tl.trans(inv), input_precision=mode.precision).to(mode.operand)
+            Z = product(vt, tl.trans(A.ak), mode, Z)
+        U = product(Z.to(mode.operand), tl.trans(A.inverse), mode).to(mode.operand)
         if KEEP_U:
             store_tokens(out.u_ + pv, offsets.turned, U, turned(there, axes), mode.even)
         if READ:
-            Y = tl.dot(state, tl.trans(read_r), input_precision=mode.precision)
+            Y = product(state, tl.trans(read_r), mode)
             if mode.segments:
                 Y = masked(Y, start, segments)
             if WRITE:
-                Y = tl.dot(vt, tl.trans(Aqk), Y, input_precision=mode.precision)
-            Y = tl.dot(U, tl.trans(Aqb), Y, input_precision=mode.precision)
+                Y = product(vt, tl.trans(A.qk), mode, Y)
+            Y = product(U, tl.trans(A.qb), mode, Y)
             store_tokens(out.y_ + pv, offsets.turned, Y, turned(there, axes), mode.even)
         if mode.segments:
             S = masked(S, passing(segments), segments)
         if mode.any_decay:
             S *= decays.pre[None, :]
         if WRITE:
-            S = tl.dot(vt, written_k, S, input_precision=mode.precision)
-        S = tl.dot(U, written_b, S, input_precision=mode.precision) * decays.post[None, :]
+            S = product(vt, written_k, mode, S)
+        S = product(U, written_b, mode, S) * decays.post[None, :]
         pk += C * mode.H * mode.K
         pv += C * mode.H * mode.V
     store_state(out.sT_, head, S, tile, mode)
@@ -158,6 +158,7 @@ def rwkv7_fwd_kernel(
     v_,
     a_,
     b_,
+    scores_,
     s0_,
     seg_,
     cu_,
@@ -190,11 +191,22 @@ def rwkv7_fwd_kernel(
     out = Results(y_, sT_, (states0_, states1_, states2_, states3_), inv_, u_)
     if needs_any_decay(any_decay_, mode):
         walk_forward(
-            tokens, s0_, ranges, out, block, mode=mode, KEEP=KEEP, ARRAYS=ARRAYS, EVERY=EVERY, KEEP_U=KEEP_U
+            tokens,
+            scores_,
+            s0_,
+            ranges,
+            out,
+            block,
+            mode=mode,
+            KEEP=KEEP,
+            ARRAYS=ARRAYS,
+            EVERY=EVERY,
+            KEEP_U=KEEP_U,
         )
     else:
         walk_forward(
             tokens,
+            scores_,
             s0_,
             ranges,
             out,

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ...device.chunk import bounded
 from ...device.decay import Columns
-from ...device.products import token_sums_f32
+from ...device.products import product, token_sums_f32
 from ...device.tokens import only, store_tokens
 
 
@@ -56,15 +56,20 @@ class Values(NamedTuple):
 
 
 @triton.jit
+def score_gradients(values, mode: tl.constexpr):
+    """Gradients of the scores of r with k and b, and of a with k and b, [16, 16], of all pairs of tokens."""
+    vt, dZt = tl.trans(values.v), tl.trans(values.dZ)
+    qk = product(values.dy, vt, mode)
+    qb = product(values.dy, values.U, mode)
+    return qk, qb, product(dZt, vt, mode), product(dZt, values.U, mode)
+
+
+@triton.jit
 def row_gradient(dk, db, k, b, acc, mode: tl.constexpr):
     """``acc`` + gradients of scores times the columns ``k``, ``b``, each half of the rows with its own."""
-    high = tl.dot(
-        db, b.high, tl.dot(dk, k.high, acc, input_precision=mode.precision), input_precision=mode.precision
-    )
+    high = product(db, b.high, mode, product(dk, k.high, mode, acc))
     if mode.any_decay:
-        low = tl.dot(
-            db, b.low, tl.dot(dk, k.low, acc, input_precision=mode.precision), input_precision=mode.precision
-        )
+        low = product(db, b.low, mode, product(dk, k.low, mode, acc))
         return tl.where(tl.arange(0, 16)[:, None] < 8, low, high)
     else:
         return high
@@ -79,8 +84,8 @@ def column_gradient(dr, da, r, a, LOW: tl.constexpr, mode: tl.constexpr):
         low = tl.arange(0, 16)[:, None] < 8
         keep = low if LOW else (tl.arange(0, 16)[:, None] >= 8)
         dr, da = only(dr, keep), only(da, keep)
-    x = tl.dot(tl.trans(dr), r, input_precision=mode.precision)
-    return tl.dot(tl.trans(da), a, x, input_precision=mode.precision)
+    x = product(tl.trans(dr), r, mode)
+    return product(tl.trans(da), a, mode, x)
 
 
 @triton.jit
@@ -91,6 +96,7 @@ def token_gradients(
     read_r,
     read_a,
     masks,
+    dA,
     values,
     S,
     dS,
@@ -102,7 +108,7 @@ def token_gradients(
     READ: tl.constexpr = False,
     WRITTEN: tl.constexpr = False,
 ):
-    """Stores dr, dw, dk, da, db [16, K] of one chunk.
+    """Stores dr, dw, dk, da, db [16, K] of one chunk, from the gradients ``dA`` of its scores.
 
     ``read_r`` and ``read_a`` are the rows r and a that reach the entering state ``S`` [V, K]; ``dS`` is the
     gradient of ``S pre + V^T K + U^T B``. ``passed`` [K] is what reaches every decay through the state that
@@ -113,12 +119,7 @@ def token_gradients(
     from_here = tl.where(j >= t, 1.0, 0.0)  # sums over the tokens from t on
     later = tl.where(j > t, 1.0, 0.0)
     earlier = tl.where(j < t, 1.0, 0.0)
-    dy, U = values.dy, values.U
-    vt, Ut, dZt = tl.trans(values.v), tl.trans(U), tl.trans(values.dZ)
-    dAqk = tl.dot(dy, vt, input_precision=mode.precision)
-    dAqb = tl.dot(dy, U, input_precision=mode.precision)
-    dAak = tl.dot(dZt, vt, input_precision=mode.precision)
-    dAab = tl.dot(dZt, U, input_precision=mode.precision)
+    dAqk, dAqb, dAak, dAab = dA
     dAqk, dAqb = only(dAqk, masks.seen).to(mode.operand), only(dAqb, masks.seen).to(mode.operand)
     dAak, dAab = only(dAak, masks.below).to(mode.operand), only(dAab, masks.below).to(mode.operand)
     if mode.any_decay:
@@ -135,8 +136,8 @@ def token_gradients(
         state_r, state_a = S
     else:
         state_r, state_a = (
-            tl.dot(dy, S, input_precision=mode.precision),
-            tl.dot(dZt, S, input_precision=mode.precision),
+            product(values.dy, S, mode),
+            product(tl.trans(values.dZ), S, mode),
         )
     if mode.segments:
         state_r, state_a = tl.where(masks.start, state_r, 0.0), tl.where(masks.start, state_a, 0.0)
@@ -166,8 +167,8 @@ def token_gradients(
     if WRITTEN:
         state_k, state_b = dS
     else:
-        state_k = tl.dot(values.v, dS, input_precision=mode.precision)
-        state_b = tl.dot(Ut, dS, input_precision=mode.precision)
+        state_k = product(values.v, dS, mode)
+        state_b = product(tl.trans(values.U), dS, mode)
     if mode.segments:
         state_k, state_b = tl.where(masks.end, state_k, 0.0), tl.where(masks.end, state_b, 0.0)
     through = scaled.k.high.to(tl.float32) * state_k + scaled.b.high.to(tl.float32) * state_b
@@ -204,5 +205,5 @@ def token_gradients(
 @triton.jit
 def undecayed(near_r, near_a, r, a, mode: tl.constexpr):
     """What a column gets from the rows that it is not decayed for."""
-    by_r = tl.dot(tl.trans(near_r), r, input_precision=mode.precision) * mode.scale
-    return by_r + tl.dot(tl.trans(near_a), a, input_precision=mode.precision)
+    by_r = product(tl.trans(near_r), r, mode) * mode.scale
+    return by_r + product(tl.trans(near_a), a, mode)

@@ -13,6 +13,7 @@ import triton.language as tl
 from ...device.chunk import C, chunk_segments, masked, partial_sums, passing, sequence, tile_axes, unbroken
 from ...device.decay import LOG2E, LOG_FEW, LOG_MIN, LOG_ZERO, at_least, sums_to_middles
 from ...device.kept_states import state_place, state_rows
+from ...device.products import product
 from ...device.rows import (
     beside,
     either,
@@ -25,6 +26,7 @@ from ...device.rows import (
     upper,
 )
 from ...device.tokens import load_tokens, only, store_tokens
+from .scores import kept_inverse
 
 
 @triton.jit
@@ -135,7 +137,7 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
         dy = load_tokens(given.dy_ + pv, at_v, there_v, mode.even).to(mode.operand)
         place = state_place(ranges, here, n, pk, mode, ARRAYS, 1)
         S = tl.trans(tl.load(kept + place, mask=there_kept, other=0.0).to(mode.operand))
-        inv = tl.load(given.inv_ + ((here.chunk0 + n) * mode.H + h) * (C * C) + t * C + j).to(mode.operand)
+        inv = kept_inverse(given.scores_, (here.chunk0 + n) * mode.H + h, mode)
 
         rows, high, low, pre, post, cut = decays_of_tiles(w, matrices, mode)
         rows *= tl.where(is_r, mode.scale, 1.0)
@@ -153,12 +155,12 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
         # scores of r with k and b, of a with k
         score_r, score_a = halves(score_ra)
         high_k, _ = halves(high_kb)
-        Aq = tl.dot(tl.trans(score_r), high_kb, input_precision=mode.precision)
-        Aak = tl.dot(tl.trans(score_a), high_k, input_precision=mode.precision)
+        Aq = product(tl.trans(score_r), high_kb, mode)
+        Aak = product(tl.trans(score_a), high_k, mode)
         if mode.any_decay:
             low_k, _ = halves(low_kb)
-            Aq = tl.where(t < 8, tl.dot(tl.trans(score_r), low_kb, input_precision=mode.precision), Aq)
-            Aak = tl.where(t < 8, tl.dot(tl.trans(score_a), low_k, input_precision=mode.precision), Aak)
+            Aq = tl.where(t < 8, product(tl.trans(score_r), low_kb, mode), Aq)
+            Aak = tl.where(t < 8, product(tl.trans(score_a), low_k, mode), Aak)
         seen, below, pairs_there = of <= t, j < t, distance >= 0
         if mode.segments:
             segments = chunk_segments(ranges.seg_, here, n)
@@ -181,12 +183,12 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
         # group wait for each other: U, then the state's gradient, then what reads the state and its decays.
         dyt, vt = tl.trans(dy), tl.trans(v)
         _, read_a = halves(read)
-        Z = tl.dot(tl.trans(S), read_a, input_precision=mode.precision)
+        Z = product(tl.trans(S), read_a, mode)
         if mode.segments and not mode.any_decay:
             Z = masked(Z, j < segments.first, segments)
             read = only(read, start)
-        Z = tl.dot(vt, tl.trans(Aak), Z, input_precision=mode.precision)
-        U = tl.dot(Z.to(mode.operand), tl.trans(inv), input_precision=mode.precision).to(mode.operand)
+        Z = product(vt, tl.trans(Aak), mode, Z)
+        U = product(Z.to(mode.operand), tl.trans(inv), mode).to(mode.operand)
         writers = tl.trans(tl.where(half[:, None] == 0, tl.trans(twice(vt)), tl.trans(twice(U))))
 
         dS *= post  # now the gradient of S pre + V^T K + U^T B
@@ -197,18 +199,18 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
             dS *= pre
         if mode.segments:
             passed, dS = tl.where(passing(segments), passed, 0.0), masked(dS, passing(segments), segments)
-        writes = tl.dot(tl.trans(dstate), high_kb, input_precision=mode.precision)
+        writes = product(tl.trans(dstate), high_kb, mode)
         if mode.segments:
             writes = masked(writes, end, segments)
-        dV, dU = halves(tl.dot(dyt, Aq, writes, input_precision=mode.precision))
-        dZ = tl.dot(dU.to(mode.operand), inv, input_precision=mode.precision).to(mode.operand)
+        dV, dU = halves(product(dyt, Aq, mode, writes))
+        dZ = product(dU.to(mode.operand), inv, mode).to(mode.operand)
         readers = either(dyt, dZ)
-        dS = tl.dot(read, tl.trans(readers), dS, input_precision=mode.precision)
-        dV = tl.dot(dZ, Aak, dV, input_precision=mode.precision)
+        dS = product(read, tl.trans(readers), mode, dS)
+        dV = product(dZ, Aak, mode, dV)
         store_tokens(out.tokens.v_ + pv, at_vt, dV, there_vt, mode.even)
 
         # rows: what they read of the state
-        by_state = tl.dot(S, readers, input_precision=mode.precision)
+        by_state = product(S, readers, mode)
         if mode.segments and not mode.any_decay:
             by_state = masked(by_state, start, segments)
         if mode.any_decay:
@@ -218,7 +220,7 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
             reads = sums_of_reads(reads, reads_r, of_reads, mode)
 
         # gradients of the scores of all pairs, rows of the tile are columns: k, then b
-        dA = tl.trans(tl.dot(tl.trans(readers), writers, input_precision=mode.precision))
+        dA = tl.trans(product(tl.trans(readers), writers, mode))
         if mode.segments:  # not before: bits that wait here for their use take registers from the products
             pairs_there = unbroken(segments, to, of, pairs_there)
         if mode.any_decay:
@@ -233,31 +235,31 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
 
         # rows: the pairs of the chunk
         if mode.any_decay:
-            by_pairs = tl.dot(beside(high_kb, low_kb), dA_both, input_precision=mode.precision)
+            by_pairs = product(beside(high_kb, low_kb), dA_both, mode)
             terms_r, terms_a = halves(score_ra.to(tl.float32) * by_pairs)
             grad = by_state + rows * by_pairs
-            grad = tl.dot(kb.to(mode.operand), near, grad, input_precision=mode.precision)
+            grad = product(kb.to(mode.operand), near, mode, grad)
         else:
-            by_pairs = tl.dot(high_kb, dA_high, by_state, input_precision=mode.precision)
+            by_pairs = product(high_kb, dA_high, mode, by_state)
             terms_r, terms_a = halves(score_ra.to(tl.float32) * by_pairs)
             grad = rows * by_pairs
         at = tl.where(is_r, out.tokens.r_ + part + pk, out.tokens.a_ + part + pk)
         store_tokens(at, at_k, grad, there_k, mode.even)
 
         # columns: through the state, then the pairs
-        by_state = tl.dot(dstate, writers, input_precision=mode.precision)
+        by_state = product(dstate, writers, mode)
         if mode.segments:  # without a branch, across which no product is fused with the sum that it goes into
             by_state = tl.where(end, by_state, 0.0)
         through_k, through_b = halves(high_kb.to(tl.float32) * by_state)
         if mode.any_decay:
-            by_pairs, pairs_low = halves(tl.dot(score_ra, tl.trans(dA_both), input_precision=mode.precision))
+            by_pairs, pairs_low = halves(product(score_ra, tl.trans(dA_both), mode))
             column_terms = high_kb.to(tl.float32) * by_pairs
             grad = twice(high) * (by_state + by_pairs)
             column_terms = tl.where(of < 8, column_terms + low_kb.to(tl.float32) * pairs_low, column_terms)
             grad = tl.where(of < 8, grad + twice(low) * pairs_low, grad)
-            grad = tl.dot(ra.to(mode.operand), tl.trans(near), grad, input_precision=mode.precision)
+            grad = product(ra.to(mode.operand), tl.trans(near), mode, grad)
         else:
-            by_pairs = tl.dot(score_ra, tl.trans(dA_high), input_precision=mode.precision)
+            by_pairs = product(score_ra, tl.trans(dA_high), mode)
             column_terms = high_kb.to(tl.float32) * by_pairs
             grad = twice(high) * (by_state + by_pairs)
         at = tl.where(is_r, out.tokens.k_ + part + pk, out.tokens.b_ + part + pk)

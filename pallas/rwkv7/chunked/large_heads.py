@@ -21,19 +21,21 @@ from ...device.chunk import (
     chunk_elements,
     chunk_offsets,
     chunk_segments,
+    chunks_of_program,
     needs_any_decay,
     passing,
     reached,
     reaching,
-    sequence,
     tile_axes,
     together,
 )
 from ...device.decay import factors
 from ...device.kept_states import gradients_over_states, state_place, state_rows
+from ...device.products import product
 from ...device.tokens import load_tokens, only
 from .bounded_pairs import bounded_pair_gradients
-from .gradients import Masks, TokenTiles, Values, token_gradients
+from .gradients import Masks, TokenTiles, Values, score_gradients, token_gradients
+from .one_chunk import one_gradients
 from .tokens import Tokens, advanced, scaled_tokens
 
 
@@ -145,6 +147,7 @@ def chunk_gradients(
         chunk.read_r,
         chunk.read_a,
         chunk.masks,
+        score_gradients(chunk.value_tiles, mode),
         chunk.value_tiles,
         S,
         dS,
@@ -156,19 +159,6 @@ def chunk_gradients(
         READ=READ,
         WRITTEN=WRITTEN,
     )
-
-
-@triton.jit
-def one_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradients, mode: tl.constexpr):
-    """The gradients of chunk ``n`` from the state that enters it and the gradient of that which leaves it,
-    at the pointers ``S_`` and ``dS_`` [V, K].
-    """
-    there = axes.has_value[:, None] & axes.has_key[None, :]
-    S, dS = tl.load(S_, mask=there, other=0.0), tl.load(dS_, mask=there, other=0.0)
-    chunk = load_chunk(tokens, ranges, kept, here, n, axes, offsets, mode)
-    passed = passed_on(tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0), chunk, mode)
-    S, dS = S.to(mode.operand), dS.to(mode.operand)
-    chunk_gradients(chunk, here, n, S, dS, passed, gradients, offsets, mode=mode, READ=False, WRITTEN=False)
 
 
 @triton.jit
@@ -188,34 +178,34 @@ def pair_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradie
     # the decay between the two; without a second one, whose tiles are zeros, dS has it already
     post = tl.where(here.length - n * C > C, first.decays.post, 1.0)[None, :]
     v, U, dy, dZ = first.value_tiles.v, first.value_tiles.U, second.value_tiles.dy, second.value_tiles.dZ
-    rk = tl.dot(dy, tl.trans(v), input_precision=mode.precision).to(mode.operand)
-    rb = tl.dot(dy, U, input_precision=mode.precision).to(mode.operand)
-    ak = tl.dot(tl.trans(dZ), tl.trans(v), input_precision=mode.precision).to(mode.operand)
-    ab = tl.dot(tl.trans(dZ), U, input_precision=mode.precision).to(mode.operand)
+    rk = product(dy, tl.trans(v), mode).to(mode.operand)
+    rb = product(dy, U, mode).to(mode.operand)
+    ak = product(tl.trans(dZ), tl.trans(v), mode).to(mode.operand)
+    ab = product(tl.trans(dZ), U, mode).to(mode.operand)
 
     # what the second chunk's rows read: of S, and of the first chunk's writes
-    state_r = tl.dot(dy, S, input_precision=mode.precision)
-    state_a = tl.dot(tl.trans(dZ), S, input_precision=mode.precision)
-    state_k = tl.dot(second.value_tiles.v, dS, input_precision=mode.precision)
-    state_b = tl.dot(tl.trans(second.value_tiles.U), dS, input_precision=mode.precision)
+    state_r = product(dy, S, mode)
+    state_a = product(tl.trans(dZ), S, mode)
+    state_k = product(second.value_tiles.v, dS, mode)
+    state_b = product(tl.trans(second.value_tiles.U), dS, mode)
     own = second.read_r.to(tl.float32) * state_r + second.read_a.to(tl.float32) * state_a
     passed_first = passed_on(passed_on(passed, second, mode) + tl.sum(own, 0)[None, :], first, mode) * post
     state_r, state_a = passed_on(state_r, first, mode), passed_on(state_a, first, mode)
-    state_r = tl.dot(rk, first.written_k, state_r, input_precision=mode.precision)
-    state_r = tl.dot(rb, first.written_b, state_r, input_precision=mode.precision) * post
-    state_a = tl.dot(ak, first.written_k, state_a, input_precision=mode.precision)
-    state_a = tl.dot(ab, first.written_b, state_a, input_precision=mode.precision) * post
+    state_r = product(rk, first.written_k, mode, state_r)
+    state_r = product(rb, first.written_b, mode, state_r) * post
+    state_a = product(ak, first.written_k, mode, state_a)
+    state_a = product(ab, first.written_b, mode, state_a) * post
 
     # what the first chunk's columns get: of dS, and of the second chunk's reads
-    first_k = tl.dot(v, dS, input_precision=mode.precision)
-    first_b = tl.dot(tl.trans(U), dS, input_precision=mode.precision)
+    first_k = product(v, dS, mode)
+    first_b = product(tl.trans(U), dS, mode)
     own = first.written_k.to(tl.float32) * first_k + first.written_b.to(tl.float32) * first_b
     passed_second = passed_on((passed_on(passed, first, mode) + tl.sum(own, 0)[None, :]) * post, second, mode)
     first_k, first_b = passed_on(first_k, second, mode), passed_on(first_b, second, mode)
-    first_k = tl.dot(tl.trans(rk), second.read_r, first_k, input_precision=mode.precision)
-    first_k = tl.dot(tl.trans(ak), second.read_a, first_k, input_precision=mode.precision) * post
-    first_b = tl.dot(tl.trans(rb), second.read_r, first_b, input_precision=mode.precision)
-    first_b = tl.dot(tl.trans(ab), second.read_a, first_b, input_precision=mode.precision) * post
+    first_k = product(tl.trans(rk), second.read_r, mode, first_k)
+    first_k = product(tl.trans(ak), second.read_a, mode, first_k) * post
+    first_b = product(tl.trans(rb), second.read_r, mode, first_b)
+    first_b = product(tl.trans(ab), second.read_a, mode, first_b) * post
 
     read, written, passed = (state_r, state_a), (state_k, state_b), tl.sum(passed_second, 0)
     chunk_gradients(
@@ -234,6 +224,7 @@ def pair_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradie
 def block_gradients(
     tokens,
     ranges,
+    owner_,
     kept,
     gradients,
     mode: tl.constexpr,
@@ -244,23 +235,25 @@ def block_gradients(
     LATE: tl.constexpr = False,
 ):
     """The chunks that share a state, and one block of keys; ``mode.BK`` is the block's size here."""
-    here = sequence(ranges, mode)
-    n = (tl.program_id(0) // BLOCKS) * EVERY
+    here, n = chunks_of_program(tl.program_id(0) // BLOCKS, owner_, ranges, EVERY, mode)
     if here.length > n * C:
-        axes = tile_axes(tl.program_id(0) % BLOCKS, 0, mode)
-        offsets = chunk_offsets(axes, mode)
-        pk = ((here.first + n * C) * mode.H + tl.program_id(1)) * mode.K
-        S_ = state_rows((kept.states_,), 0, axes, mode, 0) + state_place(ranges, here, n, pk, mode, 0, EVERY)
-        dS_ = state_rows(kept.dstates, 0, axes, mode, ARRAYS)
-        dS_ += state_place(ranges, here, n, pk, mode, ARRAYS, EVERY)
+        block = tl.program_id(0) % BLOCKS
         if EVERY == 1:
-            one_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradients, mode=mode)
-        elif AT_ONCE:
-            bounded_pair_gradients(
-                tokens, ranges, kept, here, n, axes, S_, dS_, gradients, mode=mode, LATE=LATE
-            )
+            one_gradients(tokens, ranges, kept, here, n, block, gradients, mode=mode, ARRAYS=ARRAYS)
         else:
-            pair_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradients, mode=mode)
+            axes = tile_axes(block, 0, mode)
+            offsets = chunk_offsets(axes, mode)
+            pk = ((here.first + n * C) * mode.H + tl.program_id(1)) * mode.K
+            S_ = state_rows((kept.states_,), 0, axes, mode, 0)
+            S_ += state_place(ranges, here, n, pk, mode, 0, EVERY)
+            dS_ = state_rows(kept.dstates, 0, axes, mode, ARRAYS)
+            dS_ += state_place(ranges, here, n, pk, mode, ARRAYS, EVERY)
+            if AT_ONCE:
+                bounded_pair_gradients(
+                    tokens, ranges, kept, here, n, axes, S_, dS_, gradients, mode=mode, LATE=LATE
+                )
+            else:
+                pair_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradients, mode=mode)
 
 
 @triton.jit
@@ -275,6 +268,7 @@ def rwkv7_gradients_kernel(
     cu_,
     chunk0_,
     any_decay_,
+    owner_,
     dy_,
     u_,
     dz_,
@@ -298,8 +292,8 @@ def rwkv7_gradients_kernel(
     AT_ONCE: tl.constexpr,
     REGISTERS: tl.constexpr,
 ):
-    """Grid (states times ``BLOCKS`` of keys, heads, stretches or packed sequences): after the carry kernel
-    has stored dZ and the gradients of the states, one for ``EVERY`` chunks, one or two. ``AT_ONCE`` says
+    """Grid (states times ``BLOCKS`` of keys, heads, stretches), see `chunks_of_program`: after the carry
+    kernel has stored dZ and the gradients of the states, one for ``EVERY`` chunks, one or two. ``AT_ONCE`` says
     that two chunks are one tile in the bounded form. A thread has at most so many ``REGISTERS``, if not 0
     (run/lowering.py).
     """
@@ -309,11 +303,14 @@ def rwkv7_gradients_kernel(
     kept, out = Kept(dy_, u_, dz_, states_, dstates), Tokens(dr_, dw_, dk_, dy_, da_, db_)  # dv is there
     LATE: tl.constexpr = REGISTERS > 0
     if needs_any_decay(any_decay_, mode):
-        block_gradients(tokens, ranges, kept, out, mode=mode, BLOCKS=BLOCKS, ARRAYS=ARRAYS, EVERY=EVERY)
+        block_gradients(
+            tokens, ranges, owner_, kept, out, mode=mode, BLOCKS=BLOCKS, ARRAYS=ARRAYS, EVERY=EVERY
+        )
     else:
         block_gradients(
             tokens,
             ranges,
+            owner_,
             kept,
             out,
             mode=bounded(mode),

@@ -24,12 +24,13 @@ from ...plan.chunked import (
     total,
 )
 from ...plan.kept_states import KeptStates, keep_states
-from ...plan.shapes import like, result, tile
+from ...plan.shapes import given, like, result, tile
 from ...plan.stretches import enter, enter_backward, with_entering
 from ...run.triton import launch
 from .backward import rwkv7_bwd_kernel, rwkv7_carry_kernel
 from .forward import rwkv7_fwd_kernel
 from .large_heads import rwkv7_gradients_kernel
+from .scores import COUNT, rwkv7_scores_kernel
 from .transfer import rwkv7_transfer_kernel
 
 # (value block, warps, pipeline stages) by pass and padded K, measured on an H200
@@ -46,32 +47,45 @@ LAUNCH: LaunchTable = {
     ("backward", 256): (16, 8, 1),
     ("forward", 64, "float32"): (64, 4, 3),
     ("transfer", 64, "float32"): (64, 4, 3),
-    ("backward", 64, "float32"): (64, 4, 2),
+    ("carry", 64, "float32"): (64, 4, 3),
+    ("gradients", 64, "float32"): (64, 4, 2),
+    ("forward", 128, "float32"): (64, 4, 1),
+    ("carry", 128, "float32"): (64, 4, 1),
     # not measured: what fits and spills least (tests/compile/resources.py)
-    ("forward", 128, "float32"): (32, 8, 1),
-    ("carry", 128, "float32"): (32, 8, 1),
-    ("gradients", 128, "float32"): (32, 8, 1),
+    ("backward", 64, "float32"): (64, 4, 1),
+    ("gradients", 128, "float32"): (64, 4, 2),
     ("backward", 64, "small"): (32, 4, 1),
     ("forward", 128, "small"): (128, 8, 2),
     ("carry", 128, "small"): (32, 2, 3),
     ("transfer", 128, "small"): (64, 8, 2),
     ("backward", 128, "small"): (16, 8, 1),
-    ("forward", 64, "small float32"): (32, 4, 1),
-    ("transfer", 64, "small float32"): (32, 4, 1),
+    ("forward", 64, "small float32"): (64, 4, 2),
+    ("transfer", 64, "small float32"): (64, 4, 2),
+    ("carry", 64, "small float32"): (64, 4, 2),
+    ("gradients", 64, "small float32"): (64, 4, 2),
     ("backward", 64, "small float32"): (16, 8, 1),
-    ("forward", 128, "small float32"): (32, 8, 1),
-    ("transfer", 128, "small float32"): (32, 8, 1),
-    ("carry", 128, "small float32"): (32, 8, 1),
-    ("gradients", 128, "small float32"): (32, 8, 1),
+    ("forward", 128, "small float32"): (16, 8, 1),
+    ("transfer", 128, "small float32"): (16, 8, 1),
+    ("carry", 128, "small float32"): (16, 8, 1),
+    ("gradients", 128, "small float32"): (64, 4, 2),
     ("backward", 128, "small float32"): (16, 8, 1),
     ("forward", 256, "small float32"): (16, 8, 1),
     ("backward", 256, "small float32"): (16, 8, 1),
 }
 
+SCORES = 16, 1  # keys at a time, warps
+VALUES = 32  # that gradients of one chunk are summed over at a time
+
+
+def _scored(x: RWKV7Inputs) -> bool:
+    """Whether a kernel makes the scores of all chunks beforehand: scores.py."""
+    return not has_half(x)
+
 
 def _two_kernels(x: RWKV7Inputs) -> bool:
     """Whether the backward takes two kernels: see backward.py."""
-    return 64 < x.r.shape[-1] <= 128 and x.v.shape[-1] <= 128
+    small = x.r.shape[-1] <= 64 and has_half(x)
+    return not small and x.r.shape[-1] <= 128 and x.v.shape[-1] <= 128
 
 
 def _every(x: RWKV7Inputs) -> int:
@@ -79,6 +93,26 @@ def _every(x: RWKV7Inputs) -> int:
     other. In float32 ptxas gives up on that.
     """
     return 2 if _two_kernels(x) and has_half(x) else 1
+
+
+def _scores(call: Call[Recurrence], x: RWKV7Inputs, splits: int) -> jax.Array | None:
+    """What scores.py makes of all chunks beforehand, [rows, chunks, H, 4 * 16, 16]."""
+    if not _scored(x):
+        return None
+    plan, H = make_plan("forward", LAUNCH, call, x, splits, _scored(x)), x.r.shape[2]
+    grid, owner = plan.by_chunks(1)
+    made = launch(
+        rwkv7_scores_kernel,
+        {name: array for name, array in _tokens(x).items() if name != "v_"}
+        | dict(owner_=owner)
+        | plan.ranges,
+        dict(scores_=jax.ShapeDtypeStruct((*plan.chunks, H, COUNT.value * CHUNK, CHUNK), jnp.float32)),
+        grid=grid,
+        num_warps=SCORES[1],
+        num_stages=1,
+        mode=plan.mode.replaced(BK=min(SCORES[0], plan.mode.BK)),
+    )
+    return made["scores_"]
 
 
 def _states(x: RWKV7Inputs) -> KeptStates:
@@ -94,7 +128,7 @@ def _state_gradients(x: RWKV7Inputs) -> KeptStates:
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """What the forward keeps, and its axes."""
-    axes = _states(call.inputs).axes | {"inverses": "b chunk h x y"}  # (I - A_ab)^-1
+    axes = _states(call.inputs).axes | {"inverses": "b chunk h x y"}  # (I - A_ab)^-1, or all of `_scores`
     if _two_kernels(call.inputs):
         axes["U"] = "b t h v"
     if stretches_of(call) > 1:
@@ -107,7 +141,7 @@ def _tokens(x: RWKV7Inputs) -> dict[str, jax.Array]:
     return dict(r_=x.r, w_=x.w, k_=x.k, v_=x.v, a_=x.a, b_=x.b)
 
 
-def _transfer(plan: ChunkedPlan, x: RWKV7Inputs, own: bool) -> dict[str, jax.Array]:
+def _transfer(plan: ChunkedPlan, x: RWKV7Inputs, scores: jax.Array | None, own: bool) -> dict[str, jax.Array]:
     """M_, N_ and reads_ of all stretches, and with ``own`` their outputs own_: see plan/stretches.py."""
     (B, _, H, K), V = x.r.shape, x.v.shape[-1]
     splits, BV = plan.mode.splits, plan.mode.BV
@@ -117,7 +151,7 @@ def _transfer(plan: ChunkedPlan, x: RWKV7Inputs, own: bool) -> dict[str, jax.Arr
     )
     return launch(
         rwkv7_transfer_kernel,
-        _tokens(x) | plan.ranges,
+        _tokens(x) | dict(scores_=given(scores, plan.ranges["chunk0_"])) | plan.ranges,
         dict(
             reads_=like(x.r, plan.store),
             M_=jax.ShapeDtypeStruct((B * splits, H, K, K), jnp.float32),
@@ -138,27 +172,27 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
     walks = 2 if once else 1
     splits = stretches_here(call, walks)
     part, final = part_of(call, x.segment_ids), None
-    s0, kept = x.initial_state, {}
+    s0, kept, scores = x.initial_state, {}, _scores(call, x, splits)
     if stretches_of(call, walks) > 1:
-        transfer = make_plan("transfer", LAUNCH, call, x, splits)
-        whole = _transfer(transfer, x, own=once)
+        transfer = make_plan("transfer", LAUNCH, call, x, splits, _scored(x))
+        whole = _transfer(transfer, x, scores, own=once)
         s0, final = enter(whole["M_"], whole["N_"], s0, splits, part)
         if once:
             y = with_entering(transfer, whole["own_"], whole["reads_"], s0, x.v.dtype)
             return Outputs(y, final), {}
         kept = {"M": whole["M_"].reshape(B, splits, H, K, K), "reads": whole["reads_"]}
     states, keep_u = _states(x), call.keep and _two_kernels(x)
-    plan = make_plan("forward", LAUNCH, call, x, splits)
+    plan = make_plan("forward", LAUNCH, call, x, splits, _scored(x))
     out = dict(
         y_=like(x.v),
         sT_=like(s0),
         **states.shapes(x.r, V, plan, call.keep),
-        inv_=result(call.keep, (*plan.chunks, H, CHUNK, CHUNK), plan.store),
+        inv_=result(call.keep and scores is None, (*plan.chunks, H, CHUNK, CHUNK), plan.store),
         u_=result(keep_u, x.v.shape, plan.store),
     )
     made = launch(
         rwkv7_fwd_kernel,
-        _tokens(x) | dict(s0_=s0) | plan.ranges,
+        _tokens(x) | dict(scores_=given(scores, plan.ranges["chunk0_"]), s0_=s0) | plan.ranges,
         out,
         KEEP=call.keep,
         ARRAYS=states.arrays,
@@ -168,7 +202,7 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
     )
     final = made["sT_"] if final is None else final
     outputs = Outputs(made["y_"], final)
-    kept |= states.kept(made) | {"inverses": made["inv_"], "U": made["u_"]}
+    kept |= states.kept(made) | {"inverses": given(scores, made["inv_"]), "U": made["u_"]}
     return outputs, kept if call.keep else {}
 
 
@@ -189,7 +223,7 @@ def _backward_by_one(
     dr, dw, dk, da, db = partial_shapes(plan.parts, x.r, x.w, x.k, x.a, x.b)
     made = launch(
         rwkv7_bwd_kernel,
-        _tokens(x) | dict(dy_=do, dsT_=ds, inv_=kept["inverses"]) | states.operands(kept) | plan.ranges,
+        _tokens(x) | dict(dy_=do, dsT_=ds, scores_=kept["inverses"]) | states.operands(kept) | plan.ranges,
         dict(dr_=dr, dw_=dw, dk_=dk, dv_=like(x.v), da_=da, db_=db, ds0_=like(ds)),
         aliases=states.aliases(("dr_", "dk_", "da_", "db_")),
         ARRAYS=states.arrays,
@@ -224,28 +258,29 @@ def _backward_by_two(
     K, V, given = x.r.shape[-1], x.v.shape[-1], _state_gradients(x)
     carried = launch(
         rwkv7_carry_kernel,
-        _tokens(x) | dict(dy_=do, dsT_=ds, inv_=kept["inverses"]) | plan.ranges,
+        _tokens(x) | dict(dy_=do, dsT_=ds, scores_=kept["inverses"]) | plan.ranges,
         dict(dv_=like(x.v), ds0_=like(ds), dz_=like(x.v, plan.store)) | given.shapes(x.r, V, plan),
         ARRAYS=given.arrays,
         EVERY=given.every,
         **plan.options,
     )
     BK, num_warps, num_stages = launch_options(LAUNCH, "gradients", K, has_half(x))
-    blocks, number = -(-K // BK), -(-plan.ranges["span"] // (given.every * CHUNK))
+    BK = min(BK, tile(K))
+    blocks, ((number, *others), owner) = -(-K // BK), plan.by_chunks(given.every)
     # a program takes all chunks that share a state, also where the last of them is not there
     even = plan.mode.even and tile(V) == V and x.r.shape[1] % (given.every * CHUNK) == 0
     at_once = _at_once(plan, x, do)
     made = launch(
         rwkv7_gradients_kernel,
         _tokens(x)
-        | dict(dy_=do, u_=kept["U"], dz_=carried["dz_"], states_=kept["states"])
+        | dict(owner_=owner, dy_=do, u_=kept["U"], dz_=carried["dz_"], states_=kept["states"])
         | {name: carried[name] for name in given.names}
         | plan.ranges,
         dict(dr_=like(x.r), dw_=like(x.w), dk_=like(x.k), da_=like(x.a), db_=like(x.b)),
-        grid=(number * blocks, *plan.options["grid"][1:]),
+        grid=(number * blocks, *others),
         num_warps=num_warps,
         num_stages=num_stages,
-        mode=plan.mode.replaced(BK=BK, BV=tile(V), even=even),
+        mode=plan.mode.replaced(BK=BK, BV=tile(V) if given.every > 1 else min(VALUES, tile(V)), even=even),
         aliases=given.aliases(("dr_", "dk_", "da_", "db_")),
         BLOCKS=blocks,
         ARRAYS=given.arrays,
@@ -273,7 +308,7 @@ def backward(
     do, ds = cotangents
     (H, K), V, splits = x.r.shape[2:], x.v.shape[-1], stretches_here(call)
     two = _two_kernels(x)
-    plan = make_plan("carry" if two else "backward", LAUNCH, call, x, splits)
+    plan = make_plan("carry" if two else "backward", LAUNCH, call, x, splits, _scored(x))
     part = part_of(call, x.segment_ids)
     if stretches_of(call) > 1:
         ds = enter_backward(plan, kept["M"].reshape(-1, H, K, K), kept["reads"], do, ds, part)

@@ -14,17 +14,17 @@ from .tokens import Tokens
 
 
 @triton.jit
-def walk_values(tokens, ranges, own_, N_, block, mode: tl.constexpr, OWN: tl.constexpr):
+def walk_values(tokens, scores_, ranges, own_, N_, block, mode: tl.constexpr, OWN: tl.constexpr):
     """N of a stretch: what it makes of v, from a state of zero; its outputs, if they are wanted."""
     out = Results(own_, N_, (N_,), N_, N_)  # nothing is kept
-    walk_forward(tokens, N_, ranges, out, block, mode=mode, GIVEN=False, READ=OWN)
+    walk_forward(tokens, scores_, N_, ranges, out, block, mode=mode, GIVEN=False, READ=OWN)
 
 
 @triton.jit
-def walk_keys(tokens, ranges, reads_, M_, block, mode: tl.constexpr):
+def walk_keys(tokens, scores_, ranges, reads_, M_, block, mode: tl.constexpr):
     """M of a stretch: what it makes of the state, from the identity."""
     out = Results(reads_, M_, (M_,), M_, M_)
-    walk_forward(tokens, M_, ranges, out, block, mode=square(mode), WRITE=False)
+    walk_forward(tokens, scores_, M_, ranges, out, block, mode=square(mode), WRITE=False)
 
 
 @triton.jit
@@ -35,6 +35,7 @@ def rwkv7_transfer_kernel(
     v_,
     a_,
     b_,
+    scores_,
     seg_,
     cu_,
     chunk0_,
@@ -58,11 +59,11 @@ def rwkv7_transfer_kernel(
     any_decay = needs_any_decay(any_decay_, mode)
     if block < PARTS:
         if any_decay:
-            walk_values(tokens, ranges, own_, N_, block, mode=mode, OWN=OWN)
+            walk_values(tokens, scores_, ranges, own_, N_, block, mode=mode, OWN=OWN)
         else:
-            walk_values(tokens, ranges, own_, N_, block, mode=bounded(mode), OWN=OWN)
+            walk_values(tokens, scores_, ranges, own_, N_, block, mode=bounded(mode), OWN=OWN)
     else:
         if any_decay:
-            walk_keys(tokens, ranges, reads_, M_, block - PARTS, mode=mode)
+            walk_keys(tokens, scores_, ranges, reads_, M_, block - PARTS, mode=mode)
         else:
-            walk_keys(tokens, ranges, reads_, M_, block - PARTS, mode=bounded(mode))
+            walk_keys(tokens, scores_, ranges, reads_, M_, block - PARTS, mode=bounded(mode))

@@ -1,0 +1,126 @@
+"""RWKV-7, the scores of a chunk's pairs of tokens, and the inverse that follows from some of them.
+
+The walks make them as they go, but not with float32 operands, which are two parts each: beside a state in
+registers they do not fit, and every block of values would make them again. There a kernel makes those of all
+chunks beforehand, each in a program of its own, and the walks load them.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ...device.chunk import (
+    C,
+    Ranges,
+    bounded,
+    causal,
+    chunk_elements,
+    chunk_offsets,
+    chunk_segments,
+    chunks_of_program,
+    needs_any_decay,
+    tile_axes,
+    together,
+)
+from ...device.decay import factors, score
+from ...device.products import inverse16
+from ...device.tokens import load_tokens
+from .tokens import Tokens, scaled_tokens
+
+COUNT = tl.constexpr(4)  # of tiles in `Scores`
+
+
+class Scores(NamedTuple):
+    """Tiles [16, 16] of a chunk: (I - A_ab)^-1, and A_ak, A_qk, A_qb; each row sees the columns before it."""
+
+    inverse: Any
+    ak: Any
+    qk: Any
+    qb: Any
+
+
+@triton.jit
+def own_scores(
+    scaled, seen, below, mode: tl.constexpr, READ: tl.constexpr = True, WRITE: tl.constexpr = True
+):
+    """Of rows and columns at hand. Without ``READ`` none of r and without ``WRITE`` none of k is of use."""
+    inverse = inverse16(score(scaled.a, scaled.b, below, mode), mode).to(mode.operand)
+    ak, qk, qb = inverse, inverse, inverse
+    if WRITE:
+        ak = score(scaled.a, scaled.k, below, mode).to(mode.operand)
+        if READ:
+            qk = score(scaled.r, scaled.k, seen, mode).to(mode.operand)
+    if READ:
+        qb = score(scaled.r, scaled.b, seen, mode).to(mode.operand)
+    return Scores(inverse, ak, qk, qb)
+
+
+@triton.jit
+def tile_offsets():
+    """Where the elements of a tile [16, 16] lie."""
+    return tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+
+
+@triton.jit
+def kept_inverse(kept_, chunk, mode: tl.constexpr):
+    """The inverse of ``chunk``, counted through chunks and heads; where it is kept with the scores, too."""
+    count: tl.constexpr = COUNT if mode.scored else 1
+    return tl.load(kept_ + chunk * (count * C * C) + tile_offsets()).to(mode.operand)
+
+
+@triton.jit
+def kept_scores(kept_, chunk, mode: tl.constexpr):
+    """What `rwkv7_scores_kernel` has stored of ``chunk``."""
+    inverse = kept_inverse(kept_, chunk, mode)
+    at, size = kept_ + chunk * (COUNT * C * C) + tile_offsets(), C * C
+    ak, qk, qb = tl.load(at + size), tl.load(at + 2 * size), tl.load(at + 3 * size)
+    return Scores(inverse, ak.to(mode.operand), qk.to(mode.operand), qb.to(mode.operand))
+
+
+@triton.jit
+def store_scores(tokens, ranges, owner_, scores_, mode: tl.constexpr):
+    """The scores of one chunk, summed up over blocks of ``mode.BK`` keys."""
+    h = tl.program_id(1)
+    here, n = chunks_of_program(tl.program_id(0), owner_, ranges, 1, mode)
+    if here.length > n * C:
+        pk = ((here.first + n * C) * mode.H + h) * mode.K
+        axes = tile_axes(0, 0, mode)
+        seen, below = causal(axes)
+        if mode.segments:
+            segments = chunk_segments(ranges.seg_, here, n)
+            seen, below = together(segments, seen), together(segments, below)
+        ab, ak = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+        qk, qb = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+        for block in range(0, tl.cdiv(mode.K, mode.BK)):
+            axes = tile_axes(block, 0, mode)
+            offsets, there = chunk_offsets(axes, mode), chunk_elements(here.length - n * C, axes)
+            w = load_tokens(tokens.w_ + pk, offsets.key, there.key, mode.even)
+            r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even).to(tl.float32) * mode.scale
+            k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even)
+            a = load_tokens(tokens.a_ + pk, offsets.key, there.key, mode.even)
+            b = load_tokens(tokens.b_ + pk, offsets.key, there.key, mode.even)
+            scaled = scaled_tokens(r, k, a, b, factors(w, mode, DELTA=True), mode)
+            ab += score(scaled.a, scaled.b, below, mode)
+            ak += score(scaled.a, scaled.k, below, mode)
+            qk += score(scaled.r, scaled.k, seen, mode)
+            qb += score(scaled.r, scaled.b, seen, mode)
+        at = scores_ + ((here.chunk0 + n) * mode.H + h) * (COUNT * C * C) + tile_offsets()
+        tl.store(at, inverse16(ab, mode))
+        tl.store(at + C * C, ak)
+        tl.store(at + 2 * C * C, qk)
+        tl.store(at + 3 * C * C, qb)
+
+
+@triton.jit
+def rwkv7_scores_kernel(
+    r_, w_, k_, a_, b_, seg_, cu_, chunk0_, any_decay_, owner_, T, span, scores_, mode: tl.constexpr
+):
+    """Grid (chunks, heads, stretches), see `chunks_of_program`: ``scores_`` [rows, chunks, H, 4, 16, 16]
+    float32, as `kept_scores` loads them.
+    """
+    tokens, ranges = Tokens(r_, w_, k_, k_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)  # without values
+    if needs_any_decay(any_decay_, mode):
+        store_scores(tokens, ranges, owner_, scores_, mode=mode)
+    else:
+        store_scores(tokens, ranges, owner_, scores_, mode=bounded(mode))
