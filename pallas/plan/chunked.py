@@ -5,7 +5,7 @@ shapes of what the forward keeps.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from ...core.call import Call, Recurrence
 from ...core.gpu import compute_capability
 from ..device.chunk import C, Mode
 from ..run.triton import INTERPRET
-from .shapes import tile
+from .shapes import tile, unused
 
 CHUNK = C.value
 BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may make
@@ -62,9 +62,9 @@ class ChunkedPlan(NamedTuple):
         """
         _, H, sequences = self.options["grid"]
         if not self.mode.packed:
-            return (-(-self.ranges["span"] // (every * CHUNK)), H, sequences), self.ranges["chunk0_"]
-        count = self.kept(every)[1]
-        first = (self.ranges["chunk0_"][:-1] + jnp.arange(sequences) * (every - 1)) // every
+            return (-(-self.ranges["span"] // (every * CHUNK)), H, sequences), unused()
+        count, chunk0 = self.kept(every)[1], cast(jax.Array, self.ranges["chunk0_"])
+        first = (chunk0[:-1] + jnp.arange(sequences) * (every - 1)) // every
         owner = jnp.searchsorted(first, jnp.arange(count), side="right") - 1
         return (count, H, 1), owner.astype(jnp.int32)
 
@@ -180,7 +180,7 @@ def make_plan(
     half = has_half(x)
     BV, num_warps, num_stages = launch_options(table, which, K, half)
     BV = min(tile(V), BV)
-    none = jnp.zeros(1, jnp.int32)
+    none = unused()
     if x.cu_seqlens is None:
         rows, chunks, cu, chunk0 = B * splits, (B, -(-T // CHUNK)), none, none
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def tile(n: int) -> int:
@@ -20,6 +21,11 @@ def like(x: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
 def result(wanted: bool, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """Shape of a kernel's result: one element where it will hold nothing."""
     return jax.ShapeDtypeStruct(shape if wanted else (1,), dtype)
+
+
+def unused() -> jax.Array:
+    """What a kernel gets for an array that it does not read."""
+    return jnp.zeros(1, jnp.int32)
 
 
 def given(x: jax.Array | None, unused: jax.Array) -> jax.Array:

@@ -200,7 +200,9 @@ def test_where_segments_begin():
 def test_programs_by_chunks_of_packed_sequences(lengths, every):
     """All chunks of all sequences have one, and there are few more."""
     call = cases.call_of(Case("rwkv7", B=1, H=2, K=72, V=24, layout="packed", lengths=lengths))
-    plan = chunked.make_plan("carry", rwkv7.LAUNCH, call, call.inputs)
+    inputs = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), call.inputs)
+    inputs = inputs._replace(cu_seqlens=jnp.cumsum(jnp.array((0, *lengths))))
+    plan = chunked.make_plan("carry", rwkv7.LAUNCH, call, inputs)
     (count, heads, others), owner = plan.by_chunks(every)
     assert (heads, others) == (2, 1) and count <= -(-sum(lengths) // (16 * every)) + len(lengths)
     chunk0, found = plan.ranges["chunk0_"], []

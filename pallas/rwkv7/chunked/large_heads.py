@@ -293,9 +293,9 @@ def rwkv7_gradients_kernel(
     REGISTERS: tl.constexpr,
 ):
     """Grid (states times ``BLOCKS`` of keys, heads, stretches), see `chunks_of_program`: after the carry
-    kernel has stored dZ and the gradients of the states, one for ``EVERY`` chunks, one or two. ``AT_ONCE`` says
-    that two chunks are one tile in the bounded form. A thread has at most so many ``REGISTERS``, if not 0
-    (run/lowering.py).
+    kernel has stored dZ and the gradients of the states, one for ``EVERY`` chunks, one or two. ``AT_ONCE``
+    says that two chunks are one tile in the bounded form. A thread has at most so many ``REGISTERS``, if not
+    0 (run/lowering.py).
     """
     tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
     dstates = (dstates0_, dstates1_, dstates2_, dstates3_)

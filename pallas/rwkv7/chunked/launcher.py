@@ -24,7 +24,7 @@ from ...plan.chunked import (
     total,
 )
 from ...plan.kept_states import KeptStates, keep_states
-from ...plan.shapes import given, like, result, tile
+from ...plan.shapes import given, like, result, tile, unused
 from ...plan.stretches import enter, enter_backward, with_entering
 from ...run.triton import launch
 from .backward import rwkv7_bwd_kernel, rwkv7_carry_kernel
@@ -151,7 +151,7 @@ def _transfer(plan: ChunkedPlan, x: RWKV7Inputs, scores: jax.Array | None, own: 
     )
     return launch(
         rwkv7_transfer_kernel,
-        _tokens(x) | dict(scores_=given(scores, plan.ranges["chunk0_"])) | plan.ranges,
+        _tokens(x) | dict(scores_=given(scores, unused())) | plan.ranges,
         dict(
             reads_=like(x.r, plan.store),
             M_=jax.ShapeDtypeStruct((B * splits, H, K, K), jnp.float32),
@@ -192,7 +192,7 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
     )
     made = launch(
         rwkv7_fwd_kernel,
-        _tokens(x) | dict(scores_=given(scores, plan.ranges["chunk0_"]), s0_=s0) | plan.ranges,
+        _tokens(x) | dict(scores_=given(scores, unused()), s0_=s0) | plan.ranges,
         out,
         KEEP=call.keep,
         ARRAYS=states.arrays,
