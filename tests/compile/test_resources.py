@@ -20,7 +20,7 @@ pytestmark = pytest.mark.once
 HERE = pathlib.Path(__file__).parent
 KERNELS = {
     *(f"rwkv6_{name}_kernel" for name in ("fwd", "transfer", "bwd")),
-    *(f"rwkv7_{name}_kernel" for name in ("fwd", "transfer", "bwd", "carry", "gradients")),
+    *(f"rwkv7_{name}_kernel" for name in ("scores", "fwd", "transfer", "bwd", "carry", "gradients")),
     *("combine_kernel", "gather_kernel", "reads_kernel"),
 }
 
