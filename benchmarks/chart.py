@@ -142,7 +142,7 @@ def draw(found: list[Panel], path: Path) -> None:
     meaning = {
         "fla_jax, faster than every peer": WON,
         "fla_jax, slower than the best peer": LOST,
-        "fla_jax, no peer with these decays": ALONE,
+        "fla_jax, no peer was measured": ALONE,
         "peers": PEER,
     }
     patches = [Patch(color=c) for c in meaning.values()]

@@ -15,6 +15,7 @@ time over theirs. ``--sweep`` tries launches of our kernels instead, and records
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -69,8 +70,19 @@ def our_rows(job: Job, common: records.Record) -> Iterator[list[records.Record]]
         yield rows_of(job, "fla_jax", name, times, common)
 
 
+def start_peers(jobs: list[Job], dtype: str, shares: tuple[int, int] | None = None) -> processes.Process:
+    """A process of FLA's pieces: it times them, or compiles its share of what their tuning chooses from."""
+    return processes.Process(
+        processes.BENCHMARKS / "pieces" / "child.py",
+        f"FLA's pieces {shares or ''}",
+        [{"piece": piece.label, "shape": shape, "dtype": dtype} for piece, shape in jobs],
+        {"shares": shares},
+        variables={"FLA_CACHE_RESULTS": "0"},  # what is tuned while others compile is no choice
+    )
+
+
 def peer_rows(
-    jobs: list[Job], seconds: float, common: records.Record, skipped: list[str]
+    jobs: list[Job], options: argparse.Namespace, common: records.Record, skipped: list[str]
 ) -> Iterator[list[records.Record]]:
     """Records of FLA's pieces, from one process; why there are none goes to ``skipped``."""
     jobs = [job for job in jobs if job[0].peer is not None]
@@ -78,13 +90,14 @@ def peer_rows(
         labels = dict.fromkeys(piece.label for piece, _ in jobs)
         skipped += [f"{label} FLA: package fla is not installed" for label in labels]
         return
-
-    def start(jobs: list[Job]) -> processes.Process:
-        script = processes.BENCHMARKS / "pieces" / "child.py"
-        listed = [{"piece": p.label, "shape": shape, "dtype": common["dtype"]} for p, shape in jobs]
-        return processes.Process(script, "FLA's pieces", listed)
-
-    for job, line in processes.results(start, jobs, seconds):
+    # all pieces at the first shape before any at the second: where time ends, every one has a peer
+    shapes = [shape for _, shape in jobs]
+    jobs = sorted(jobs, key=lambda job: shapes.index(job[1]))
+    count = os.cpu_count() or 1
+    compiling = [start_peers(jobs, options.dtype, (share, count)) for share in range(count)]
+    print(f"FLA: compiled for {processes.all_done(compiling, options.compile_seconds)}", flush=True)
+    start = functools.partial(start_peers, dtype=options.dtype)
+    for job, line in processes.results(start, jobs, options.timeout):
         if "record" in line:
             yield rows_of(job, "FLA", "FLA", line["record"], common)
         else:
@@ -132,6 +145,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="only this library")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for the peers; default 300")
     parser.add_argument(
+        "--compile-seconds",
+        type=float,
+        default=180,
+        help="what peers tune is compiled on all cores before, this long at most; default 180",
+    )
+    parser.add_argument(
         "--sweep", action="store_true", help="try launch options instead, on a GPU; with --quick a few"
     )
     results.add_option(parser)
@@ -174,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     for job in jobs:
         for more in our_rows(job, common):
             found(more)
-    for more in () if options.no_peers else peer_rows(jobs, options.timeout, common, skipped):
+    for more in () if options.no_peers else peer_rows(jobs, options, common, skipped):
         found(more)
     print("\n" + table(rows) if rows else "nothing was measured")
     for line in skipped:

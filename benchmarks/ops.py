@@ -29,7 +29,6 @@ import dataclasses
 import functools
 import os
 import re
-import time
 
 import records
 from recurrences.peers import IMPLEMENTATIONS
@@ -87,19 +86,13 @@ def prepare(jobs: dict[str, list[Job]], seconds: float) -> None:
             chosen[name] = list(seen.values())
     if not chosen:
         return
-    began = time.monotonic()
     print(f"compiling: {', '.join(chosen)} ...", flush=True)
     tuned = [name for name, some in chosen.items() if IMPLEMENTATIONS[some[0][0]].package == "fla"]
     # hundreds of configurations a variant, a core each
     shares = max(1, (os.cpu_count() or 1) // max(1, len(tuned)))
     started = [start(name, chosen[name], True, (i, shares)) for name in tuned for i in range(shares)]
     started += [start(name, some, True) for name, some in chosen.items() if name not in tuned]
-    late = processes.late(started, began + seconds - time.monotonic())
-    print(
-        f"  {time.monotonic() - began:.0f} s, not done: {len(late)} of {len(started)} processes "
-        f"{sorted({process.name for process in late})}",
-        flush=True,
-    )
+    print(f"  {processes.all_done(started, seconds)}", flush=True)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

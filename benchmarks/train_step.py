@@ -23,7 +23,6 @@ import argparse
 import dataclasses
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -140,16 +139,13 @@ def compile_before(side: str, row: Row, options: argparse.Namespace) -> None:
     """Fills the caches of a peer: Triton's with the hundreds of configurations that FLA's kernels choose from
     (the choice itself is made afresh by the run that counts), or torch's with RWKV-LM's extensions.
     """
-    shares, began = EXTENSIONS if side == "rwkv-lm" else os.cpu_count() or 1, time.monotonic()
+    shares = EXTENSIONS if side == "rwkv-lm" else os.cpu_count() or 1
     job = job_of(side, row, options) | {"remat": options.fla_remat[0]}
     try:
         started = [start(job | {"shares": (i, shares)}, options, True) for i in range(shares)]
     except OSError:  # there is no such interpreter, as the run that counts will say
         return
-    late = len(processes.late(started, options.compile_seconds))
-    wrong = {line["error"][:300] for process in started for line in process.news() if "error" in line}
-    took = f"{time.monotonic() - began:.0f} s, {late} of {shares} processes not done"
-    print(f"{side}: compiled for {', '.join([took, *wrong])}", flush=True)
+    print(f"{side}: compiled for {processes.all_done(started, options.compile_seconds)}", flush=True)
 
 
 def missing(side: str, options: argparse.Namespace) -> str | None:

@@ -1,4 +1,4 @@
-"""What the process of FLA's pieces does: times of one after another, on torch."""
+"""What a process of FLA's pieces does: times of one after another, on torch, or what is compiled before."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from running.processes import Job, serve
 from running.timing import torch_ms
+from running.tuning import compile_only
 
 from pieces import fla_pieces
 from pieces.piece import VOCABULARY, piece_of
@@ -25,8 +26,8 @@ def draw(wanted: dict[str, tuple[tuple[int, ...], str | None]], dtype: str) -> d
     return made
 
 
-def milliseconds(job: Job) -> dict[str, float]:
-    """Of each pass of a piece."""
+def passes_of(job: Job) -> dict[str, Callable[[], None]]:
+    """A function that runs each pass of a piece."""
     import torch
 
     if not torch.cuda.is_available():
@@ -50,8 +51,26 @@ def milliseconds(job: Job) -> dict[str, float]:
         torch.autograd.grad(call(inputs), leaves, cotangents, allow_unused=True)
 
     passes: dict[str, Callable[[], None]] = {"fwd": forward, "bwd": backward, "fwd+bwd": both}
-    return {name: torch_ms(passes[name]) for name in piece.moved(shape, 1)}
+    return {name: passes[name] for name in piece.moved(shape, 1)}
+
+
+def milliseconds(job: Job) -> dict[str, float]:
+    """Of each pass of a piece."""
+    return {name: torch_ms(run) for name, run in passes_of(job).items()}
+
+
+def once(job: Job) -> None:
+    """Each pass of a piece, for what it compiles."""
+    for run in passes_of(job).values():
+        run()
+
+
+def make(settings: dict[str, Any]) -> Callable[[Job], Any]:
+    if settings["shares"] is None:
+        return milliseconds
+    compile_only(*settings["shares"])
+    return once
 
 
 if __name__ == "__main__":
-    serve(lambda settings: milliseconds)
+    serve(make)

@@ -142,15 +142,20 @@ def results(
         jobs = [job for i, job in left.items() if i > current] if process.crashed else []
 
 
-def late(processes: Sequence[Process], seconds: float) -> list[Process]:
-    """Waits for all processes, ``seconds`` at most, and ends those that are late."""
-    limit = time.monotonic() + seconds
-    while time.monotonic() < limit and not all(process.done() for process in processes):
+def all_done(processes: Sequence[Process], seconds: float) -> str:
+    """Waits for all processes, ``seconds`` at most, and ends those that are late; says how long it took,
+    which were late, and what went wrong.
+    """
+    began = time.monotonic()
+    while time.monotonic() < began + seconds and not all(process.done() for process in processes):
         time.sleep(0.2)
-    found = [process for process in processes if not process.done()]
-    for process in found:
+    late = [process for process in processes if not process.done()]
+    for process in late:
         process.end()
-    return found
+    wrong = {line["error"][:300] for process in processes for line in process.news() if "error" in line}
+    names = sorted({process.name for process in late})
+    took = f"{time.monotonic() - began:.0f} s, {len(late)} of {len(processes)} processes not done"
+    return ", ".join([took, *names, *wrong])
 
 
 def serve(make: Callable[[dict[str, Any]], Callable[[Job], Any]]) -> None:

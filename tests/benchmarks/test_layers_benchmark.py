@@ -37,6 +37,34 @@ def test_bytes_and_ratios(module):
     assert [r["ratio"] for r in rows] == [0.5, None, None]
 
 
+def test_peers_come_shape_by_shape(module, monkeypatch):
+    """Every core compiles a share of what they tune before one process times them; a run that ends early has
+    all pieces at one shape, not one piece at all.
+    """
+    layers, piece = module("layers"), module("pieces.piece")
+    started, settings = [], []
+
+    class Process(module("running.processes").Process):
+        def __init__(self, script, name, jobs, given, **more):
+            started.append([(job["piece"], job["shape"]) for job in jobs])
+            settings.append(given["shares"])
+            super().__init__(script, name, [], given, **more)
+
+    monkeypatch.setattr(layers.processes, "Process", Process)
+    monkeypatch.setattr(layers.processes, "importable", lambda name: True)
+    monkeypatch.setattr(layers.os, "cpu_count", lambda: 2)
+    some = [
+        piece.piece_of(label) for label in ("rwkv7_readout rwkv7 attention", "rwkv6_readout rwkv6 attention")
+    ]
+    shapes, skipped = ((1, 2, 64), (2, 2, 64)), []
+    options = layers.parse(["--timeout", "20", "--compile-seconds", "20"])
+    jobs = [(one, shape) for one in some for shape in shapes]
+    assert list(layers.peer_rows(jobs, options, {"dtype": "bfloat16"}, skipped)) == []
+    assert settings == [(0, 2), (1, 2), None]
+    assert started == [[(one.label, shape) for shape in shapes for one in some]] * 3
+    assert len(skipped) == 4
+
+
 def test_tables_of_launches_are_put_back(module):
     """What the sweep replaces is there again, whatever happens in between."""
     launches, piece = module("pieces.launches"), module("pieces.piece")

@@ -40,6 +40,16 @@ def test_after_a_crash_another_process_does_the_rest(module, tmp_path):
     assert "no result within" in said[4] and "no result within" in said[5]  # c came behind what took too long
 
 
+def test_those_that_are_late_are_ended_and_named(module, tmp_path):
+    processes = module("running.processes")
+    (tmp_path / "child.py").write_text(CHILD)
+    jobs = {"quick": "a", "wrong": "raise", "late": "wait"}
+    started = [processes.Process(tmp_path / "child.py", name, [{"do": jobs[name]}]) for name in jobs]
+    said = processes.all_done(started, 4)
+    assert said.endswith(" s, 1 of 3 processes not done, late, ValueError: wrong")
+    assert all(process.done() for process in started)
+
+
 def test_no_interpreter_is_an_error_of_each_job(module, tmp_path):
     processes = module("running.processes")
 
