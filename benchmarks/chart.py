@@ -1,10 +1,10 @@
 """Draws a device's results beside the JSON file:
 ``python benchmarks/chart.py benchmarks/results/nvidia-h200.json``.
 
-``<device>.png`` has one panel for each op, shape and pass, ``<device>-layers.png`` one for each fused piece
-of the layers and pass, at the narrowest width. A panel has a bar for each implementation, fastest first. Ours
-are green where they are faster than the fastest peer, red where they are slower, blue where there is no peer
-(with the same decays); the dotted line is the time in which memory alone could move what must move.
+``<device>.png`` has one panel for each op, shape, dtype and pass, ``<device>-layers.png`` one for each fused
+piece of the layers and pass, at the narrowest width. A panel has a bar for each implementation, fastest
+first. Ours are green where they are faster than the fastest peer, red where they are slower, blue where there
+is no peer (with the same decays); the dotted line is the time in which memory alone could move what must.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class Panel:
 
 
 def grouped(rows: list[Row], names: tuple[str, ...], place: Any) -> list[list[Row]]:
-    """The measurements of ops with these names, by op, form, shape and pass, in the order of ``place``."""
+    """The measurements of ops with these names, by op, form, shape, pass and dtype, ordered by ``place``."""
     found = defaultdict(list)
     for row in rows:
         if row.get("op") in names and "skipped" not in row:
-            found[row["op"], row["form"], tuple(row["shape"]), row["pass"]].append(row)
+            key = row["op"], row["form"], tuple(row["shape"]), row["pass"], row["dtype"]
+            found[key].append(row)
     return [sorted(found[key], key=lambda row: row["ms"]) for key in sorted(found, key=place)]
 
 
@@ -46,8 +47,8 @@ def panels(rows: list[Row]) -> list[Panel]:
     """Those of the ops."""
 
     def place(key: tuple[Any, ...]) -> tuple[Any, ...]:
-        op, form, (B, T, H, K, V), passes = key
-        return ORDER.index(op), form, -B * T * H * K, (B, T, H, K, V), passes == "fwd+bwd"
+        op, form, (B, T, H, K, V), passes, dtype = key
+        return ORDER.index(op), form, dtype, -B * T * H * K, (B, T, H, K, V), passes == "fwd+bwd"
 
     made = []
     for group in grouped(rows, ORDER, place):
@@ -55,7 +56,8 @@ def panels(rows: list[Row]) -> list[Panel]:
         size = f"D{K}" if K == V else f"K{K} V{V}"
         op = f"{group[0]['op']}{' decoding' if group[0]['form'] == 'decode' else ''}"
         passes = "forward + backward" if group[0]["pass"] != "fwd" else "forward"
-        made.append(Panel(f"{op}  B{B} T{T} H{H} {size}  {passes}", group, group[0]["roofline_ms"]))
+        title = f"{op}  B{B} T{T} H{H} {size}  {group[0]['dtype']}  {passes}"
+        made.append(Panel(title, group, group[0]["roofline_ms"]))
     return made
 
 
@@ -65,13 +67,14 @@ def piece_panels(rows: list[Row]) -> list[Panel]:
     chosen = [row for row in rows if row.get("op") in PIECES and row["shape"][2] == narrow]
 
     def place(key: tuple[Any, ...]) -> tuple[Any, ...]:
-        return PIECES.index(key[0]), key[1], key[2], key[3] != "fwd"
+        return PIECES.index(key[0]), key[1], key[2], key[3] != "fwd", key[4]
 
     names = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
     made = []
     for group in grouped(chosen, PIECES, place):
         B, T, C = group[0]["shape"]
-        title = f"{group[0]['op']}, {group[0]['form']}  B{B} T{T} C{C}  {names[group[0]['pass']]}"
+        one = group[0]
+        title = f"{one['op']}, {one['form']}  B{B} T{T} C{C}  {one['dtype']}  {names[one['pass']]}"
         made.append(Panel(title, group, group[0]["ms"] * group[0]["of_copy"]))
     return made
 
@@ -142,13 +145,13 @@ def draw(found: list[Panel], path: Path) -> None:
     meaning = {
         "fla_jax, faster than every peer": WON,
         "fla_jax, slower than the best peer": LOST,
-        "fla_jax, no peer was measured": ALONE,
+        "fla_jax, no peer in its run": ALONE,
         "peers": PEER,
     }
     patches = [Patch(color=c) for c in meaning.values()]
     figure.legend(patches, list(meaning), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(
-        f"{first['device']}, {first['dtype']}, milliseconds (less is better), commits {', '.join(commits)}; "
+        f"{first['device']}, milliseconds (less is better), commits {', '.join(commits)}; "
         "dotted: memory's limit"
     )
     figure.savefig(path, dpi=110)

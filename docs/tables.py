@@ -41,9 +41,10 @@ def number(x: float | None, digits: int = 3) -> str:
 
 
 def shape(row: records.Record) -> str:
-    """B T H D, or B T H K V."""
+    """B T H D, or B T H K V; and the dtype where it is not bfloat16."""
     B, T, H, K, V = row["shape"]
-    return f"{B} {T} {H} {K}" if K == V else f"{B} {T} {H} {K} {V}"
+    size = f"{B} {T} {H} {K}" if K == V else f"{B} {T} {H} {K} {V}"
+    return size if row["dtype"] == "bfloat16" else f"{size} {row['dtype']}"
 
 
 def recurrences(rows: Rows) -> str:
@@ -78,7 +79,7 @@ def losses(rows: Rows) -> str:
                 o["ms"]
                 for o in rows
                 if o.get("library") == "fla_jax"
-                and all(o.get(n) == r.get(n) for n in ("op", "form", "shape", "pass"))
+                and all(o.get(n) == r.get(n) for n in ("op", "form", "shape", "pass", "dtype"))
             ),
         )
         note = "" if best >= r["peer_ms"] else f" (with other settings or decays {number(best)})"

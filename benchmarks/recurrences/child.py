@@ -56,6 +56,7 @@ class Runner:
         kind = (
             task.version,
             task.shape,
+            task.dtype,
             task.decay == "any-strong",
             implementation.raw_decay,
             implementation.value_first,
@@ -72,7 +73,7 @@ class Runner:
         if implementation.prepare:
             result["first_call_s"] = None  # part of it was done before
         notes = [implementation.note] if implementation.note else []
-        checked = (key, task.op, task.decay, task.shape[3:])
+        checked = (key, task.op, task.dtype, task.decay, task.shape[3:])
         if self.check and key != "copy" and checked not in self.errors:
             self.errors[checked] = errors(side, implementation, task)
         ours = key.startswith("ours")

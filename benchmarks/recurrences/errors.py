@@ -32,7 +32,7 @@ def errors(side: Any, implementation: Implementation, task: Task) -> dict[str, A
     rng = np.random.default_rng(1)
     drawn = draw(small, np, lambda *s: rng.standard_normal(s), lambda *s: rng.uniform(size=s))
     cast = lambda a, dtype: np.ascontiguousarray(a).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
-    inputs = split(small, conventions(implementation, drawn, np, cast))
+    inputs = split(small, conventions(implementation, drawn, np, task.dtype, cast))
     (o, final), grads = side.to_numpy(
         side.function(implementation, small, implementation.load(small))(*side.from_numpy(inputs))
     )

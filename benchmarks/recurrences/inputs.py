@@ -35,16 +35,18 @@ def draw(task: Task, m: Any, normal: Callable[..., Any], uniform: Callable[..., 
 
 
 def conventions(
-    implementation: Implementation, x: dict[str, Any], m: Any, cast: Callable[[Any, str], Any]
+    implementation: Implementation, x: dict[str, Any], m: Any, dtype: str, cast: Callable[[Any, str], Any]
 ) -> dict[str, Any]:
-    """The arrays as the implementation takes them: decay, orientation of the states, dtypes."""
+    """The arrays as the implementation takes them: decay, orientation of the states, dtypes; ``dtype`` is the
+    tokens'.
+    """
     x = dict(x)
     if implementation.raw_decay:
         x["w"] = m.log(-x["w"])
     if implementation.value_first:
         x.update({name: m.swapaxes(x[name], -1, -2) for name in ("initial_state", "ds")})
     return {
-        name: cast(a, implementation.state_dtype if name in ("initial_state", "ds") else "bfloat16")
+        name: cast(a, implementation.state_dtype if name in ("initial_state", "ds") else dtype)
         for name, a in x.items()
     }
 

@@ -41,7 +41,8 @@ class Task:
 
     @property
     def label(self) -> str:
-        return f"{self.op} {self.form} {'x'.join(map(str, self.shape))} {self.passes} {self.decay}"
+        words = (self.op, self.form, "x".join(map(str, self.shape)), self.passes, self.decay)
+        return " ".join([*words, *([] if self.dtype == "bfloat16" else [self.dtype])])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from recurrences.peers import IMPLEMENTATIONS, Task
 
 BANDWIDTH = {"NVIDIA H200": 4.3e12}  # bytes a second, read and written, of a device copy
@@ -26,6 +28,11 @@ def chunk(version: int, shapes: list[tuple[int, ...]], *decays: str) -> list[Tas
     ]
 
 
+def in_float32(tasks: list[Task]) -> list[Task]:
+    """The same with float32 tokens."""
+    return [dataclasses.replace(task, dtype="float32") for task in tasks]
+
+
 def recurrent(version: int, shape: tuple[int, ...], *passes: str) -> list[Task]:
     return [Task(f"fused_recurrent_rwkv{version}", "recurrent", shape, one, "any-weak") for one in passes]
 
@@ -47,6 +54,10 @@ def plan(quick: bool) -> tuple[list[Job], list[Job]]:
     others = [shape for shape in every if shape != wide]
     add("ours", chunk(7, [wide], "bounded", "any-weak", "any-strong") + chunk(7, others, "bounded"))
     add("ours", [task for task in chunk(7, others, "any-strong") if task.backward])
+    add(
+        "ours",
+        in_float32(chunk(7, [wide], "bounded", "any-strong") + chunk(7, [BIG] * (not quick), "bounded")),
+    )
     add("wind", chunk(7, [s for s in every if s[3] == 64], "bounded"))
     add("wind", chunk(7, [s for s in every if s[3] != 64], "bounded"))
     add("jla bounded", chunk(7, every, "bounded"))
@@ -58,6 +69,7 @@ def plan(quick: bool) -> tuple[list[Job], list[Job]]:
         chunk(6, [wide], "any-strong", "any-weak", "bounded")
         + chunk(6, [s for s in three if s != wide], "any-strong"),
     )
+    add("ours", in_float32(chunk(6, [wide], "bounded", "any-strong")))
     add("jla 6", chunk(6, three, "any-strong") + chunk(6, [wide], "any-weak"))
     add("rwkv-ops cuda 6", chunk(6, [s for s in three if s[1] <= 4096], "any-strong"))
     add("fla 6", chunk(6, three, "any-strong") + chunk(6, [wide], "any-weak"))
@@ -77,7 +89,8 @@ def plan(quick: bool) -> tuple[list[Job], list[Job]]:
         jobs = [
             (key, task) for key, task in jobs if (key, task.form, task.decay) != ("ours", "chunk", "any-weak")
         ]
-    main = [(key, task) for key, task in jobs if key == "ours" and task.form == "chunk" and task.backward]
+    mine = [(key, task) for key, task in jobs if key == "ours" and task.form == "chunk" and task.backward]
+    main = [(key, task) for key, task in mine if task.dtype == "bfloat16"]
     again = [
         (key, task) for key, task in main if task.decay == ("bounded" if task.version == 7 else "any-strong")
     ]
@@ -100,8 +113,9 @@ def roofline_ms(task: Task, device: str) -> float | None:
     """
     B, T, H, K, V = task.shape
     keys, state = {7: 5, 6: 3}[task.version], 4 * B * H * K * V
-    inputs = 2 * B * T * H * (keys * K + V)
-    moved = inputs + 2 * B * T * H * V + 2 * state
+    size = {"bfloat16": 2, "float32": 4}[task.dtype]
+    inputs = size * B * T * H * (keys * K + V)
+    moved = inputs + size * B * T * H * V + 2 * state
     if task.backward:
-        moved += 2 * inputs + 2 * B * T * H * V + 3 * state
+        moved += 2 * inputs + size * B * T * H * V + 3 * state
     return None if device not in BANDWIDTH else 1e3 * moved / BANDWIDTH[device]

@@ -157,6 +157,7 @@ def table(rows: list[records.Record]) -> str:
     columns = (
         "op",
         "shape",
+        "dtype",
         "pass",
         "decay",
         "implementation",
@@ -185,6 +186,7 @@ def table(rows: list[records.Record]) -> str:
         cells = (
             r["op"],
             "x".join(map(str, r["shape"])),
+            r["dtype"],
             r["pass"],
             r["decay"],
             name,

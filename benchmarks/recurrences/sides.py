@@ -33,7 +33,9 @@ class Jax:
     def arrays(self, implementation: Implementation, task: Task) -> Any:
         jax, jnp = self.jax, self.jax.numpy
         keys = iter(jax.random.split(jax.random.key(0), 16))
-        cast = jax.jit(lambda x: conventions(implementation, x, jnp, lambda a, dtype: a.astype(dtype)))
+        cast = jax.jit(
+            lambda x: conventions(implementation, x, jnp, task.dtype, jax.lax.convert_element_type)
+        )
         return split(
             task,
             cast(
@@ -133,7 +135,11 @@ class Torch:
         return split(
             task,
             conventions(
-                implementation, draw(task, torch, of(torch.randn), of(torch.rand)), torch, self._cast
+                implementation,
+                draw(task, torch, of(torch.randn), of(torch.rand)),
+                torch,
+                task.dtype,
+                self._cast,
             ),
         )
 

@@ -144,8 +144,8 @@ def numbered_sequence(p, ranges, mode: tl.constexpr):
 
 @triton.jit
 def chunks_of_program(number, owner_, ranges, EVERY: tl.constexpr, mode: tl.constexpr):
-    """Where each program takes ``EVERY`` chunks, the ``number``th of them (`ChunkedPlan.by_chunks`): the
-    sequence, and the first of its chunks. It may have none there.
+    """The sequence of program ``number``, which takes ``EVERY`` of its chunks (`ChunkedPlan.by_chunks`), and
+    the first of them; there may be none.
     """
     if mode.packed:
         here = numbered_sequence(tl.load(owner_ + number), ranges, mode)

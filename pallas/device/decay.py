@@ -100,10 +100,10 @@ def sums_to_middles(i, s):
 def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = False):
     """The factors for log decays ``w`` [16, K]; all sums over tokens are products with constant triangles.
 
-    The forward makes them with ``SPREAD``, see `token_sums`, of ``w`` [K / 16, 16, 16], loaded as they want
-    it: Triton copies the next chunks' tiles into shared memory in the background only where their order in
-    memory is the order in which a product reads them. It goes into products only, with the identity in place
-    of a cast.
+    Forward and carry kernel make them with ``SPREAD``, see `token_sums`, of ``w`` [K / 16, 16, 16], loaded as
+    they want it: Triton copies the next chunks' tiles into shared memory in the background only where their
+    order in memory is the order in which a product reads them. It goes into products only, with the identity
+    in place of a cast.
     """
     o = tl.arange(0, 16)
     t, j = o[:, None], o[None, :]

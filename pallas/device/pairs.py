@@ -44,7 +44,7 @@ def _halves(x: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
 
 
 def _product(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...], total: jax.Array) -> jax.Array:
-    """``total + x y^T`` of halves to float32 accuracy, on a GPU as two or three TF32 products on tensor
+    """``total + x y^T`` of halves to float32 accuracy, on a GPU as one to three TF32 products on tensor
     cores.
 
     Those truncate what they accumulate: so large and small products are summed apart, from zero, and added to

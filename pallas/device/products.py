@@ -1,4 +1,4 @@
-"""Matrix products that the chunked Triton kernels share: all of them in the precision of the inputs, sums
+"""Matrix products that the chunked Triton kernels share: those of operands, in float32 of TF32 parts, sums
 over a chunk's tokens, small inverses.
 
 A sum over the 16 tokens of a chunk is a product with a constant matrix, mostly of 0 and +-1: that takes a
@@ -35,7 +35,7 @@ def tf32_part(x):
 @triton.jit
 def token_sums(matrix, x, mode: tl.constexpr, SPREAD: tl.constexpr = False):
     """``matrix`` [16, 16] of small multiples of 1 / 32 times ``x`` [16, K] in the dtype of memory, to float32
-    accuracy.
+    accuracy; float32 decays beside tokens of 16 bits to that of TF32.
 
     A product of 16 rows has none to divide, so that every warp makes all of it and holds all of the result.
     With ``SPREAD`` it is a batch of products of 16 columns, which warps do divide: less work where the result

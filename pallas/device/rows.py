@@ -45,8 +45,8 @@ def either(x, y):
 
 @triton.jit
 def sums_over_tokens(x, matrix, mode: tl.constexpr):
-    """``x`` [K, tokens] in the dtype of memory times ``matrix`` of small multiples of 1 / 32, to float32
-    accuracy: as `token_sums` for tiles that are not transposed.
+    """``x`` [K, tokens] in the dtype of memory times ``matrix`` of small multiples of 1 / 32, as
+    exactly as `token_sums`, for tiles that are not transposed.
     """
     if x.dtype == tl.bfloat16:
         return tl.dot(x, matrix.to(tl.bfloat16))

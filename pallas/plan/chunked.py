@@ -20,8 +20,8 @@ from .shapes import tile, unused
 CHUNK = C.value
 BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may make
 
-# (value block, warps, pipeline stages) by pass and padded K, for 16-bit inputs on GPUs with wgmma; an entry
-# with a third part is for another kind of call: "float32" inputs, "small" GPUs, "small float32". See
+# (value block, warps, pipeline stages) by pass and padded K, for 16-bit inputs on compute capability 9.0 and
+# 10.x; an entry with a third part is for another kind of call: "float32" inputs, "small" GPUs, or both. See
 # `launch_options`.
 LaunchTable = Mapping[tuple[str, int] | tuple[str, int, str], tuple[int, int, int]]
 
@@ -57,8 +57,8 @@ class ChunkedPlan(NamedTuple):
 
     def by_chunks(self, every: int) -> tuple[tuple[int, int, int], jax.Array]:
         """The grid of programs that take ``every`` chunks each: these, heads, stretches; and the kernels'
-        argument owner_, the sequence of each where sequences are packed. These share the first axis: by
-        themselves they would all need programs for as many chunks as there are.
+        argument owner_, the sequence of each where sequences are packed. These share the first axis: with one
+        of their own each would start programs for all chunks there are.
         """
         _, H, sequences = self.options["grid"]
         if not self.mode.packed:

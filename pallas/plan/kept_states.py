@@ -4,8 +4,10 @@ of tokens take over, where the shapes allow it.
 A chunk's state [V, K] has as many numbers as ``n = V / 16`` token arrays [B, T, H, K] have in its 16 tokens,
 and the backward reads a chunk's state before it writes the chunk's gradients. So row v is kept at token
 ``v // n`` of the chunk in array ``v % n``, and the backward writes gradients over them. At B8 T4096 H64 D64
-forward + backward need 1.97 in place of 3.04 GB. A jitted step does it in place; where someone else still
+forward + backward need 1.96 in place of 3.04 GB. A jitted step does it in place; where someone else still
 needs the arrays (a backward called by itself, outside jit), JAX copies them first.
+
+Where RWKV-7's backward takes two kernels only the gradients of states lie there; states lie apart.
 
 Large heads of 16 bits keep a state for every two chunks, where it is as large as ``n = V / 32`` token arrays
 are in their 32 tokens.

@@ -112,7 +112,8 @@ def chunk_rwkv7(
     the exact recurrence explode.
 
     Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o``
-    and of the final state; the rule is written by hand and keeps one state per chunk. Forward mode
+    and of the final state; the rule is written by hand and keeps states of chunks, and what the
+    implementation needs besides. Forward mode
     (``jax.jvp``, ``jax.linearize``) raises a TypeError. Devices may share rows and heads (B, H), in every
     sharding mode and without communication, and the tokens of rows, T, which takes one gather of two small
     matrices for each head, forward and backward (``sequence_axis``). K and V must be whole: with automatic
@@ -158,9 +159,9 @@ def chunk_rwkv7(
         implementation: None for the best that qualifies, or by name. On any platform: ``"reference"`` (token
             by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX). On NVIDIA GPUs of compute capability
             8.0 and up, not for float64, and the defaults there: ``"triton"`` (chunked), its products with
-            bfloat16 operands where r, v, k, a, b all have 16 bits, else float32 ones (three TF32 passes,
-            about three times slower), and ``"pallas"`` (token by token in float32). Inside `jax.jit`, None
-            goes by JAX's default device, not by where the arrays will be.
+            bfloat16 operands where r, v, k, a, b all have 16 bits, else float32 ones (in TF32 parts, four to
+            seven times slower), and ``"pallas"`` (token by token in float32). Inside `jax.jit`, None goes by
+            JAX's default device, not by where the arrays will be.
         sequence_axis: the mesh axis whose devices share the tokens of each row, T being split evenly between
             them; None for whole rows. Inside `jax.shard_map` it must be named: arrays are then those of one
             device, and without it every device starts from ``initial_state``, silently. In `jax.jit` on a

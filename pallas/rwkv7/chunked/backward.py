@@ -1,14 +1,15 @@
 """RWKV-7, chunked backward in Triton: one program walks the chunks of one stretch, head and block of values
 in reverse, the state's gradient in registers.
 
-States and inverses T come from the forward; everything else is computed again. With dS the gradient of the
-state that leaves the chunk, ``dU = A_qb^T dY + B' dS``, ``dZ = T^T dU``,
+States and inverses T, in float32 all scores, come from the forward; everything else is computed again. With
+dS the gradient of the state that leaves the chunk, ``dU = A_qb^T dY + B' dS``, ``dZ = T^T dU``,
 ``dV = A_qk^T dY + K' dS + A_ak^T dZ``, ``dA = (dY, dZ) (V, U)^T``; then rows and columns (docs/maths.md,
 section 5). All value-sided tiles are held transposed, [V, 16], as in the forward.
 
-Heads of more than 64 numbers take two kernels, for their tiles do not fit the registers at once: the carry
-kernel walks only what the next chunk needs (dS, and dV and dZ with it), with values split over programs, and
-stores dS, of every second chunk in 16 bits; large_heads.py then has programs for these and blocks of keys.
+Heads of 65 to 128 numbers, in float32 all up to 128, take two kernels, for their tiles do not fit the
+registers at once: the carry kernel walks only what the next chunk needs (dS, and dV and dZ with it), with
+values split over programs, and stores dS, in 16 bits of every second chunk; large_heads.py (two chunks) and
+one_chunk.py then have programs for these and blocks of keys.
 """
 
 from typing import Any, NamedTuple

@@ -183,8 +183,9 @@ def rwkv7_fwd_kernel(
     """Grid (value blocks, heads, stretches or packed sequences).
 
     ``KEEP`` stores what the backward needs: the states that enter chunks, in ``ARRAYS`` arrays
-    (plan/kept_states.py), and the inverses; ``KEEP_U`` stores U, like v. Where the mode allows any decay,
-    ``any_decay_`` [B, H] says which rows and heads need that form; the others take the bounded one.
+    (plan/kept_states.py), and the inverses, where no kernel has made them; ``KEEP_U`` stores U, like v. Where
+    the mode allows any decay, ``any_decay_`` [B, H] says which rows and heads need that form; the others take
+    the bounded one.
     """
     block = tl.program_id(0)
     tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)

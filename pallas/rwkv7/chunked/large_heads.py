@@ -1,5 +1,5 @@
-"""RWKV-7, chunked backward in Triton, for heads of more than 64 numbers: programs for blocks of keys make the
-gradients of r, w, k, a, b from what the forward and the carry kernel have left in memory.
+"""RWKV-7, chunked backward in Triton, the second of two kernels (backward.py): programs for blocks of keys
+make the gradients of r, w, k, a, b from what the forward and the carry kernel have left in memory.
 
 In 16 bits that is a state, and the gradient of a state, for every two chunks. The state S1 between the two,
 and its gradient, are never made: with V and U the first chunk's values, K' and B' its decayed writes, the

@@ -41,7 +41,7 @@ LAUNCH: LaunchTable = {
     ("forward", 128): (128, 8, 3),
     ("transfer", 128): (128, 8, 3),
     ("carry", 128): (64, 4, 3),
-    ("gradients", 128): (64, 4, 1),  # the first number is the block of keys: a program holds all values
+    ("gradients", 128): (64, 4, 1),  # the block of keys; all values, in float32 `VALUES` at a time
     ("backward", 128): (128, 8, 1),
     ("forward", 256): (16, 4, 1),
     ("backward", 256): (16, 8, 1),
@@ -90,8 +90,8 @@ def _two_kernels(x: RWKV7Inputs) -> bool:
 
 
 def _every(x: RWKV7Inputs) -> int:
-    """For how many chunks one state is kept: two, made again between them, halve what two kernels hand each
-    other. In float32 ptxas gives up on that.
+    """For how many chunks one state is kept: two, where the state between them is never made
+    (large_heads.py), halve what two kernels hand each other. In float32 ptxas gives up on that.
     """
     return 2 if _two_kernels(x) and has_half(x) else 1
 
@@ -255,7 +255,7 @@ def _at_once(plan: ChunkedPlan, x: RWKV7Inputs, do: jax.Array) -> bool:
 def _backward_by_two(
     plan: ChunkedPlan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
 ) -> RWKV7Inputs:
-    """The carry kernel, then the gradients kernel, for large heads."""
+    """The carry kernel, then the gradients kernel."""
     K, V, given = x.r.shape[-1], x.v.shape[-1], _state_gradients(x)
     carried = launch(
         rwkv7_carry_kernel,

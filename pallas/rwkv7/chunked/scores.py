@@ -1,8 +1,8 @@
 """RWKV-7, the scores of a chunk's pairs of tokens, and the inverse that follows from some of them.
 
-The walks make them as they go, but not with float32 operands, which are two parts each: beside a state in
-registers they do not fit, and every block of values would make them again. There a kernel makes those of all
-chunks beforehand, each in a program of its own, and the walks load them.
+In 16 bits the walks make them as they go. Float32 operands are two parts each, which do not fit the registers
+beside a state, and every block of values would make the scores again. So in float32 a kernel makes those of
+all chunks beforehand, each in a program of its own, and the walks load them.
 """
 
 from typing import Any, NamedTuple
