@@ -40,6 +40,18 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> i
     return number
 
 
+def check_chunk_size(value: Any) -> int | None:
+    """Tokens per chunk as the ops take them.
+
+    Raises:
+        ValueError: it is neither None nor a power of two from 1 to 256.
+    """
+    number = as_integer(value)
+    if value is not None and number not in [1 << i for i in range(9)]:
+        raise ValueError(f"chunk_size must be a power of two from 1 to 256 or None, got {shown(value)}")
+    return number
+
+
 def check_number(name: str, value: Any, low: float, high: float = math.inf) -> float:
     """``value`` as a finite float: any real scalar of Python, NumPy or JAX. No boolean and no text.
 

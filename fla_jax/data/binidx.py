@@ -190,7 +190,7 @@ def _check_documents(path: Path, documents: np.ndarray, count: int, at: int) -> 
 class BinIdxWriter:
     """Writes a binidx pair of files, document by document; a context manager.
 
-    The files appear when the block ends, and not at all when it raises.
+    The files appear when the block ends, and not at all when it raises: what was there before then stays.
 
     Example:
         >>> import os, tempfile, numpy as np
@@ -222,7 +222,6 @@ class BinIdxWriter:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> BinIdxWriter:
-        self._idx.unlink(missing_ok=True)  # a pair is there once its index is
         self._file = self._stack.enter_context(files.replacing(self._bin))
         return self
 
@@ -255,6 +254,8 @@ class BinIdxWriter:
     def __exit__(self, *error: Any) -> None:
         if self._open and error[0] is None:
             self._lengths.append(self._open)
+        if error[0] is None:
+            self._idx.unlink(missing_ok=True)  # a pair is there once its index is
         self._stack.__exit__(*error)  # the .bin file takes its place, or goes
         if error[0] is None:
             self._write_index()

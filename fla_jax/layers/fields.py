@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..core.arguments import check_chunk_size
 from ..ops.rwkv6 import api as rwkv6
 from ..ops.rwkv7 import api as rwkv7
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "head_dim")
 _MOST_CHANNELS = 256  # per head, in the ops
-_CHUNK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the ops'
 
 
 def implementations() -> tuple[str, ...]:
@@ -40,7 +40,8 @@ def check_fields(**values: Any) -> None:
             check_rate_scale(value)
     if "head_dim" in values:
         check_heads(values["hidden_size"], values["head_dim"])
-        check_chunk_size(values["chunk_size"])
+        if check_chunk_size(values["chunk_size"]) is not None:
+            check_size("chunk_size", values["chunk_size"])
         check_implementation(values["implementation"])
 
 
@@ -69,12 +70,6 @@ def check_flag(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {value!r}")
-
-
-def check_chunk_size(value: Any) -> None:
-    """Raises ValueError unless ``value`` is None or a power of two that the ops take."""
-    if value is not None and (type(value) is not int or value not in _CHUNK_SIZES):
-        raise ValueError(f"chunk_size must be a power of two from 1 to 256 or None, got {value!r}")
 
 
 def check_implementation(value: Any) -> None:

@@ -173,15 +173,19 @@ class Op(Generic[Inputs, Outputs]):
                     warnings.warn(
                         f"{self.name} runs without {one.name!r}, much slower: {reason}", stacklevel=5
                     )
-        by_name = {one.name: one for one in self.implementations}
-        if name is None or name not in by_name:
-            raise ValueError(
-                f"{self.name}: implementation must be one of {sorted(by_name)} or None, got {name!r}"
-            )
-        reason = _reason(by_name[name], call)
+        found = self.named(name)
+        reason = _reason(found, call)
         if reason is not None:
             raise ValueError(f"{self.name}: implementation={name!r} cannot run this call: {reason}")
-        return by_name[name]
+        return found
+
+    def named(self, name: Any) -> Implementation:
+        """The implementation with a name."""
+        for one in self.implementations:
+            if isinstance(name, str) and one.name == name:
+                return one
+        names = sorted(one.name for one in self.implementations)
+        raise ValueError(f"{self.name}: implementation must be one of {names} or None, got {name!r}")
 
     def axes_of(self, name: str, x: Any) -> str:
         """The axes of an input or result in a call with inputs ``x``."""

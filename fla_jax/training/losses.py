@@ -27,6 +27,15 @@ def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | 
         raise TypeError(f"labels must be integers, got {labels.dtype}")
 
 
+def _wide(labels: jax.Array) -> jax.Array:
+    """In a dtype that numbers every token: bytes do not where a vocabulary is larger."""
+    return labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+
+
+def _is_token(labels: jax.Array, V: int) -> jax.Array:
+    return (labels >= 0) & (labels < V)
+
+
 @jax.custom_vjp
 def _l2wrap(loss: jax.Array, logits: jax.Array, weights: jax.Array) -> jax.Array:
     """``loss``; its gradient in ``logits`` is ``weights`` [...] times the largest logit, at the largest
@@ -65,7 +74,8 @@ def cross_entropy(
     Args:
         logits: [..., V].
         labels: [...] integers, the token that follows each position: ``tokens[:, 1:]`` for
-            ``logits[:, :-1]``.
+            ``logits[:, :-1]``. Where the mask is 0 they may be anything; elsewhere a label that is no token,
+            below 0 or from V on, makes the loss NaN.
         mask: [...] booleans, or weights of the positions; None for all. Positions at 0 count in neither the
             loss nor L2Wrap.
         l2wrap: strength; 0 for none.
@@ -87,8 +97,10 @@ def cross_entropy(
     _check_labels("logits", logits, labels, mask)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if mask is not None:  # a masked position may hold anything, inf and NaN included
-        logits = jnp.where((mask > 0)[..., None], logits, 0)
+        logits, labels = jnp.where((mask > 0)[..., None], logits, 0), jnp.where(mask > 0, labels, 0)
+    labels = _wide(labels)
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    losses = jnp.where(_is_token(labels, logits.shape[-1]), losses, jnp.nan)
     weights = jnp.ones_like(losses) if mask is None else mask.astype(losses.dtype)
     total = jnp.sum(weights)
     weights = weights / jnp.where(total > 0, total, 1)
@@ -153,12 +165,14 @@ def _walk_blocks(
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         (total, d_kernel), (h, label, weight) = carry, x
         # a masked position may hold anything, inf and NaN included
-        h = jnp.where((weight > 0)[..., None], h, 0)
+        h, label = jnp.where((weight > 0)[..., None], h, 0), _wide(jnp.where(weight > 0, label, 0))
         logits = dot(h, narrow, (((2,), (0,)), ((), ())), **result(*entries(h)[:-1], entries(narrow)[1]))
         position = jax.lax.broadcasted_iota(label.dtype, logits.shape, 2)
         right = position == label[..., None]
         lse = jax.nn.logsumexp(logits, -1, keepdims=True)
-        total = total + jnp.sum((lse[..., 0] - jnp.sum(jnp.where(right, logits, 0), -1)) * weight)
+        losses = lse[..., 0] - jnp.sum(jnp.where(right, logits, 0), -1)
+        losses = jnp.where(_is_token(label, logits.shape[-1]), losses, jnp.nan)
+        total = total + jnp.sum(losses * weight)
         if not gradients:
             return (total, d_kernel), None
         d = jnp.exp(logits - lse) - right
@@ -219,7 +233,7 @@ def chunked_cross_entropy(
             ``model.apply({"params": params}, tokens, method="hidden")[0]``.
         kernel: [C, V], the head's: ``params["head"]["kernel"]``. It is cast to ``hidden``'s dtype; products
             accumulate in float32.
-        labels: [B, T] integers, the token that follows each position.
+        labels: [B, T] integers, the token that follows each position; no tokens as for `cross_entropy`.
         mask: [B, T] booleans, or weights of the positions; None for all. Taken as a constant by the gradient.
         l2wrap: strength of L2Wrap (see `cross_entropy`); 0 for none.
         block_tokens: positions whose logits a device holds at once, over all of its rows; at least one of

@@ -114,5 +114,10 @@ def test_the_writer_refuses_and_leaves_nothing(tmp_path):
             writer.add([1, 2])
             writer.add(tokens)
     assert not list(tmp_path.iterdir())
+    with BinIdxWriter(tmp_path / "old") as writer:
+        writer.add([3, 4])
+    with pytest.raises(ValueError, match="tokens must be"), BinIdxWriter(tmp_path / "old") as writer:
+        writer.add([-1])
+    assert open_binidx(tmp_path / "old")[0].tolist() == [3, 4]  # what was there stays
     with pytest.raises(ValueError, match=r"dtype must be one of .*, got float32"):
         BinIdxWriter(tmp_path / "new", np.float32)

@@ -1,5 +1,6 @@
 """What the ops refuse, and that the message names the argument, what came and what was wanted."""
 
+import itertools
 import re
 import warnings
 
@@ -209,10 +210,15 @@ def test_layout_arguments(op, form):
         form=form,
         segment_ids=ids.astype(np.float32),
     )
+    # as int32 these would be one document
+    far = np.array([[7] * 3 + [7 + 2**32] * 3] * 2)
+    refused(ValueError, r"^segment_ids must be from .* got 7 to 4294967303", op, form=form, segment_ids=far)
+    refused(ValueError, r"^segment_ids must be from", op, form=form, segment_ids=far.tolist())
     refused(ValueError, "^cu_seqlens .* must have B = 1, got B = 2", op, form=form, cu_seqlens=cu)
     packed = Case(op, **{**SHAPE, "B": 1, "layout": "packed", "lengths": (2, 4)})
     on_packed = lambda error, match, **options: refused(error, match, op, form=form, case=packed, **options)
     on_packed(TypeError, r"^cu_seqlens must be an integer array .* got float64", cu_seqlens=cu.astype(float))
+    on_packed(TypeError, "^cu_seqlens must be an integer array", cu_seqlens=[[0, 2], [6]])
     on_packed(ValueError, r"^cu_seqlens must have shape \[N \+ 1\] .* got \[1\]", cu_seqlens=[0])
     on_packed(ValueError, r"^cu_seqlens must have shape \[N \+ 1\] .* got \[1, 3\]", cu_seqlens=cu[None])
     for bad in ([0, 3, 5], [1, 3, 6], [0, 7, 6], [0, 3, 7], [0, -1, 6]):
@@ -235,6 +241,7 @@ def test_layout_arguments(op, form):
 
 @each_op
 def test_static_arguments(op):
+    empty = Case(op, **{**SHAPE, "T": 0})  # where nothing runs
     for bad in (0, 3, 512, -4, 16.0, "16"):
         refused(
             ValueError,
@@ -247,12 +254,14 @@ def test_static_arguments(op):
     refused(TypeError, "^lower_bound must be a Python number, got str", op, lower_bound="low")
     for form in FORMS:
         refused(TypeError, "^scale must be a Python number, got NoneType", op, form=form, scale=None)
-        for bad in ("fast", "", 3):
+        refused(ValueError, "^scale must be a finite number, got nan", op, form=form, scale=np.nan)
+        for bad, case in itertools.product(("fast", "", 3, ["xla"]), (None, empty)):
             refused(
                 ValueError,
-                rf"{form}_{op}: implementation must be one of .* got {bad!r}",
+                rf"{form}_{op}: implementation must be one of .* got {re.escape(repr(bad))}",
                 op,
                 form=form,
+                case=case,
                 implementation=bad,
             )
     x = cases.build(Case(op, **SHAPE)).arrays

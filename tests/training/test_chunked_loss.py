@@ -84,6 +84,32 @@ def test_masked_positions_may_hold_anything():
     assert chunked_cross_entropy(hidden, kernel, labels, jnp.zeros((B, T))) == 0
 
 
+@pytest.mark.parametrize("loss", [chunked_cross_entropy, plain])
+def test_labels_that_are_no_tokens(loss):
+    """Where the mask is 0 they are passed over; elsewhere the loss is NaN, and no other number."""
+    hidden, kernel, labels = inputs()
+    mask = jnp.ones((B, T), bool).at[0, 2].set(False).at[1, 0].set(False)
+    run = jax.value_and_grad(loss, (0, 1))
+    for other in (-100, -1, kernel.shape[1], 2**31 - 1):
+        changed = labels.at[0, 2].set(other).at[1, 0].set(other)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            run(hidden, kernel, changed, mask),
+            run(hidden, kernel, jnp.where(mask, labels, 0), mask),
+        )
+        assert np.isnan(loss(hidden, kernel, changed))
+
+
+@pytest.mark.parametrize("loss", [chunked_cross_entropy, plain])
+def test_labels_of_a_narrow_dtype(loss):
+    """Bytes, where there are more tokens than bytes: 4 and 260 are not one."""
+    hidden, kernel = jnp.ones((1, 2, 1)), jnp.zeros((1, 300)).at[0, 260].set(5.0)
+    labels, run = jnp.array([[4, 3]], jnp.uint8), jax.value_and_grad(loss, (0, 1))
+    value, grads = run(hidden, kernel, labels)
+    assert value == pytest.approx(np.log(299 + np.exp(5.0)), rel=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, grads, run(hidden, kernel, labels.astype(jnp.int32))[1])
+
+
 def test_memory():
     """Compiled gradient: the plain one holds all logits, the chunked one a block of them."""
     shapes = [

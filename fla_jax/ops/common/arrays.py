@@ -33,13 +33,28 @@ def integers(name: str, x: Any) -> jax.Array:
 
     Raises:
         TypeError: it is no array of integers.
+        ValueError: JAX would cut off what a number has more than 32 bits.
     """
-    x = np.asarray(x) if isinstance(x, list | tuple) else x
+    if isinstance(x, list | tuple):
+        try:
+            x = np.asarray(x)
+        except ValueError:  # a ragged one
+            raise TypeError(
+                f"{name} must be an integer array (int32), got lists of different lengths"
+            ) from None
     if not _is_array(x) or not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(
             f"{name} must be an integer array (int32), got {getattr(x, 'dtype', type(x).__name__)}"
         )
-    return jnp.asarray(x)
+    made = jnp.asarray(x)
+    if isinstance(x, np.ndarray) and made.dtype.itemsize < x.dtype.itemsize and x.size:
+        least, most = jnp.iinfo(made.dtype).min, jnp.iinfo(made.dtype).max
+        if x.min() < least or x.max() > most:
+            raise ValueError(
+                f"{name} must be from {least} to {most} ({made.dtype}), got {x.min()} to {x.max()}; "
+                "jax_enable_x64 takes larger ones"
+            )
+    return made
 
 
 def check_rank(name: str, x: jax.Array, axes: str) -> None:

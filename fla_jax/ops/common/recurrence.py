@@ -70,7 +70,9 @@ def run(
     """Checks the arguments of a public function and runs its op: ``(o, final_state or None)``."""
     arrays, settings = check(tokens, warn_layout=op.name.startswith("chunk"), **options)
     x = op.inputs(**arrays)
-    if 0 in x.v.shape:
+    if 0 in x.v.shape:  # nothing to run, and no implementation is asked
+        if implementation is not None:
+            op.named(implementation)
         o, final = jnp.zeros_like(x.v), x.initial_state
     else:
         o, final = op(x, settings, implementation, sequence_axis)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...core.arguments import check_chunk_size
 from ...core.call import Recurrence
 from ...core.chunks import zeros
 from .arrays import check_shape, floating, integers
@@ -37,7 +38,7 @@ def _static_float(name: str, x: Any) -> float:
             f"{name} must be a Python number, known when the function is traced, got a traced value; "
             "multiply o by it instead"
         )
-    if isinstance(x, str | bytes | bool):  # which float() would take
+    if isinstance(x, str | bytes | bool | np.bool_):  # which float() would take
         raise TypeError(f"{name} must be a Python number, got {type(x).__name__} {x!r}")
     try:
         return float(x)
@@ -152,9 +153,9 @@ def _fewer(x: Any, y: Any) -> bool:
 
 
 def _settings(scale: Any, chunk_size: Any, lower_bound: Any, arrays: list[Any]) -> Recurrence:
-    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    if chunk_size is not None and (type(chunk_size) is not int or chunk_size not in sizes):
-        raise ValueError(f"chunk_size must be a power of two from 1 to 256 or None, got {chunk_size!r}")
+    scale = _static_float("scale", scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}")
     if lower_bound is not None:
         lower_bound = _static_float("lower_bound", lower_bound)
         if not (math.isfinite(lower_bound) and lower_bound <= 0):
@@ -163,4 +164,4 @@ def _settings(scale: Any, chunk_size: Any, lower_bound: Any, arrays: list[Any]) 
             )
     double = any(x is not None and x.dtype == jnp.float64 for x in arrays)
     name = "float64" if double else "float32"
-    return Recurrence(_static_float("scale", scale), chunk_size, lower_bound, name)
+    return Recurrence(scale, check_chunk_size(chunk_size), lower_bound, name)
