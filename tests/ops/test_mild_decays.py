@@ -21,6 +21,22 @@ def test_promise_in_float64(op):
         check(Case(op, T=37, dtype="float64", **PROMISE), "xla", tol=cases.DOUBLE)
 
 
+@each_op
+def test_pairs_without_a_decay_do_not_drown_the_rest(op):
+    """dw comes from a difference of sums; the products of a row and a column with no decay between them, here
+    a million times the others, are in neither.
+    """
+    x = cases.build(Case(op, B=1, T=32, H=2, K=8, V=8, **PROMISE))
+    arrays, read = dict(x.arrays), 5 if op == "rwkv7" else 6
+    arrays["k"], arrays["r"] = arrays["k"].copy(), arrays["r"].copy()
+    arrays["k"][:, 5] *= 1e3
+    arrays["r"][:, read] *= 1e3
+    x = x._replace(arrays=arrays)
+    _, want = cases.ask_oracle(op, x)
+    got = cases.runner(op, "xla", lower_bound=-0.61)(*x)[2]["w"]
+    assert np.abs(got - want["w"]).max() < 2e-6 * np.abs(want["w"]).max()
+
+
 def _halves_of_two_kinds(op, seed):
     """T = 1024 makes four groups of chunks here: the decays of the first half are mild, those of the second
     are not.

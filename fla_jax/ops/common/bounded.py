@@ -67,14 +67,19 @@ class Bounded(NamedTuple):
         return jnp.where(self._mask(), dot("...ik,...jk->...ij", flat(self.rows), flat(self.cols)), 0)
 
     def gradients(self, dA: jax.Array, drows: jax.Array, dcols: jax.Array, dg: jax.Array):
-        """See `tree.Tree.gradients`."""
+        """See `tree.Tree.gradients`.
+
+        Pairs with no decay between them, a row's first one, have no part in dg: it comes from a difference,
+        which their size would drown.
+        """
         dA = jnp.where(self._mask(), dA, 0)
-        drows = drows + dot("...ij,...jk->...ik", dA, flat(self.cols)).reshape(drows.shape)
-        inner = dot("...ij,...ik->...jk", dA, flat(self.rows)).reshape(dcols.shape)
+        far = jnp.where(self._near(), 0, dA)
+        reads = drows + dot("...ij,...jk->...ik", far, flat(self.cols)).reshape(drows.shape)
+        inner = dot("...ij,...ik->...jk", far, flat(self.rows)).reshape(dcols.shape)
         # dg_j: what later rows read from anywhere, less what they read from j on, and what earlier columns
         # hand to the state
         ones = np.ones((dg.shape[-2],) * 2)
-        read = self.rows * drows
+        read = self.rows * reads
         dg = (
             dg
             + _sum(np.triu(ones), sum_kinds(read) - sum_kinds(self.cols * inner))
@@ -82,9 +87,48 @@ class Bounded(NamedTuple):
         )
         for i, own in enumerate(self.inclusive):
             dg = dg if own else dg - pick(read, i)
+        near_rows, near_cols = self._near_gradients(dA)
         factors = [self.prefix if own else self.before for own in self.inclusive]
-        dcols = (inner + dcols * self.total[..., None, :, :]) / self.prefix[..., None, :, :]
-        return tuple(x * factor for x, factor in zip(kinds(drows), factors)), kinds(dcols), dg
+        dcols = (inner + near_cols + dcols * self.total[..., None, :, :]) / self.prefix[..., None, :, :]
+        return (
+            tuple(x * factor for x, factor in zip(kinds(reads + near_rows), factors)),
+            kinds(dcols),
+            dg,
+        )
+
+    def _near(self) -> np.ndarray:
+        """The pairs of `_mask` with no decay between them."""
+        C = self.prefix.shape[-2]
+        first = [np.eye(C, k=0 if own else -1, dtype=bool) for own in self.inclusive]
+        return np.tile(np.concatenate(first), (1, self.cols.shape[-3]))
+
+    def _near_gradients(self, dA: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What those pairs give to the rows and to the columns."""
+        C, q = self.prefix.shape[-2], self.cols.shape[-3]
+        numbers = dA.reshape(*dA.shape[:-2], -1)
+        rows, cols = [jnp.zeros_like(self.prefix)] * len(self.inclusive), [jnp.zeros_like(self.prefix)] * q
+        for i, own in enumerate(self.inclusive):
+            for j in range(q):
+                # a diagonal of the block (i, j) of dA: its numbers lie q C + 1 apart
+                start, count = (i * C + (not own)) * q * C + j * C, C if own else C - 1
+                pairs = numbers[..., start : start + (count - 1) * (q * C + 1) + 1 : q * C + 1, None]
+                row, col = pick(self.rows, i), pick(self.cols, j)
+                if own:
+                    rows[i], cols[j] = rows[i] + pairs * col, cols[j] + pairs * row
+                else:
+                    rows[i] = rows[i] + _moved_on(pairs * col[..., :-1, :])
+                    cols[j] = cols[j] + _moved_back(pairs * row[..., 1:, :])
+        return stack(rows), stack(cols)
+
+
+def _moved_on(x: jax.Array) -> jax.Array:
+    """Zeros and then ``x`` [..., C - 1, K]."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((1, 0), (0, 0)))
+
+
+def _moved_back(x: jax.Array) -> jax.Array:
+    """``x`` [..., C - 1, K] and then zeros."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, 1), (0, 0)))
 
 
 def _sum(which: np.ndarray, x: jax.Array) -> jax.Array:
