@@ -72,10 +72,10 @@ def piece_panels(rows: list[Row]) -> list[Panel]:
     names = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
     made = []
     for group in grouped(chosen, PIECES, place):
-        B, T, C = group[0]["shape"]
         one = group[0]
+        B, T, C = one["shape"]
         title = f"{one['op']}, {one['form']}  B{B} T{T} C{C}  {one['dtype']}  {names[one['pass']]}"
-        made.append(Panel(title, group, group[0]["ms"] * group[0]["of_copy"]))
+        made.append(Panel(title, group, one["ms"] * one["of_copy"]))
     return made
 
 

@@ -8,6 +8,7 @@ names a platform: an implementation is a string handed to the op.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -205,6 +206,21 @@ def runner(op: str, implementation: str | None, form: str = "chunk", **options: 
         return Outputs(o, final, pull((do, ds))[0])
 
     return jax.jit(run)
+
+
+@contextlib.contextmanager
+def fresh_traces():
+    """For a patch of the code: traces made before are not used, and those made meanwhile not afterwards."""
+
+    def forget():
+        jax.clear_caches()
+        runner.cache_clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
 
 
 def call_of(case: Case, devices: int = 1) -> Call:

@@ -54,12 +54,10 @@ def plan(quick: bool) -> tuple[list[Job], list[Job]]:
     others = [shape for shape in every if shape != wide]
     add("ours", chunk(7, [wide], "bounded", "any-weak", "any-strong") + chunk(7, others, "bounded"))
     add("ours", [task for task in chunk(7, others, "any-strong") if task.backward])
-    add(
-        "ours",
-        in_float32(chunk(7, [wide], "bounded", "any-strong") + chunk(7, [BIG] * (not quick), "bounded")),
-    )
+    large = [s for s in every if s[3] != 64]
+    add("ours", in_float32(chunk(7, [wide], "bounded", "any-strong") + chunk(7, large, "bounded")))
     add("wind", chunk(7, [s for s in every if s[3] == 64], "bounded"))
-    add("wind", chunk(7, [s for s in every if s[3] != 64], "bounded"))
+    add("wind", chunk(7, large, "bounded"))
     add("jla bounded", chunk(7, every, "bounded"))
     add("jla", chunk(7, every, "any-weak") + chunk(7, [wide], "any-strong"))
     add("rwkv-ops triton", chunk(7, [wide], "any-weak", "any-strong"))
@@ -89,10 +87,11 @@ def plan(quick: bool) -> tuple[list[Job], list[Job]]:
         jobs = [
             (key, task) for key, task in jobs if (key, task.form, task.decay) != ("ours", "chunk", "any-weak")
         ]
-    mine = [(key, task) for key, task in jobs if key == "ours" and task.form == "chunk" and task.backward]
-    main = [(key, task) for key, task in mine if task.dtype == "bfloat16"]
+    main = [(key, task) for key, task in jobs if key == "ours" and task.form == "chunk" and task.backward]
     again = [
-        (key, task) for key, task in main if task.decay == ("bounded" if task.version == 7 else "any-strong")
+        (key, task)
+        for key, task in main
+        if task.decay == ("bounded" if task.version == 7 else "any-strong") and task.dtype == "bfloat16"
     ]
     return jobs, [] if quick else again
 

@@ -32,8 +32,9 @@ def _wide(labels: jax.Array) -> jax.Array:
     return labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
 
 
-def _is_token(labels: jax.Array, V: int) -> jax.Array:
-    return (labels >= 0) & (labels < V)
+def _of_tokens(losses: jax.Array, labels: jax.Array, V: int) -> jax.Array:
+    """NaN where a label is none of V tokens."""
+    return jnp.where((labels >= 0) & (labels < V), losses, jnp.nan)
 
 
 @jax.custom_vjp
@@ -100,7 +101,7 @@ def cross_entropy(
         logits, labels = jnp.where((mask > 0)[..., None], logits, 0), jnp.where(mask > 0, labels, 0)
     labels = _wide(labels)
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
-    losses = jnp.where(_is_token(labels, logits.shape[-1]), losses, jnp.nan)
+    losses = _of_tokens(losses, labels, logits.shape[-1])
     weights = jnp.ones_like(losses) if mask is None else mask.astype(losses.dtype)
     total = jnp.sum(weights)
     weights = weights / jnp.where(total > 0, total, 1)
@@ -171,8 +172,7 @@ def _walk_blocks(
         right = position == label[..., None]
         lse = jax.nn.logsumexp(logits, -1, keepdims=True)
         losses = lse[..., 0] - jnp.sum(jnp.where(right, logits, 0), -1)
-        losses = jnp.where(_is_token(label, logits.shape[-1]), losses, jnp.nan)
-        total = total + jnp.sum(losses * weight)
+        total = total + jnp.sum(_of_tokens(losses, label, logits.shape[-1]) * weight)
         if not gradients:
             return (total, d_kernel), None
         d = jnp.exp(logits - lse) - right

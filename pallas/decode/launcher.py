@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..plan.shapes import unused
 from ..run.triton import launch
 from .choose import choose_kernel, draw_kernel, survey_kernel
 from .heads import moves_kernel, rwkv6_kernel, rwkv7_kernel
@@ -26,7 +27,7 @@ def advance7(
 ) -> tuple[jax.Array, Any]:
     """See `fla_jax.ops.decode.plain.advance7`; the state is written in place."""
     R, (B, H, N) = p.second.shape[2], state.wkv.shape[1:4]
-    few, second = B <= FEW, jnp.zeros(1, jnp.int32)
+    few, second = B <= FEW, unused()
     if not few:
         second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
     results = launch(
@@ -132,7 +133,7 @@ def advance6(
 ) -> tuple[jax.Array, Any]:
     """See `fla_jax.ops.decode.plain.advance6`; the state is written in place."""
     (C, R), (B, H, N) = p.second.shape, state.wkv.shape[1:4]
-    few, second = B <= FEW, jnp.zeros(1, jnp.int32)
+    few, second = B <= FEW, unused()
     if not few:
         low = made[:, 4 * C :].astype(p.second.dtype)
         second = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32)

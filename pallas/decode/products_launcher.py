@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..plan.shapes import unused
 from ..run.triton import launch
 from .products import mix_kernel, products_kernel, rows_kernel
 
@@ -142,7 +143,7 @@ def _few(
     """One kernel for all of it."""
     (N, K), B = matrix.weight.shape, x.shape[-2]
     BK, BN, warps = _pieces(K, N, norm is not None)
-    none = jnp.zeros(1, jnp.int32)
+    none = unused()
     scale, bias = (none, none) if norm is None else norm
     scaled = matrix.scale is not None
     shift = jax.ShapeDtypeStruct(
@@ -238,7 +239,7 @@ def _many(matrix: Any, x: jax.Array, *, add: Any, gate: Any, gate_at: int, dtype
         return y.astype(dtype)
     many, few = next(tiles for rows, tiles in TILES.items() if rows >= B)
     one = few if N // many.results < _PROGRAMS // 2 else many
-    none = jnp.zeros(1, jnp.int32)
+    none = unused()
     inputs = dict(x_=x, w_=weight, add_=add, gate_=gate)
     made = launch(
         products_kernel,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ...core.call import Call
 from ..device.heads import Tiling
-from .shapes import given, result, tile
+from .shapes import given, result, tile, unused
 
 
 class Tile(NamedTuple):
@@ -64,8 +64,7 @@ def arguments(x: Any) -> dict[str, jax.Array]:
     """A named tuple's arrays as the kernels' arguments ``name_``, one number in place of each that is not
     given.
     """
-    none = jnp.zeros(1, jnp.int32)
-    return {f"{name}_": given(array, none) for name, array in x._asdict().items()}
+    return {f"{name}_": given(array, unused()) for name, array in x._asdict().items()}
 
 
 def token_gradients(x: Any, names: Sequence[str], written: Collection[str]) -> dict[str, Any]:

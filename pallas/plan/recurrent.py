@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ...core import chunks as packing
 from ..device.tiles import Sizes, WalkTile
-from .chunked import tile
+from .shapes import tile, unused
 
 
 class RecurrentPlan(NamedTuple):
@@ -91,7 +91,7 @@ def make_plan(x: Any, window: int) -> RecurrentPlan:
     """Plans a call with a recurrence's inputs ``x`` and so many tokens in a window."""
     (B, T, H, K), V, segment_ids, cu_seqlens = x.r.shape, x.v.shape[-1], x.segment_ids, x.cu_seqlens
     chunks = packing.plan(T, window, cu_seqlens)
-    restart = bounds = jnp.zeros(1, jnp.int32)
+    restart = bounds = unused()
     if segment_ids is not None:
         change = (segment_ids[:, 1:] != segment_ids[:, :-1]).astype(jnp.int32)
         restart = jnp.pad(change, ((0, 0), (1, chunks.number * window - T))).reshape(-1)

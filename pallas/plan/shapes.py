@@ -28,6 +28,6 @@ def unused() -> jax.Array:
     return jnp.zeros(1, jnp.int32)
 
 
-def given(x: jax.Array | None, unused: jax.Array) -> jax.Array:
+def given(x: jax.Array | None, instead: jax.Array) -> jax.Array:
     """What a kernel gets for an array that may be missing: kernels take no None."""
-    return unused if x is None else x
+    return instead if x is None else x

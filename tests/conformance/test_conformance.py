@@ -84,13 +84,9 @@ def forms():
     if TRITON_INTERPRETER not in places.here():
         yield
         return
-    with pytest.MonkeyPatch.context() as patch:
+    with cases.fresh_traces(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(rwkv7_launcher, "has_half", lambda x: True)
-        jax.clear_caches()
-        cases.runner.cache_clear()
         yield
-    jax.clear_caches()
-    cases.runner.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -78,14 +78,9 @@ def unsplit(case: Case, monkeypatch) -> Outputs:
     """The same call by programs that walk whole rows."""
     from fla_jax.pallas.plan import chunked
 
-    with monkeypatch.context() as patch:
+    with cases.fresh_traces(), monkeypatch.context() as patch:
         patch.setattr(chunked, "FEW", {})
-        jax.clear_caches()
-        cases.runner.cache_clear()
-        out = cases.run(case, "triton")
-    jax.clear_caches()
-    cases.runner.cache_clear()
-    return out
+        return cases.run(case, "triton")
 
 
 @each_op

@@ -1,7 +1,6 @@
 """What the tests of kernels in interpreters share."""
 
 import cases
-import jax
 import pytest
 
 
@@ -13,12 +12,9 @@ def op(request):
 
 @pytest.fixture
 def fresh():
-    """Traces made before are not used, and those made meanwhile not afterwards."""
-    jax.clear_caches()
-    cases.runner.cache_clear()
-    yield
-    jax.clear_caches()
-    cases.runner.cache_clear()
+    """See `cases.fresh_traces`."""
+    with cases.fresh_traces():
+        yield
 
 
 @pytest.fixture

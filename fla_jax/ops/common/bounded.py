@@ -57,9 +57,10 @@ class Bounded(NamedTuple):
         """See `tree.Tree`."""
         return self.rows
 
-    def _mask(self) -> np.ndarray:
+    def _mask(self, apart: int = 0) -> np.ndarray:
+        """The pairs of a row and a column that it sees, with so many decays between them at least."""
         C = self.prefix.shape[-2]
-        seen = [np.tri(C, k=0 if own else -1, dtype=bool) for own in self.inclusive]
+        seen = [np.tri(C, k=(0 if own else -1) - apart, dtype=bool) for own in self.inclusive]
         return np.tile(np.concatenate(seen), (1, self.cols.shape[-3]))
 
     def scores(self) -> jax.Array:
@@ -72,8 +73,7 @@ class Bounded(NamedTuple):
         Pairs with no decay between them, a row's first one, have no part in dg: it comes from a difference,
         which their size would drown.
         """
-        dA = jnp.where(self._mask(), dA, 0)
-        far = jnp.where(self._near(), 0, dA)
+        far = jnp.where(self._mask(1), dA, 0)
         reads = drows + dot("...ij,...jk->...ik", far, flat(self.cols)).reshape(drows.shape)
         inner = dot("...ij,...ik->...jk", far, flat(self.rows)).reshape(dcols.shape)
         # dg_j: what later rows read from anywhere, less what they read from j on, and what earlier columns
@@ -96,14 +96,8 @@ class Bounded(NamedTuple):
             dg,
         )
 
-    def _near(self) -> np.ndarray:
-        """The pairs of `_mask` with no decay between them."""
-        C = self.prefix.shape[-2]
-        first = [np.eye(C, k=0 if own else -1, dtype=bool) for own in self.inclusive]
-        return np.tile(np.concatenate(first), (1, self.cols.shape[-3]))
-
     def _near_gradients(self, dA: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What those pairs give to the rows and to the columns."""
+        """What the pairs with no decay between them give to the rows and to the columns."""
         C, q = self.prefix.shape[-2], self.cols.shape[-3]
         numbers = dA.reshape(*dA.shape[:-2], -1)
         rows, cols = [jnp.zeros_like(self.prefix)] * len(self.inclusive), [jnp.zeros_like(self.prefix)] * q

@@ -256,37 +256,37 @@ def _backward_by_two(
     plan: ChunkedPlan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
 ) -> RWKV7Inputs:
     """The carry kernel, then the gradients kernel."""
-    K, V, given = x.r.shape[-1], x.v.shape[-1], _state_gradients(x)
+    K, V, dstates = x.r.shape[-1], x.v.shape[-1], _state_gradients(x)
     carried = launch(
         rwkv7_carry_kernel,
         _tokens(x) | dict(dy_=do, dsT_=ds, scores_=kept["inverses"]) | plan.ranges,
-        dict(dv_=like(x.v), ds0_=like(ds), dz_=like(x.v, plan.store)) | given.shapes(x.r, V, plan),
-        ARRAYS=given.arrays,
-        EVERY=given.every,
+        dict(dv_=like(x.v), ds0_=like(ds), dz_=like(x.v, plan.store)) | dstates.shapes(x.r, V, plan),
+        ARRAYS=dstates.arrays,
+        EVERY=dstates.every,
         **plan.options,
     )
     BK, num_warps, num_stages = launch_options(LAUNCH, "gradients", K, has_half(x))
     BK = min(BK, tile(K))
-    blocks, ((number, *others), owner) = -(-K // BK), plan.by_chunks(given.every)
+    blocks, ((number, *others), owner) = -(-K // BK), plan.by_chunks(dstates.every)
     # a program takes all chunks that share a state, also where the last of them is not there
-    even = plan.mode.even and tile(V) == V and x.r.shape[1] % (given.every * CHUNK) == 0
+    even = plan.mode.even and tile(V) == V and x.r.shape[1] % (dstates.every * CHUNK) == 0
     at_once = _at_once(plan, x, do)
     made = launch(
         rwkv7_gradients_kernel,
         _tokens(x)
         | dict(owner_=owner, dy_=do, u_=kept["U"], dz_=carried["dz_"], states_=kept["states"])
-        | {name: carried[name] for name in given.names}
+        | {name: carried[name] for name in dstates.names}
         | plan.ranges,
         dict(dr_=like(x.r), dw_=like(x.w), dk_=like(x.k), da_=like(x.a), db_=like(x.b)),
         grid=(number * blocks, *others),
         num_warps=num_warps,
         num_stages=num_stages,
-        mode=plan.mode.replaced(BK=BK, BV=tile(V) if given.every > 1 else min(VALUES, tile(V)), even=even),
-        aliases=given.aliases(("dr_", "dk_", "da_", "db_")),
+        mode=plan.mode.replaced(BK=BK, BV=tile(V) if dstates.every > 1 else min(VALUES, tile(V)), even=even),
+        aliases=dstates.aliases(("dr_", "dk_", "da_", "db_")),
         BLOCKS=blocks,
-        ARRAYS=given.arrays,
-        TAKEN=given.taken,
-        EVERY=given.every,
+        ARRAYS=dstates.arrays,
+        TAKEN=dstates.taken,
+        EVERY=dstates.every,
         AT_ONCE=at_once,
         # so that a multiprocessor holds three programs in place of two; with any decay 168 would spill
         REGISTERS=168 if at_once and not plan.mode.any_decay else 0,
