@@ -273,7 +273,7 @@ def ci_calls() -> list[Call]:
     half = ("bfloat16",)
     others = calls((80, 100, 120), (64,), half, ("bounded",)) + calls((89,), (128,), half, ("bounded",))
     again = calls((90,), (64, 128), half, ("bounded",)) + calls((89,), (64,), half)
-    again += calls((90,), (64, 128), ("float32",), ops=("rwkv7",))
+    again += calls((90,), (64, 128), ("float32",))
     others += calls((89,), (64,), ("float32",), ("bounded",))
     return calls((90,), (64,), half) + others + [dataclasses.replace(call, few=False) for call in again]
 

@@ -39,6 +39,9 @@ LAUNCH: LaunchTable = {
     ("backward", 128): (128, 8, 1),
     ("forward", 256): (16, 4, 1),
     ("backward", 256): (16, 8, 1),
+    ("forward", 64, "float32"): (64, 4, 3),
+    ("backward", 64, "float32"): (64, 8, 3),
+    ("forward", 128, "float32"): (128, 8, 1),
     # not measured: what fits and spills least (tests/compile/resources.py)
     ("backward", 64, "small"): (32, 4, 1),
     ("backward", 128, "small"): (32, 8, 1),
