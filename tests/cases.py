@@ -223,6 +223,17 @@ def fresh_traces():
         forget()
 
 
+def equations(jaxpr: Any) -> list[Any]:
+    """All of a jaxpr's, those of the jaxprs in it included."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found.append(eqn)
+        for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(sub, "eqns"):  # a jaxpr, closed or not
+                found += equations(sub)
+    return found
+
+
 def call_of(case: Case, devices: int = 1) -> Call:
     """What launchers know of a case."""
     x = build(case)

@@ -1,10 +1,10 @@
 """What the launchers of the recurrent Pallas kernels share: tile sizes, padding to whole tiles, tokens in
 whole windows.
 
-Tokens are walked in windows of 16 or 32; the state that enters each is kept, and the backward works on one
-window at a time. Arrays are padded before a kernel sees them with zeros, which leave the state as it is (log
-decay 0, k = v = a = b = 0); packed sequences are spread so that each starts a window. So no kernel needs a
-mask.
+Tokens are walked in windows of 16 or 32; the state that enters each is kept for the backward, which works on
+one window at a time. Arrays are padded before a kernel sees them with zeros, which leave the state as it is
+(log decay 0, k = v = a = b = 0); packed sequences are spread so that each starts a window. So no kernel needs
+a mask.
 """
 
 from __future__ import annotations
@@ -87,9 +87,13 @@ def walk_tile(K: int, V: int) -> WalkTile:
     return WalkTile(min(V, 32, 2048 // K), K // 16, 16)
 
 
-def make_plan(x: Any, window: int) -> RecurrentPlan:
-    """Plans a call with a recurrence's inputs ``x`` and so many tokens in a window."""
+def make_plan(x: Any, window: int, keep: bool = True) -> RecurrentPlan:
+    """Plans a call with a recurrence's inputs ``x`` and so many tokens in a window.
+
+    Where no states are kept a row is one window, so that nothing is padded and no padding is walked.
+    """
     (B, T, H, K), V, segment_ids, cu_seqlens = x.r.shape, x.v.shape[-1], x.segment_ids, x.cu_seqlens
+    window = window if keep or cu_seqlens is not None else T
     chunks = packing.plan(T, window, cu_seqlens)
     restart = bounds = unused()
     if segment_ids is not None:

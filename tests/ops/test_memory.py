@@ -38,15 +38,6 @@ def test_residuals_hold_one_state_per_chunk(op, implementation, chunk_size):
     assert 0 <= twice - kept <= (T // 16) * K * V + T * V
 
 
-def _equations(jaxpr, found):
-    for eqn in jaxpr.eqns:
-        found.append(eqn)
-        for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(sub, "eqns"):  # a jaxpr, closed or not
-                _equations(sub, found)
-    return found
-
-
 def _whiles(f, *args) -> int:
     """Loops in the optimised program, dead and repeated ones removed."""
     return jax.jit(f).lower(*args).compile().as_text().count(" while(")
@@ -90,7 +81,7 @@ def test_checkpoint_names_are_on_output_final_state_and_states(op):
     f = lambda arrays: jax.vjp(lambda a: cases.call(op, a), arrays)[0]
     names = {
         e.params["name"]
-        for e in _equations(jax.make_jaxpr(f)(x.arrays).jaxpr, [])
+        for e in cases.equations(jax.make_jaxpr(f)(x.arrays).jaxpr)
         if e.primitive.name == "name"
     }
     assert names == set(fla_jax.CHECKPOINT_NAMES)

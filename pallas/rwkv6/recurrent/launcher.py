@@ -56,7 +56,7 @@ def _walk(
 
 def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
     """Outputs and what the backward reads."""
-    plan = make_plan(x, WINDOW)
+    plan = make_plan(x, WINDOW, call.keep)
     r, k, v, decay, u = _padded(plan, x)
     s0 = plan.state(x.initial_state)
     rates = (r, k, decay, u)

@@ -61,7 +61,7 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
     scale, K, V = call.settings.scale, x.r.shape[3], x.v.shape[3]
     if x.r.shape[1] == 1 and not call.keep and x.cu_seqlens is None and takes(K, V):
         return step(scale, x), {}
-    plan = make_plan(x, WINDOW)
+    plan = make_plan(x, WINDOW, call.keep)
     r, decay, k, v, a, b = _padded(plan, x)
     o, inner, final, states = _walk(
         plan,
