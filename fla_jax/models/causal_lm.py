@@ -128,6 +128,8 @@ class RWKVForCausalLM(nn.Module):
         """
         config = self.config
         _check_tokens(tokens, segment_ids, lengths)
+        if not self.is_initializing():
+            _check_layers(self.variables.get("params", {}), config)
         zeros = self.init_state(tokens.shape[0])
         if state is None:
             state = zeros
@@ -193,7 +195,9 @@ class RWKVForCausalLM(nn.Module):
             last token.
 
         Raises:
-            ValueError: a shape does not fit. TypeError: a dtype does not fit. The message names the argument.
+            ValueError: a shape does not fit, or parameters have layers stacked where the model takes them one
+                by one, or the other way round. TypeError: a dtype does not fit. The message names the
+                argument.
         """
         hidden, state = self.hidden(tokens, state, segment_ids, lengths)
         return self.logits(hidden), state
@@ -256,6 +260,20 @@ def _beside_rows(tokens: jax.Array, x: jax.Array) -> jax.Array:
     """A state's array [L, B, ...] with its rows on the devices that have those of the tokens."""
     rows = entries(tokens)[0]
     return place(x, None, rows, *(beyond(entry, mesh_axes(rows)) for entry in entries(x)[2:]))
+
+
+def _check_layers(params: Any, config: RWKVConfig) -> None:
+    """Flax would say that a parameter is missing, or that shapes differ."""
+    if "blocks_0" in params and config.scan_layers:
+        raise ValueError(
+            f"params has layers one by one, but the model's scan_layers={config.scan_layers!r} takes them "
+            "stacked: stack_layers(params) makes them so"
+        )
+    if "blocks" in params and not config.scan_layers:
+        raise ValueError(
+            "params has layers stacked, but the model's scan_layers=False takes them one by one: "
+            "unstack_layers(params) makes them so; scan_layers='unroll' takes them as they are"
+        )
 
 
 def _check_tokens(tokens: Any, segment_ids: Any, lengths: Any) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import small_models as small
 
+from fla_jax.generation import generate
 from fla_jax.models import causal_lm, initial_params, stack_layers, unstack_layers
 
 TOLERANCE = 1e-5
@@ -131,6 +132,17 @@ def test_stacking_is_exact(setup):
         lambda x: (x.shape, x.dtype), scanned
     )
     jax.tree.map(np.testing.assert_array_equal, stack_layers(unstack_layers(stacked)), stacked)
+
+
+@pytest.mark.parametrize("scan", [False, True, "unroll"])
+def test_a_model_says_in_which_form_it_takes_layers(setup, scan):
+    version, _, params, _ = setup
+    model, tokens = small.model(version, scan_layers=scan), small.tokens(1, 2)
+    wrong, name = (params, "stack_layers") if scan else (stack_layers(params), "unstack_layers")
+    with pytest.raises(ValueError, match=rf"params .* scan_layers={scan!r} .*: {name}\(params\)"):
+        model.apply({"params": wrong}, tokens)
+    with pytest.raises(ValueError, match=rf": {name}\(params\)"):
+        generate(model, wrong, [[1, 2]], max_tokens=1)
 
 
 def test_stacking_refuses_the_wrong_form(setup):
