@@ -179,7 +179,8 @@ def by_device(draw: Any) -> str:
     """One part for each GPU."""
     parts = []
     for device, rows in results().items():
-        versions = next((r["versions"] for r in rows if r.get("versions") and r["library"] == "fla_jax"), {})
+        ours = (r for r in rows if r.get("library") == "fla_jax")
+        versions = next((r["versions"] for r in ours if r.get("versions")), {})
         said = ", ".join(f"{name} {version}" for name, version in versions.items())
         parts.append(f"**{device}**, {said}\n\n{draw(rows)}")
     return "\n\n".join(parts)
