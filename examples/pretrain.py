@@ -87,6 +87,10 @@ def run(options: Options, console: Console, check_claim: Callable[[], None] | No
     iterator = iter(trainer.batches(rows, numbers, options.seed))
     checkpoints, state = prepare(options, trainer, facts, iterator, console)
     first = int(state.step)
+    if first == options.steps:  # a run at its end that is asked for its parameters
+        checkpoints.close()
+        export(options.export, model, state.params, console)
+        return
     total, counted = count_parameters(state.params)
     mesh = ", ".join(f"{name} {size}" for name, size in trainer.mesh.shape.items() if size > 1)
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}" + (f" ({mesh})" if mesh else "")
@@ -132,9 +136,11 @@ def prepare(
                 console.print(
                     f"--{name.replace('_', '-')} was {before} before and is {facts[name]} from now on"
                 )
-        if int(state.step) >= options.steps:
+        at_end = options.export is not None and int(state.step) == options.steps
+        if int(state.step) >= options.steps and not at_end:
             raise ValueError(
-                f"--resume: the run in {out} is at step {int(state.step)}, and --steps {options.steps}"
+                f"--resume: the run in {out} is at step {int(state.step)}, and --steps {options.steps}; with "
+                "--export its parameters are written"
             )
         if jax.process_index() == 0:
             _run.describe(out, facts)

@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from fla_jax.checkpoints import FORMATS
+
 
 class Size(NamedTuple):
     """A model of the official layers and width, and what is usual in its training."""
@@ -53,7 +55,8 @@ class Options:
     resume: bool = False
     """go on from the last checkpoint in --out, on any number of devices"""
     export: Path | None = None
-    """at the end, write the parameters there: an official .pth file, or a folder of safetensors"""
+    """at the end, write the parameters there: an official .pth file, or a folder of safetensors; with
+    --resume also those of a run that is at its end"""
     dry_run: bool = False
     """compile only; print parameters and memory a device, and whether it fits (status 1 if not)"""
 
@@ -191,6 +194,12 @@ def check(options: Options) -> None:
         raise ValueError(f"--accumulate must divide --batch {options.batch}, got {options.accumulate}")
     if options.steps is not None and options.steps <= options.warmup_steps:
         raise ValueError(f"--steps must be above --warmup-steps {options.warmup_steps}, got {options.steps}")
+    if options.export is not None:
+        if not any(form.writes(options.export) for form in FORMATS):
+            known = " or ".join(form.name for form in FORMATS)
+            raise ValueError(f"--export must name {known}, got {options.export}")
+        if not options.export.absolute().parent.is_dir():
+            raise ValueError(f"--export: there is no folder {options.export.parent}")
     given = [options.coordinator, options.num_processes, options.process_id]
     if any(x is not None for x in given) and None in given:
         raise ValueError("--coordinator, --num-processes and --process-id must be given together")

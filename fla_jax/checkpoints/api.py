@@ -40,8 +40,9 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
         **options: fields of the model's configuration that no file tells: ``dtype``, ``param_dtype``,
             ``scan_layers``, ``remat``, ``logical_axes``, ``chunk_size``, ``implementation``; see
             `RWKV7Config`. ``param_dtype`` casts the parameters; by default every one keeps its dtype in the
-            file, so that `save_checkpoint` gives the same bits back. ``dtype``, the one to compute in, is
-            float32 by default whatever the file's.
+            file, so that `save_checkpoint` gives the same bits back. Stacked by ``scan_layers``, a parameter
+            that has several dtypes in the file takes the widest of its layers. ``dtype``, the one to compute
+            in, is float32 by default whatever the file's.
 
     Returns:
         ``(model, params)``: ``model.apply({"params": params}, tokens)``. Params are JAX arrays on the default
@@ -119,9 +120,10 @@ def save_checkpoint(
             `load_extras` gives those of a file.
 
     Raises:
-        ValueError: ``params`` are not those of ``model``; an extra is not known in this format, or has a
-            wrong shape; the model has a ``rate_scale`` other than 1, which no format can tell; the directory
-            holds a model in several files; no format is written to such a path.
+        ValueError: ``params`` are not those of ``model``; an extra is not known in this format, is of a layer
+            that the model has not, or has a wrong shape; the model has a ``rate_scale`` other than 1, which
+            no format can tell; the directory holds a model in several files; no format is written to such a
+            path.
         TypeError: an argument has another type, or a parameter another dtype than float32, bfloat16,
             float16 or float64.
         OSError: a file cannot be written; the error names it.

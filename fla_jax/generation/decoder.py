@@ -141,13 +141,19 @@ class Decoder:
                 all.
 
         Returns:
-            ``(logits [B, V], state)``.
+            ``(logits [B, V], state)``; logits are NaN where a token is not one of the model's.
+
+        Raises:
+            ValueError: ``tokens``, ``state`` or ``alive`` has another shape or dtype.
         """
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers [B], got {tokens.dtype}{list(tokens.shape)}")
         check_state(state, jax.eval_shape(lambda: self.model.init_state(tokens.shape[0])))
-        alive = jnp.ones(tokens.shape, bool) if alive is None else alive
+        alive = jnp.ones(tokens.shape, bool) if alive is None else jnp.asarray(alive)
+        if alive.shape != tokens.shape or alive.dtype != bool:
+            want = f"alive must be booleans {list(tokens.shape)}, one for each of tokens"
+            raise ValueError(f"{want}, got {alive.dtype}{list(alive.shape)}")
         return _call(self.step, self.weights, tokens, self.state(state), alive)
 
 

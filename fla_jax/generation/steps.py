@@ -64,7 +64,7 @@ class FastStep:
     ) -> tuple[jax.Array, RWKVState]:
         """See `fla_jax.generation.loop.Step`; ``weights`` are what `prepare` made."""
         pieces, rows = decode.pieces(self.implementation), alive.astype(jnp.int32)
-        x = weights.table[tokens]
+        x = jnp.take(weights.table, tokens, axis=0)  # as the model: NaN for what is no token
         layer = self._layer7 if isinstance(self.model, RWKV7ForCausalLM) else self._layer6
         first = before = None
         for i, p in enumerate(weights.layers):

@@ -293,6 +293,8 @@ class Attention(Layer):
             sequence_axis=sequence_axis(arrays[0]),
             **options,
         )
+        # in the dtype of `zero_state`, also where parameters are wider than what is computed with them
+        wkv = wkv.astype(jnp.promote_types(arrays[0].dtype, jnp.float32))
         return hold(o, "batch", "length", "act_heads", "kv"), wkv
 
     def group_norm(self, x: jax.Array) -> Affine:

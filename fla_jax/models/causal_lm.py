@@ -129,7 +129,7 @@ class RWKVForCausalLM(nn.Module):
         config = self.config
         _check_tokens(tokens, segment_ids, lengths)
         if not self.is_initializing():
-            _check_layers(self.variables.get("params", {}), config)
+            check_layers(self.variables.get("params", {}), config)
         zeros = self.init_state(tokens.shape[0])
         if state is None:
             state = zeros
@@ -262,8 +262,10 @@ def _beside_rows(tokens: jax.Array, x: jax.Array) -> jax.Array:
     return place(x, None, rows, *(beyond(entry, mesh_axes(rows)) for entry in entries(x)[2:]))
 
 
-def _check_layers(params: Any, config: RWKVConfig) -> None:
-    """Flax would say that a parameter is missing, or that shapes differ."""
+def check_layers(params: Any, config: RWKVConfig) -> None:
+    """Raises ValueError where layers are stacked and should not be, or the other way round; Flax would say
+    that a parameter is missing, or that shapes differ.
+    """
     if "blocks_0" in params and config.scan_layers:
         raise ValueError(
             f"params has layers one by one, but the model's scan_layers={config.scan_layers!r} takes them "

@@ -165,6 +165,9 @@ def over_sequence(x: jax.Array) -> jax.Array:
     On meshes with explicit axes, where the model follows the types of its tokens; elsewhere it follows the
     rules, and ``x`` comes back as it is.
 
+    Raises:
+        ValueError: the mesh does not divide T.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from fla_jax.parallel import make_mesh, over_sequence
@@ -173,8 +176,13 @@ def over_sequence(x: jax.Array) -> jax.Array:
         (2, 8)
     """
     size = jax.sharding.get_abstract_mesh().shape.get("sequence", 1)
-    if not is_explicit() or size == 1 or x.shape[1] % size:
-        return x  # the model says what does not fit
+    if not is_explicit() or size == 1:
+        return x
+    if x.shape[1] % size:  # the model would see whole rows, and each device compute all of them
+        raise ValueError(
+            "tokens must have a number of tokens T that is a multiple of mesh axis 'sequence' = "
+            f"{size}, got T = {x.shape[1]}"
+        )
     rows, _, *others = entries(x)
     return place(x, rows, "sequence", *others)
 

@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.core import unfreeze
 from flax.training.train_state import TrainState
+from flax.traverse_util import flatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..models import initial_params
+from ..models.causal_lm import check_layers
 from ..training import chunked_cross_entropy
 from .mesh import ROWS, is_explicit_mesh, row_parts
 from .rules import (
@@ -134,8 +137,15 @@ class TrainStep:
         return jax.device_put(jax.jit(create, out_shardings=shardings)(key), self.shardings)
 
     def start(self, params: Any) -> TrainState:
-        """A new state from existing parameters, such as a checkpoint's; they stay as they are."""
-        params = jax.device_put(nn.meta.unbox(params), self.shardings.params, may_alias=False)
+        """A new state from existing parameters, such as a checkpoint's; they stay as they are.
+
+        Raises:
+            ValueError: a parameter is missing, surplus, or has another shape than the model's; the message
+                names it.
+        """
+        params = unfreeze(nn.meta.unbox(params))
+        _check_params(self.model, params)
+        params = jax.device_put(params, self.shardings.params, may_alias=False)
         with jax.set_mesh(self.mesh):
             return jax.jit(self._state, out_shardings=self.shardings)(params)
 
@@ -193,3 +203,17 @@ class TrainStep:
         with contextlib.nullcontext() if explicit else nn.logical_axis_rules(self.rules):
             loss, grads = jax.value_and_grad(self._loss, has_aux=self._has_aux)(state.params, batch)
         return state.apply_gradients(grads=grads), loss
+
+
+def _check_params(model: Any, params: Any) -> None:
+    """Raises unless ``params`` are the model's in names and shapes."""
+    check_layers(params, model.config)
+    given, wanted = flatten_dict(params, sep="/"), flatten_dict(parameter_shapes(model), sep="/")
+    for name in [*wanted, *given]:
+        if name not in given:
+            raise ValueError(f"params lack {name}, which the model has")
+        if name not in wanted:
+            raise ValueError(f"params hold {name}, which the model has not")
+        shape, want = np.shape(given[name]), wanted[name].shape
+        if shape != want:
+            raise ValueError(f"params: {name} must have shape {list(want)}, got {list(shape)}")

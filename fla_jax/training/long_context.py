@@ -47,8 +47,8 @@ def chunked_loss(
         l2wrap: strength of L2Wrap, see `fla_jax.training.cross_entropy`.
 
     Returns:
-        ``(loss, state)``: the mean over all labels, a float32 scalar, and the state after the last token that
-        was read.
+        ``(loss, state)``: the mean over all labels, a float32 scalar (float64 for a model of that dtype), and
+        the state after the last token that was read.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -63,7 +63,7 @@ def chunked_loss(
         >>> loss_of = lambda p: chunked_loss(model, p, tokens, chunk_size=16)
         >>> (loss, state), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
     """
-    chunks, total = _split(tokens, mask, chunk_size)
+    chunks, total = _split(model, tokens, mask, chunk_size)
     return _walk(model, params, chunks, _state(model, params, tokens, state), total, l2wrap)
 
 
@@ -105,7 +105,7 @@ def truncated_value_and_grad(
     def value_and_grad(
         params: Any, tokens: jax.Array, mask: jax.Array | None = None, state: RWKVState | None = None
     ) -> tuple[tuple[jax.Array, RWKVState], Any]:
-        chunks, total = _split(tokens, mask, chunk_size, chunks_per_gradient)
+        chunks, total = _split(model, tokens, mask, chunk_size, chunks_per_gradient)
         loss_fn = jax.value_and_grad(
             lambda params, group, state: _walk(model, params, group, state, total, l2wrap), has_aux=True
         )
@@ -121,7 +121,7 @@ def truncated_value_and_grad(
 
         groups = jax.tree.map(lambda x: x.reshape(-1, chunks_per_gradient, *x.shape[1:]), chunks)
         grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
-        start = _state(model, params, tokens, state), jnp.float32(0), grads
+        start = _state(model, params, tokens, state), _zero(model), grads
         (state, loss, grads), _ = jax.lax.scan(step, start, groups)
         return (loss, state), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
@@ -138,14 +138,20 @@ def _walk(
         tokens, labels, weights = chunk
         hidden, state = model.apply({"params": params}, tokens, state, method="hidden")
         mean = chunked_cross_entropy(hidden, nn.meta.unbox(params["head"]["kernel"]), labels, weights, l2wrap)
-        return mean * (jnp.sum(weights) / total), state
+        here = jnp.sum(weights)
+        return mean * (jnp.where(here != 0, here, 1) / total), state
 
     def step(carry: tuple[jax.Array, RWKVState], chunk: _Chunks) -> tuple[tuple[jax.Array, RWKVState], None]:
         loss, state = carry
         more, state = chunk_loss(params, state, chunk)
         return (loss + more, state), None
 
-    return jax.lax.scan(step, (jnp.float32(0), state), chunks)[0]
+    return jax.lax.scan(step, (_zero(model), state), chunks)[0]
+
+
+def _zero(model: Any) -> jax.Array:
+    """In the dtype of the model's losses."""
+    return jnp.zeros((), jnp.promote_types(model.config.dtype, jnp.float32))
 
 
 def _state(model: Any, params: Any, tokens: jax.Array, state: RWKVState | None) -> RWKVState:
@@ -166,7 +172,7 @@ def _state(model: Any, params: Any, tokens: jax.Array, state: RWKVState | None) 
 
 
 def _split(
-    tokens: jax.Array, mask: jax.Array | None, chunk_size: int, group: int = 1
+    model: Any, tokens: jax.Array, mask: jax.Array | None, chunk_size: int, group: int = 1
 ) -> tuple[_Chunks, jax.Array]:
     """The chunks [n, B, chunk_size], and the sum of the weights (1 where it is 0)."""
     if chunk_size < 1:
@@ -188,7 +194,8 @@ def _split(
             f"mask must have shape [B, T] = {[B, T]}, that of tokens without the first, got "
             f"{list(mask.shape)}"
         )
-    weights = jnp.ones((B, T), jnp.float32) if mask is None else mask.astype(jnp.float32)
+    wide = _zero(model).dtype
+    weights = jnp.ones((B, T), wide) if mask is None else mask.astype(wide)
     cut = lambda x: jnp.moveaxis(x.reshape(B, -1, chunk_size), 1, 0)
     total = jnp.sum(weights)
-    return (cut(tokens[:, :-1]), cut(tokens[:, 1:]), cut(weights)), jnp.where(total > 0, total, 1)
+    return (cut(tokens[:, :-1]), cut(tokens[:, 1:]), cut(weights)), jnp.where(total != 0, total, 1)

@@ -77,12 +77,13 @@ def cross_entropy(
         labels: [...] integers, the token that follows each position: ``tokens[:, 1:]`` for
             ``logits[:, :-1]``. Where the mask is 0 they may be anything; elsewhere a label that is no token,
             below 0 or from V on, makes the loss NaN.
-        mask: [...] booleans, or weights of the positions; None for all. Positions at 0 count in neither the
-            loss nor L2Wrap.
+        mask: [...] booleans, or weights of the positions; None for all. The loss is the sum of the
+            weighted losses over that of the weights, which may be negative; positions at 0 count in neither
+            the loss nor L2Wrap.
         l2wrap: strength; 0 for none.
 
     Returns:
-        A float32 scalar; 0 where the mask is all 0.
+        A scalar, 0 where the mask is all 0: float32, or float64 where ``logits`` are.
 
     Raises:
         ValueError: ``labels`` or ``mask`` do not have the shape of ``logits`` without its last axis.
@@ -98,13 +99,13 @@ def cross_entropy(
     _check_labels("logits", logits, labels, mask)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if mask is not None:  # a masked position may hold anything, inf and NaN included
-        logits, labels = jnp.where((mask > 0)[..., None], logits, 0), jnp.where(mask > 0, labels, 0)
+        logits, labels = jnp.where((mask != 0)[..., None], logits, 0), jnp.where(mask != 0, labels, 0)
     labels = _wide(labels)
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
     losses = _of_tokens(losses, labels, logits.shape[-1])
     weights = jnp.ones_like(losses) if mask is None else mask.astype(losses.dtype)
     total = jnp.sum(weights)
-    weights = weights / jnp.where(total > 0, total, 1)
+    weights = weights / jnp.where(total != 0, total, 1)
     loss = jnp.sum(losses * weights)
     return _l2wrap(loss, logits, l2wrap * weights) if l2wrap else loss
 
@@ -166,7 +167,7 @@ def _walk_blocks(
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         (total, d_kernel), (h, label, weight) = carry, x
         # a masked position may hold anything, inf and NaN included
-        h, label = jnp.where((weight > 0)[..., None], h, 0), _wide(jnp.where(weight > 0, label, 0))
+        h, label = jnp.where((weight != 0)[..., None], h, 0), _wide(jnp.where(weight != 0, label, 0))
         logits = dot(h, narrow, (((2,), (0,)), ((), ())), **result(*entries(h)[:-1], entries(narrow)[1]))
         position = jax.lax.broadcasted_iota(label.dtype, logits.shape, 2)
         right = position == label[..., None]
@@ -234,13 +235,14 @@ def chunked_cross_entropy(
         kernel: [C, V], the head's: ``params["head"]["kernel"]``. It is cast to ``hidden``'s dtype; products
             accumulate in float32.
         labels: [B, T] integers, the token that follows each position; no tokens as for `cross_entropy`.
-        mask: [B, T] booleans, or weights of the positions; None for all. Taken as a constant by the gradient.
+        mask: [B, T] booleans, or weights of the positions as for `cross_entropy`; None for all. Taken as a
+            constant by the gradient.
         l2wrap: strength of L2Wrap (see `cross_entropy`); 0 for none.
         block_tokens: positions whose logits a device holds at once, over all of its rows; at least one of
             each row.
 
     Returns:
-        A float32 scalar; 0 where the mask is all 0.
+        A scalar, 0 where the mask is all 0: float32, or float64 where ``hidden`` is.
 
     Raises:
         ValueError: a shape does not fit, or ``block_tokens`` is not positive.
@@ -263,12 +265,11 @@ def chunked_cross_entropy(
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be positive, got {block_tokens}")
     B, T, _ = hidden.shape
-    weights = jax.lax.stop_gradient(
-        jnp.ones((B, T), jnp.float32) if mask is None else mask.astype(jnp.float32)
-    )
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    weights = jax.lax.stop_gradient(jnp.ones((B, T), wide) if mask is None else mask.astype(wide))
     total = jnp.sum(weights)
     rows, tokens = token_parts(hidden)
     block = max(1, min(T // tokens, block_tokens * rows // max(B, 1)))
     return _sum_of_losses(hidden, kernel, labels, weights, float(l2wrap), block) / jnp.where(
-        total > 0, total, 1
+        total != 0, total, 1
     )

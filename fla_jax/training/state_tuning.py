@@ -107,7 +107,7 @@ def state_loss(
         mask: [B, T] booleans, or weights of the labels (answers, say, and not questions); None for all.
 
     Returns:
-        A float32 scalar.
+        A scalar, float32, or float64 for a model of that dtype.
 
     Raises:
         ValueError: a shape does not fit. TypeError: ``tokens`` are no integers, or ``mask`` or ``states`` no

@@ -224,6 +224,14 @@ def test_extras(version, tmp_path):
         match=r"'blocks.1.att.time_state' must have shape \[H, V, K\] = \[2, 16, 16\], got \[2, 16, 8\]",
     ):
         save_checkpoint(tmp_path / "d.pth", got, got_params, extras=wrong)
+    state, before = extras["blocks.1.att.time_state"], (tmp_path / "c.pth").read_bytes()
+    for name, message in (
+        ("blocks.2.att.time_state", r"'blocks.2.att.time_state' is of layer 2, and the model has 2"),
+        ("blocks.01.att.time_state", r"extras: 'blocks.01.att.time_state' is no tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):  # no file that cannot be loaded, over one that can
+            save_checkpoint(tmp_path / "c.pth", got, got_params, extras={name: state})
+    assert (tmp_path / "c.pth").read_bytes() == before
     write_pth(tmp_path / "a.pth", {**z, **wrong})
     with pytest.raises(ValueError, match=r"a\.pth: 'blocks.1.att.time_state' must have shape"):
         load_checkpoint(tmp_path / "a.pth")

@@ -130,6 +130,8 @@ def refusals():
     refused(step.shard, np.zeros((6, 3), np.int32))
     step = TrainStep(small.model(7), optax.sgd(1.0), make_mesh(sequence=8))
     refused(step.lower, step.init(jax.random.key(0)), step.shard(np.zeros((1, 13), np.int32)))
+    step = TrainStep(small.model(7), optax.sgd(1.0), make_mesh(sequence=8, explicit=True))
+    refused(step.lower, step.init(jax.random.key(0)), step.shard(np.zeros((1, 13), np.int32)))
     refused(TrainStep, small.model(7), optax.sgd(1.0), jax.make_mesh((8,), ("x",)))
     return found
 

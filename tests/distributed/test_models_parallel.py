@@ -20,8 +20,10 @@ import numpy as np
 import optax
 import pytest
 import small_models as small
+from flax.core import FrozenDict
 from jax.sharding import PartitionSpec as P
 
+from fla_jax.models import stack_layers
 from fla_jax.parallel import (
     TrainStep,
     axis_rules,
@@ -155,7 +157,7 @@ def test_meshes_by_sizes():
 
 def test_what_a_mesh_must_divide():
     """Errors come before anything compiles, with the sizes and the axis by name."""
-    hidden, heads, middle, rows, length, axes = report(6)["errors"]
+    hidden, heads, middle, rows, length, explicit, axes = report(6)["errors"]
     assert hidden == "hidden_size must be a multiple of mesh axis fsdp = 8, got 36"
     assert (
         heads
@@ -166,9 +168,10 @@ def test_what_a_mesh_must_divide():
         rows
         == "batch must have a number of rows that is a multiple of mesh axes data * fsdp = 2 * 4 = 8, got 6"
     )
-    assert length.startswith(
-        "tokens must have a number of tokens T that is a multiple of mesh axis 'sequence' = 8, got T = 12"
-    )
+    for message in (length, explicit):
+        assert message.startswith(
+            "tokens must have a number of tokens T that is a multiple of mesh axis 'sequence' = 8, got T = 12"
+        )
     assert axes.startswith("mesh must have the axes data, fsdp, sequence, tensor (see make_mesh), got ('x',)")
 
 
@@ -231,6 +234,22 @@ def test_init_and_any_loss():
         state, (value, aux) = step(state, batch)
         values.append(float(value))
     assert values[-1] < values[0] <= float(aux["worst"]) + values[0] and int(state.step) == 5
+
+
+def test_parameters_of_another_model_are_refused():
+    model = small.model(7)
+    step, params = TrainStep(model, optax.sgd(1.0), make_mesh()), small.params(model)
+    wide = {**params, "head": {"kernel": jnp.zeros((32, 25))}}
+    for wrong, message in (
+        (wide, "params: head/kernel must have shape [32, 24], got [32, 25]"),
+        ({name: x for name, x in params.items() if name != "head"}, "params lack head/kernel, which the"),
+        ({**params, "tail": params["head"]}, "params hold tail/kernel, which the model has not"),
+        (stack_layers(params), "params has layers stacked, but the model's scan_layers=False takes them"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            step.start(wrong)
+    for right in (params, FrozenDict(params), jax.tree.map(np.asarray, params)):
+        jax.tree.map(np.testing.assert_array_equal, step.start(right).params, params)
 
 
 def test_flags_after_start():

@@ -222,7 +222,13 @@ def test_another_run(pretrain, data, straight, tmp_path, capsys):
     tensor = "params/blocks/att/a0/ must have shape [2, 64] for these options, got [2, 32]"
     assert f"--resume: {out}/checkpoints/{STEPS}: {tensor.replace('/ must', ' must')}" in line
     line = refusal(pretrain.main, *arguments(data, out, "--resume"))
-    assert f"the run in {out} is at step {STEPS}, and --steps {STEPS}" in line
+    assert f"the run in {out} is at step {STEPS}, and --steps {STEPS}; with --export its parameters" in line
+    path = tmp_path / "model.pth"
+    pretrain.main(arguments(data, out, "--resume", "--export", path))
+    state, _ = saved(out)
+    np.testing.assert_array_equal(
+        load_checkpoint(path)[1]["head"]["kernel"], state["params"]["head"]["kernel"]
+    )
     pretrain.main([*resumed, "--learning-rate", "1e-3"])
     printed = capsys.readouterr().out
     assert "--learning-rate was 0.003 before and is 0.001 from now on" in printed
@@ -362,6 +368,8 @@ def test_peaks_by_name(monkeypatch):
         (["--head-dim", "7"], "--hidden-size 32, --head-dim 7: "),
         (["--mesh-fsdp", "3"], "--mesh-...: "),
         (["--coordinator", "localhost:1"], "--coordinator, --num-processes and --process-id must be given"),
+        (["--export", "x.safetensors"], "--export must name an FLA directory or a .pth file, got x.safet"),
+        (["--export", "nowhere/x.pth"], "--export: there is no folder nowhere"),
         (["--vocab-size", "300"], "--data: name must be given: a vocabulary of 300 tokens"),
     ],
 )

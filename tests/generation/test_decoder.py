@@ -257,3 +257,18 @@ def test_errors_of_decoders():
         generate(model, params, [[1]], 1, decoder="plain")
     with pytest.raises(ValueError, match=r"tokens must be integers \[B\], got int32\[1, 1\]"):
         Decoder(model, params)(jnp.ones((1, 1), jnp.int32), model.init_state(1))
+    for alive, got in (([True, False, True], r"bool\[3\]"), (jnp.ones(2, jnp.int32), r"int32\[2\]")):
+        with pytest.raises(ValueError, match=rf"alive must be booleans \[2\], one for each.*, got {got}"):
+            Decoder(model, params)(jnp.ones(2, jnp.int32), model.init_state(2), alive)
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_what_is_no_token_has_no_logits(version):
+    """NaN on every way to decode, and nothing in the other rows; a list says which rows live."""
+    model, params = setup(version)
+    for implementation in ("model", "plain"):
+        decoder = Decoder(model, params, implementation=implementation)
+        read = lambda tokens, decoder=decoder: decoder(tokens, model.init_state(2), [True, True])[0]
+        logits = read(jnp.array([4, model.config.vocab_size]))
+        assert np.isnan(logits[1]).all()
+        np.testing.assert_array_equal(logits[0], read(jnp.array([4, 1]))[0])

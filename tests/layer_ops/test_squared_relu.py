@@ -35,6 +35,15 @@ def test_small_numbers_of_float16_keep_their_digits():
     np.testing.assert_array_equal(grad, [2.0**-13, 2.0**-9, 0])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_second_derivative(dtype):
+    """2 above 0 and 0 below, at 0 too: a square root's slope there is infinite."""
+    h = jnp.array([-3.0, -0.0, 0.0, 0.25, 8.0], dtype)
+    slope = lambda h: jax.grad(lambda h: squared_relu(h).sum())(h).sum()
+    np.testing.assert_array_equal(jax.grad(slope)(h), [0, 0, 0, 2, 2])
+    np.testing.assert_array_equal(jax.jit(jax.grad(slope))(h), [0, 0, 0, 2, 2])
+
+
 @pytest.mark.parametrize("policy", [None, remat_policy(dense=True)])
 @pytest.mark.parametrize("layer", [RWKV6FeedForward, RWKV7FeedForward])
 def test_a_channel_mix_keeps_one_array_of_its_hidden_layer(layer, policy):

@@ -10,11 +10,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import small_models as small
 
 from fla_jax.generation import generate
 from fla_jax.models import causal_lm, initial_params, stack_layers, unstack_layers
+from fla_jax.training import cross_entropy
 
 TOLERANCE = 1e-5
 
@@ -56,6 +58,40 @@ def test_no_state_is_zeros(setup):
         apply({"params": params}, tokens),
         apply({"params": params}, tokens, model.init_state(2)),
     )
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_a_state_keeps_its_dtypes(version):
+    """Also where parameters are wider than what is computed with them: a loop over calls carries it."""
+    with jax.enable_x64(True):
+        model = small.model(version, num_layers=1, dtype="float32", param_dtype="float64")
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), small.params(model))
+        state = model.init_state(2)
+        for length in (1, 5):
+            after = jax.eval_shape(model.apply, {"params": params}, small.tokens(2, length), state)[1]
+            assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(state)]
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_second_derivatives(version):
+    """The Hessian of a loss times a vector, against differences of gradients in float64."""
+    with jax.enable_x64(True):
+        model = small.model(version, num_layers=1, dtype="float64", param_dtype="float64")
+        rng = np.random.default_rng(0)
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), small.params(model))
+        vector = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
+        tokens = small.tokens(2, 9)
+
+        def loss(params):
+            return cross_entropy(model.apply({"params": params}, tokens[:, :-1])[0], tokens[:, 1:], l2wrap=0)
+
+        gradient = jax.jit(jax.grad(loss))
+        along = lambda params: optax.tree.vdot(jax.grad(loss)(params), vector)
+        got = jax.jit(jax.grad(along))(params)
+        ahead, behind = (
+            gradient(jax.tree.map(lambda x, d, h=h: x + h * d, params, vector)) for h in (1e-5, -1e-5)
+        )
+        close(got, jax.tree.map(lambda a, b: (a - b) / 2e-5, ahead, behind), 1e-5)
 
 
 def test_packed_documents(setup):

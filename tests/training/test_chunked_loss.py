@@ -61,6 +61,25 @@ def test_equals_the_plain_loss(mask, l2wrap, block_tokens):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss", [chunked_cross_entropy, plain])
+def test_weights_of_either_sign(loss):
+    """Against the weighted mean in float64, its gradient in the logits by hand."""
+    hidden, kernel, labels = inputs()
+    weights = np.random.default_rng(1).choice([-1.5, 0.0, 2.0], (B, T))
+    logits = np.asarray(hidden, np.float64) @ np.asarray(kernel, np.float64)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    right = np.eye(V)[np.asarray(labels)]
+    want = -np.sum(np.log(p) * right * weights[..., None]) / weights.sum()
+    d = (p - right) * weights[..., None] / weights.sum()
+    got, grads = jax.value_and_grad(loss, (0, 1))(
+        hidden, kernel, labels, jnp.asarray(weights, jnp.float32), 0
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(grads[0], d @ np.asarray(kernel, np.float64).T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(grads[1], np.einsum("btc,btv->cv", hidden, d), rtol=1e-4, atol=1e-5)
+
+
 def test_bfloat16_activations():
     hidden, kernel, labels = inputs(jnp.bfloat16)
     value, grads = jax.value_and_grad(chunked_cross_entropy, (0, 1))(hidden, kernel, labels, block_tokens=4)

@@ -55,6 +55,23 @@ def test_exact_rwkv6():
     close(got, compiled(whole(model))(params, state, TOKENS, MASK))
 
 
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_float64(version):
+    """Value and gradients of a float64 model; weights of either sign, whose sum over a chunk may be 0."""
+    with jax.enable_x64(True):
+        model = small.model(version, num_layers=1, implementation="reference", dtype="float64")
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), small.params(model))
+        state = small.random_state(model, 2)
+        weights = jnp.asarray(np.tile([1.0, -1.0, 2.0, 0.0, 0.0, -1.0, 0.5, 0.5], 6).reshape(2, 24))
+        want, (grads, _) = compiled(whole(model))(params, state, TOKENS, weights)
+        loss = lambda p: chunked_loss(model, p, TOKENS, weights, state, chunk_size=3, l2wrap=0.1)
+        got = compiled(jax.value_and_grad(loss, has_aux=True))(params)
+        truncated = truncated_value_and_grad(model, chunk_size=3, chunks_per_gradient=8, l2wrap=0.1)
+        for one in (got, compiled(truncated)(params, TOKENS, weights, state)):
+            assert {x.dtype for x in jax.tree.leaves(one)} == {jnp.dtype("float64")}
+            close(one, (want, grads), 1e-12)
+
+
 def test_truncated(setup):
     """Two groups of two chunks are two calls on the halves, the state handed on as a constant."""
     model, params, state, ((_, end), (grads, _)) = setup

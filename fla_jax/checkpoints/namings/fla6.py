@@ -15,7 +15,7 @@ from .families import RWKV6
 from .naming import SAME, TRANSPOSED, VECTOR, Layout, Naming, Place, dense, norm
 
 PREFIX = r"(_forward_module\.)?"
-LAYER = r"model\.layers\.([0-9]{1,6})\."
+LAYER = r"model\.layers\.(0|[1-9][0-9]{0,5})\."
 
 # The five parts of the token shift: w, k, v, r, g in official files and here, r, w, k, v, g in FLA's.
 _TO_FLA, _FROM_FLA = [3, 0, 1, 2, 4], [1, 2, 3, 0, 4]

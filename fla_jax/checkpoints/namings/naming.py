@@ -175,6 +175,9 @@ class Naming:
 
     def check_extra(self, name: str, shape: tuple[int, ...], config: RWKVConfig) -> None:
         """Raises ValueError where such a tensor does not fit the model."""
+        layer = self.layer_of(name)
+        if layer is not None and layer >= config.num_layers:
+            raise ValueError(f"{quoted(name)} is of layer {layer}, and the model has {config.num_layers}")
         for pattern, check in self.extras.items():
             if re.fullmatch(pattern, name):
                 try:

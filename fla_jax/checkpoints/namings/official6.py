@@ -10,7 +10,7 @@ from .families import RWKV6
 from .naming import SAME, UNIT_AXES, Naming, Place, dense, norm
 
 PREFIX = r"(_forward_module\.)?(model\.)?"
-LAYER = r"blocks\.([0-9]{1,6})\."
+LAYER = r"blocks\.(0|[1-9][0-9]{0,5})\."
 
 
 def check_state(shape: tuple[int, ...], config: RWKVConfig) -> None:

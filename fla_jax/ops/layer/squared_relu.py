@@ -15,7 +15,8 @@ def squared_relu(h: jax.Array) -> jax.Array:
     The next product needs the result for its own gradient, and ``relu(h)`` is the result's square root. So h
     is not kept: one array less in memory, and one less to write where `fla_jax.remat_policy` keeps dense
     projections. float16 keeps h, for squares of numbers below 0.008 would lose digits there. In bfloat16 and
-    float32 the gradient of numbers below 1.1e-19, whose squares are zero there, is zero.
+    float32 the gradient of numbers below 1.1e-19, whose squares are zero there, is zero. It can be
+    differentiated again.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -34,9 +35,22 @@ def _forward(h: jax.Array) -> tuple[jax.Array, jax.Array]:
     return y, y
 
 
+@jax.custom_jvp
+def _root(y: jax.Array) -> jax.Array:
+    """The square root, whose derivative at 0 is 0: that of ``relu(h)`` in h, where h gives 0."""
+    return jnp.sqrt(y)
+
+
+@_root.defjvp
+def _root_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (y,), (dy,) = primals, tangents
+    root = _root(y)
+    return root, jnp.where(y > 0, dy / (2 * jnp.where(y > 0, root, 1)), 0)
+
+
 def _backward(kept: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
     wide = kept.astype(jnp.promote_types(kept.dtype, jnp.float32))
-    root = jax.nn.relu(wide) if kept.dtype == jnp.float16 else jnp.sqrt(wide)
+    root = jax.nn.relu(wide) if kept.dtype == jnp.float16 else _root(wide)
     return ((2 * root * dy.astype(wide.dtype)).astype(dy.dtype),)
 
 
