@@ -13,7 +13,7 @@ import contextlib
 import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -220,6 +220,7 @@ class BinIdxWriter:
         self._code, (self._bin, self._idx) = codes[self._dtype], both_paths(path)
         self._lengths, self._open = array.array("i"), 0
         self._stack = contextlib.ExitStack()
+        self._file: BinaryIO | None = None
 
     def __enter__(self) -> BinIdxWriter:
         self._file = self._stack.enter_context(files.replacing(self._bin))
@@ -233,8 +234,11 @@ class BinIdxWriter:
             ends: whether the document ends with them; if not, the next ones belong to it.
 
         Raises:
-            ValueError: a token does not fit into the dtype, or the document has 2**31 tokens or more.
+            ValueError: a token does not fit into the dtype, the document has 2**31 tokens or more, or this is
+                outside of the writer's ``with``.
         """
+        if self._file is None:
+            raise ValueError("tokens can be added inside the writer's with statement only")
         tokens, bounds = np.asarray(tokens), np.iinfo(self._dtype)
         if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
             raise ValueError(f"tokens must be integers [N], got {tokens.dtype} {list(tokens.shape)}")
@@ -256,6 +260,7 @@ class BinIdxWriter:
             self._lengths.append(self._open)
         if error[0] is None:
             self._idx.unlink(missing_ok=True)  # a pair is there once its index is
+        self._file = None
         self._stack.__exit__(*error)  # the .bin file takes its place, or goes
         if error[0] is None:
             self._write_index()

@@ -41,8 +41,8 @@ class PackedRows:
         Args:
             data: from `open_binidx`.
             length: tokens in a row, T.
-            vocab_size: of the model, to refuse tokens outside of it when they are read; None: they are not
-                checked.
+            vocab_size: of the model, to refuse tokens outside of it when they are read; None refuses those
+                that int32 does not hold, and those below 0.
 
         Raises:
             ValueError: ``length`` is no positive integer, or the data have not a single row.
@@ -63,13 +63,14 @@ class PackedRows:
             raise IndexError(f"row {index} of {len(self)}")
         begin = int(index) % len(self) * self.length
         end = begin + self.length + 1
-        tokens = self.data.tokens[begin:end].astype(np.int64)
-        if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            at = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
+        tokens = self.data.tokens[begin:end]
+        most = 2**31 if self.vocab_size is None else self.vocab_size  # rows are int32
+        if not 0 <= tokens.min() <= tokens.max() < most:
+            at = int(np.argmax((tokens < 0) | (tokens >= most)))
             offset = (begin + at) * self.data.tokens.itemsize
+            what = "2**31" if self.vocab_size is None else f"the vocabulary's size {self.vocab_size}"
             raise ValueError(
-                f"{self.data.path}: tokens must be below the vocabulary's size {self.vocab_size}, got "
-                f"{tokens[at]} at offset {offset}"
+                f"{self.data.path}: tokens must be below {what}, got {tokens[at]} at offset {offset}"
             )
         starts = self.data.starts
         first, last = np.searchsorted(starts, (begin, end - 1), "right")

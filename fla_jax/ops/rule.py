@@ -33,6 +33,11 @@ def _forward(op: Any, implementation: Any, call: Call, x: Any) -> tuple[Any, Arr
     """Outputs, and what the implementation keeps; jitted, so that calls outside jit find what the first
     compiled.
     """
+    outputs, kept = _forward_here(op, implementation, call, x)
+    return _mapped_alike(outputs, x), kept
+
+
+def _forward_here(op: Any, implementation: Any, call: Call, x: Any) -> tuple[Any, Arrays]:
     module = implementation.load()
     if not _by_device(implementation, module, call):
         return module.forward(call, x)
@@ -48,6 +53,35 @@ def _forward(op: Any, implementation: Any, call: Call, x: Any) -> tuple[Any, Arr
     made = _over_devices(op, implementation, call, on, left, right)(*arrays)
     outputs = jax.tree.unflatten(outputs_tree, made[: len(results)])
     return outputs, dict(zip(kept_axes, made[len(results) :]))
+
+
+@jax.custom_jvp
+def _mapped_alike(outputs: Any, x: Any) -> Any:
+    """``outputs``; under `jax.vmap` all of them mapped where any of ``x`` is.
+
+    JAX adds the cotangent of an output that is not mapped, which is that of all of the map together, to each
+    of the backward's mapped calls: gradients of inputs that are not mapped would have it once for each.
+    """
+    return _map_alike(outputs, x)
+
+
+@_mapped_alike.defjvp
+def _mapped_alike_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return _mapped_alike(*primals), tangents[0]
+
+
+@jax.custom_batching.custom_vmap
+def _map_alike(outputs: Any, x: Any) -> Any:
+    return outputs
+
+
+@_map_alike.def_vmap
+def _map_alike_rule(size: int, is_mapped: Any, outputs: Any, x: Any) -> tuple[Any, Any]:
+    def mapped(y: jax.Array, already: bool) -> jax.Array:
+        return y if already else jnp.broadcast_to(y, (size, *jnp.shape(y)))
+
+    outputs = jax.tree.map(mapped, outputs, is_mapped[0])
+    return _map_alike(outputs, x), jax.tree.map(lambda _: True, outputs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)

@@ -41,7 +41,7 @@ def chunked_loss(
         tokens: [B, T + 1] integers: the first T are read, the last T are the labels. T is a multiple of
             ``chunk_size``. To go on with the same texts, begin the next call's tokens with the last ones of
             this call's.
-        mask: [B, T] booleans, or weights of the labels; None for all.
+        mask: [B, T] booleans, or weights of the labels, constants for the gradient; None for all.
         state: before the first token; None for zeros.
         chunk_size: tokens per chunk.
         l2wrap: strength of L2Wrap, see `fla_jax.training.cross_entropy`.
@@ -195,7 +195,7 @@ def _split(
             f"{list(mask.shape)}"
         )
     wide = _zero(model).dtype
-    weights = jnp.ones((B, T), wide) if mask is None else mask.astype(wide)
+    weights = jax.lax.stop_gradient(jnp.ones((B, T), wide) if mask is None else mask.astype(wide))
     cut = lambda x: jnp.moveaxis(x.reshape(B, -1, chunk_size), 1, 0)
     total = jnp.sum(weights)
     return (cut(tokens[:, :-1]), cut(tokens[:, 1:]), cut(weights)), jnp.where(total != 0, total, 1)

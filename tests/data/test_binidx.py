@@ -121,3 +121,6 @@ def test_the_writer_refuses_and_leaves_nothing(tmp_path):
     assert open_binidx(tmp_path / "old")[0].tolist() == [3, 4]  # what was there stays
     with pytest.raises(ValueError, match=r"dtype must be one of .*, got float32"):
         BinIdxWriter(tmp_path / "new", np.float32)
+    for outside in (writer, BinIdxWriter(tmp_path / "new")):
+        with pytest.raises(ValueError, match="inside the writer's with statement only"):
+            outside.add([1])

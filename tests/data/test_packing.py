@@ -1,6 +1,7 @@
 """Packed rows against a plain walk over the documents; batches: order, epochs, processes, saved iterators."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -42,6 +43,14 @@ def test_refusals(tmp_path):
     offset = 2 * int(np.argmax(flat[:29]))
     with pytest.raises(ValueError, match=rf"d\.bin: .* size {largest}, got {largest} at offset {offset}"):
         PackedRows(data, 28, vocab_size=largest)[0]
+    for token, dtype in ((2**32 - 1, np.uint32), (2**63 + 5, np.uint64), (-1, np.int64)):
+        with BinIdxWriter(tmp_path / "wide", dtype) as writer:
+            writer.add(np.array([1, 2, token], dtype))
+        offset = 2 * np.dtype(dtype).itemsize
+        for size, most in ((None, "2**31"), (5, "the vocabulary's size 5")):
+            message = f"tokens must be below {most}, got {token} at offset {offset}"
+            with pytest.raises(ValueError, match=re.escape(message)):
+                PackedRows(open_binidx(tmp_path / "wide"), 2, size)[0]
     with pytest.raises(ValueError, match=r"length must be less than .*d\.bin, 60, got 60"):
         PackedRows(data, 60)
     with pytest.raises(ValueError, match="length must be an integer >= 1, got 0"):

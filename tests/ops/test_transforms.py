@@ -71,8 +71,8 @@ def _take(x: cases.Inputs, i: int, mapped: frozenset[str]) -> cases.Inputs:
     )
 
 
-def _check_vmap(op, implementation, case: Case, mapped: frozenset[str]):
-    """vmap of outputs and vjp over the arguments in ``mapped``, against the oracle on each slice."""
+def _stacked(case: Case, mapped: frozenset[str]):
+    """Inputs of which those in ``mapped`` are two, and the axes for `jax.vmap`."""
     x = cases.build(case)
     others = [cases.build(Case(**{**vars(case), "seed": seed})) for seed in (0, 1)]
     if x.segment_ids is not None:
@@ -89,6 +89,12 @@ def _check_vmap(op, implementation, case: Case, mapped: frozenset[str]):
         {name: axis(name) for name in x.arrays},
         *(None if getattr(x, f) is None else axis(f) for f in x._fields[1:]),
     )
+    return stacked, axes
+
+
+def _check_vmap(op, implementation, case: Case, mapped: frozenset[str]):
+    """vmap of outputs and vjp over the arguments in ``mapped``, against the oracle on each slice."""
+    stacked, axes = _stacked(case, mapped)
     run = cases.runner(op, implementation, chunk_size=4)
     got = jax.device_get(jax.jit(jax.vmap(run, in_axes=axes))(*stacked))
     for i in range(2):
@@ -111,6 +117,26 @@ ONE = [
 @pytest.mark.parametrize("op, name, implementation", ONE)
 def test_vmap_over_one_argument(op, implementation, name):
     _check_vmap(op, implementation, Case(op, **SMALL), frozenset([name]))
+
+
+@pytest.mark.parametrize("op, name, implementation", ONE)
+def test_grad_of_vmap_over_one_argument(op, implementation, name):
+    """Of a loss of both results: what an argument shared by the slices gets is the sum of theirs."""
+    mapped = frozenset([name])
+    stacked, (axes, *_) = _stacked(Case(op, **SMALL), mapped)
+
+    @jax.jit
+    def one(arrays):
+        o, final = cases.call(op, arrays, implementation=implementation, chunk_size=4)
+        return jnp.sum(o * stacked.do) + jnp.sum(final * stacked.ds)
+
+    total = lambda arrays: jnp.sum(jax.vmap(one, (axes,))(arrays))
+    slices = [cases.ask_oracle(op, _take(stacked, i, mapped))[1] for i in range(2)]
+    for got in (jax.grad(total)(stacked.arrays), jax.jit(jax.grad(jax.jit(total)))(stacked.arrays)):
+        for of, grad in got.items():
+            want = np.stack([s[of] for s in slices])
+            want = want if of in mapped else want.sum(0)
+            cases.assert_close(f"d{of}", grad, want, 2e-6)
 
 
 @each_op
