@@ -103,6 +103,7 @@ def walk_windows(
     sizes: Sizes,
     reverse: bool,
     keep: bool,
+    by_value: bool = False,
 ) -> jax.Array:
     """Runs ``S = token(S, load(at), at)`` over the program's sequence, axis 2 of the grid, and returns the
     last state.
@@ -120,6 +121,7 @@ def walk_windows(
         sizes: of the call.
         reverse: from the last token to the first.
         keep: whether to store states.
+        by_value: as [.., V, K] in place of [.., K, V].
     """
     n = pl.program_id(2)
     row, lowest, highest = (0, bounds_[n], bounds_[n + 1]) if sizes.packed else (n, 0, sizes.number)
@@ -138,7 +140,7 @@ def walk_windows(
     def window(i: Any, carry: Any) -> Any:
         c = highest - 1 - i if reverse else lowest + i
         if keep:
-            states_[entry(row, c), k, v] = carry[0]
+            states_[(entry(row, c), *((v, k) if by_value else (k, v)))] = carry[0]
         return jax.lax.fori_loop(0, sizes.window, lambda i, carry: one(c, i, carry), carry)
 
     edge = jnp.clip((highest if reverse else lowest) * sizes.window - reverse, 0, sizes.tokens - 1)

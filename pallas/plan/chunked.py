@@ -170,14 +170,15 @@ def make_plan(
     x: Any,
     splits: int = 1,
     scored: bool = False,
+    half: bool | None = None,
 ) -> ChunkedPlan:
     """Plans the pass ``which`` of a launch table for a recurrence's inputs ``x``, rows cut into ``splits``
-    stretches; ``scored`` as in `Mode`.
+    stretches; ``scored`` as in `Mode`. Operands have 16 bits where inputs have, or as ``half`` says.
     """
     B, T, H, K = x.r.shape
     V = x.v.shape[-1]
     BK = tile(K)
-    half = has_half(x)
+    half = has_half(x) if half is None else half
     BV, num_warps, num_stages = launch_options(table, which, K, half)
     BV = min(tile(V), BV)
     none = unused()

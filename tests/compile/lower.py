@@ -75,6 +75,18 @@ def gradient(op: str, remat=False, policy=None, layers: int | None = None):
     return lambda x, arrays, state: jax.value_and_grad(loss)(arrays, state, x)
 
 
+def recurrent_gradient(op: str):
+    """Gradient of the recurrent form, by its Pallas kernels."""
+
+    def loss(arrays, state):
+        o, final = cases.call(
+            op, {**arrays, "initial_state": state}, "fused_recurrent", implementation="pallas"
+        )
+        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(final)
+
+    return lambda x, arrays, state: jax.grad(loss)(arrays, state)
+
+
 def triton_calls(f, x, arrays, state) -> list:
     """The operations in the program of ``f`` that call Triton kernels."""
     with lowering_for(CAPABILITY):
@@ -227,6 +239,9 @@ def programs(op: str):
     if op == "rwkv7":
         large = arguments(op, D=72)
         yield "large heads", gradient(op), (large[0]["v"], *large)
+        wide = {**plain[0], "w": jax.ShapeDtypeStruct(plain[0]["w"].shape, jnp.float32)}
+        yield "token by token", recurrent_gradient(op), (x, *plain)
+        yield "token by token, float32 decays", recurrent_gradient(op), (x, wide, plain[1])
 
 
 if __name__ == "__main__":

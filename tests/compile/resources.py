@@ -1,5 +1,5 @@
 """Registers, spilled bytes and shared memory of every launch of the chunked Triton kernels, by GPU
-generation, without a GPU.
+generation, without a GPU: by the chunked forms, and by the recurrent one.
 
     python tests/compile/resources.py                      the full sweep, as a table
     python tests/compile/resources.py --ci                 what CI checks
@@ -57,6 +57,7 @@ class Call:
     decay: str = "any"
     layout: str = "rows"
     few: bool = True  # also what few rows and heads add
+    form: str = "chunk"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,10 @@ class Usage:
     @property
     def name(self) -> str:
         """What spills.json calls the launch."""
-        return f"{self.kernel} sm_{self.call.target} {self.call.head} {self.call.dtype} {self.call.decay}"
+        form = "" if self.call.form == "chunk" else " recurrent"
+        return (
+            f"{self.kernel}{form} sm_{self.call.target} {self.call.head} {self.call.dtype} {self.call.decay}"
+        )
 
 
 class _Recorder:
@@ -178,14 +182,12 @@ def _trace(call: Call, B: int, T: int, H: int, gradient: bool = True) -> list[La
     inputs = [tokens] * (4 if call.op == "rwkv6" else 6) + (
         [jax.ShapeDtypeStruct((H, call.head), call.dtype)] if call.op == "rwkv6" else []
     )
-    op = getattr(ops, f"chunk_{call.op}")
+    op = getattr(ops, f"{call.form}_{call.op}")
 
     def run(inputs, state, layout):
-        static = dict(
-            implementation="triton",
-            output_final_state=True,
-            lower_bound=None if call.decay == "any" else -1.0,
-        )
+        static: dict[str, Any] = dict(implementation="pallas", output_final_state=True)
+        if call.form == "chunk":
+            static |= dict(implementation="triton", lower_bound=None if call.decay == "any" else -1.0)
         forward = lambda xs, s: op(*xs, initial_state=s, **layout, **static)
         if not gradient:
             return forward(inputs, state)
@@ -275,7 +277,14 @@ def ci_calls() -> list[Call]:
     again = calls((90,), (64, 128), half, ("bounded",)) + calls((89,), (64,), half)
     again += calls((90,), (64, 128), ("float32",))
     others += calls((89,), (64,), ("float32",), ("bounded",))
-    return calls((90,), (64,), half) + others + [dataclasses.replace(call, few=False) for call in again]
+    recurrent = calls((89, 90), (64,), half, ops=("rwkv7",))
+    recurrent = [dataclasses.replace(call, form="fused_recurrent") for call in recurrent]
+    return (
+        calls((90,), (64,), half)
+        + others
+        + recurrent
+        + [dataclasses.replace(call, few=False) for call in again]
+    )
 
 
 def measure(wanted: list[Call], workers: int) -> list[Usage]:

@@ -86,6 +86,12 @@ def test_large_heads_take_two_backward_kernels():
     }
 
 
+def test_gradients_of_the_recurrent_form_come_from_the_chunked_kernel():
+    """Where all of them have 16 bits."""
+    assert report()["rwkv7"]["token by token"] == {"rwkv7_gradients_kernel": 1}
+    assert report()["rwkv7"]["token by token, float32 decays"] == {}
+
+
 @pytest.mark.parametrize("op, results", [("rwkv6", [0, 1, 2, 3]), ("rwkv7", [0, 2, 4, 5])])
 def test_gradients_take_over_the_memory_of_states(op, results):
     """A state of 64 values in four gradients, one of 32 in two; none where the last chunk is not whole, so

@@ -121,7 +121,15 @@ PLANS = {
         (2, 16, 17, 700),
         ((16, 16), (24, 40), (64, 256), (128, 128), (256, 64), (5, 3)),
         (("float32", 64, 64),),
-        (("bfloat16", "float32"), ("float16", "float32")),
+        (("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", None), ("float16", None)),
+        # where all gradients have 16 bits, RWKV-7's come from the chunked form's kernel
+        others=(
+            *(dict(dtype="bfloat16", decay=decay) for decay in cases.DECAYS),
+            dict(dtype="float16", decay="mixed", K=24, V=40),
+            *(dict(dtype="bfloat16", decay="mixed", K=K, V=V) for K, V in ((128, 128), (16, 256), (256, 16))),
+            dict(dtype="bfloat16", decay="mixed", T=40, layout="segments", lengths=SEGMENTS),
+            dict(dtype="bfloat16", decay="mixed", layout="packed", lengths=PACKED),
+        ),
     ),
 }
 

@@ -11,6 +11,8 @@ import pytest
 from cases import Case
 from conformance import places
 
+from fla_jax.pallas.run import pallas, triton
+
 if jax.default_backend() == "gpu":
     pytest.skip("an NVIDIA GPU is here: tests/gpu runs the kernels themselves", allow_module_level=True)
 
@@ -80,3 +82,47 @@ def test_importing_fla_jax_imports_no_pallas():
         "sys.exit('jax.experimental.pallas' in sys.modules or 'triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(T=48, decay="mixed"),
+        dict(T=37, K=24, V=40, decay="smooth", scale=0.7),
+        dict(T=50, K=72, decay="layer", lower_bound=-0.61),
+        dict(T=40, decay="mixed", layout="segments", lengths=(5, 9, 1, 17, 8)),
+        dict(B=1, decay="mixed", layout="packed", lengths=(0, 7, 16, 0, 1, 20, 0)),
+    ],
+)
+def test_gradients_by_the_chunked_kernel(case, monkeypatch, fresh):
+    """As where all gradients come out in 16 bits; here in float32, to be compared at its accuracy."""
+    if not triton.INTERPRET:
+        pytest.skip("needs Triton's interpreter")
+    from fla_jax.pallas.rwkv7.recurrent import launcher
+
+    monkeypatch.setattr(launcher, "_by_chunks", lambda call, x: True)
+    cases.check(Case("rwkv7", **(dict(B=2, H=2, K=16, V=16) | case)), "pallas", "fused_recurrent")
+
+
+@pytest.mark.parametrize(
+    "dtypes, by_chunks",
+    [
+        ("bfloat16 bfloat16", True),
+        ("float16 float16", True),
+        ("bfloat16 float32", False),
+        ("float32 float32", False),
+    ],
+)
+def test_only_gradients_of_16_bits_come_from_the_chunked_kernel(dtypes, by_chunks, monkeypatch):
+    """Never in an interpreter: Triton's multiplies no bfloat16."""
+    from fla_jax.pallas.rwkv7.recurrent import launcher
+
+    dtype, w_dtype = dtypes.split()
+    call = cases.call_of(Case("rwkv7", T=20, dtype=dtype, w_dtype=w_dtype))
+    assert not launcher._by_chunks(call, call.inputs)
+    monkeypatch.setattr(pallas, "automatic", lambda call: True)
+    monkeypatch.setattr(triton, "automatic", lambda call: True)
+    monkeypatch.setattr(triton, "supports", lambda call: None)
+    assert launcher._by_chunks(call, call.inputs) == by_chunks
+    monkeypatch.setattr(triton, "supports", lambda call: "jax-triton is missing")
+    assert not launcher._by_chunks(call, call.inputs)

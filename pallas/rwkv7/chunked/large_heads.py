@@ -231,6 +231,7 @@ def block_gradients(
     BLOCKS: tl.constexpr,
     ARRAYS: tl.constexpr,
     EVERY: tl.constexpr,
+    LEAVING: tl.constexpr,
     AT_ONCE: tl.constexpr = False,
     LATE: tl.constexpr = False,
 ):
@@ -239,7 +240,9 @@ def block_gradients(
     if here.length > n * C:
         block = tl.program_id(0) % BLOCKS
         if EVERY == 1:
-            one_gradients(tokens, ranges, kept, here, n, block, gradients, mode=mode, ARRAYS=ARRAYS)
+            one_gradients(
+                tokens, ranges, kept, here, n, block, gradients, mode=mode, ARRAYS=ARRAYS, LEAVING=LEAVING
+            )
         else:
             axes = tile_axes(block, 0, mode)
             offsets = chunk_offsets(axes, mode)
@@ -289,12 +292,14 @@ def rwkv7_gradients_kernel(
     ARRAYS: tl.constexpr,
     TAKEN: tl.constexpr,
     EVERY: tl.constexpr,
+    LEAVING: tl.constexpr,
     AT_ONCE: tl.constexpr,
     REGISTERS: tl.constexpr,
 ):
     """Grid (states times ``BLOCKS`` of keys, heads, stretches), see `chunks_of_program`: after the carry
     kernel has stored dZ and the gradients of the states, one for ``EVERY`` chunks, one or two. ``AT_ONCE``
-    says that two chunks are one tile in the bounded form. A thread has at most so many ``REGISTERS``, if not
+    says that two chunks are one tile in the bounded form, ``LEAVING`` that gradients of states come from the
+    recurrent form (one_chunk.py). A thread has at most so many ``REGISTERS``, if not
     0 (run/lowering.py).
     """
     tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
@@ -304,7 +309,16 @@ def rwkv7_gradients_kernel(
     LATE: tl.constexpr = REGISTERS > 0
     if needs_any_decay(any_decay_, mode):
         block_gradients(
-            tokens, ranges, owner_, kept, out, mode=mode, BLOCKS=BLOCKS, ARRAYS=ARRAYS, EVERY=EVERY
+            tokens,
+            ranges,
+            owner_,
+            kept,
+            out,
+            mode=mode,
+            BLOCKS=BLOCKS,
+            ARRAYS=ARRAYS,
+            EVERY=EVERY,
+            LEAVING=LEAVING,
         )
     else:
         block_gradients(
@@ -317,6 +331,7 @@ def rwkv7_gradients_kernel(
             BLOCKS=BLOCKS,
             ARRAYS=ARRAYS,
             EVERY=EVERY,
+            LEAVING=LEAVING,
             AT_ONCE=AT_ONCE,
             LATE=LATE,
         )

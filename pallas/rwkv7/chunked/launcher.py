@@ -12,7 +12,6 @@ from ....core.sequence import part_of
 from ...plan.chunked import (
     CHUNK,
     ChunkedPlan,
-    LaunchTable,
     has_half,
     has_warp_groups,
     launch_options,
@@ -29,53 +28,10 @@ from ...plan.stretches import enter, enter_backward, with_entering
 from ...run.triton import launch
 from .backward import rwkv7_bwd_kernel, rwkv7_carry_kernel
 from .forward import rwkv7_fwd_kernel
-from .large_heads import rwkv7_gradients_kernel
+from .gradients_launcher import launch_gradients
+from .launches import LAUNCH, SCORES, token_arguments
 from .scores import COUNT, rwkv7_scores_kernel
 from .transfer import rwkv7_transfer_kernel
-
-# (value block, warps, pipeline stages) by pass and padded K, measured on an H200
-LAUNCH: LaunchTable = {
-    ("forward", 64): (64, 2, 3),
-    ("transfer", 64): (64, 2, 3),
-    ("backward", 64): (64, 4, 3),
-    ("forward", 128): (128, 8, 3),
-    ("transfer", 128): (128, 8, 3),
-    ("carry", 128): (64, 4, 3),
-    ("gradients", 128): (64, 4, 1),  # the block of keys; all values, in float32 `VALUES` at a time
-    ("backward", 128): (128, 8, 1),
-    ("forward", 256): (16, 4, 1),
-    ("backward", 256): (16, 8, 1),
-    ("forward", 64, "float32"): (64, 4, 3),
-    ("transfer", 64, "float32"): (64, 4, 3),
-    ("carry", 64, "float32"): (64, 4, 3),
-    ("gradients", 64, "float32"): (64, 4, 2),
-    ("forward", 128, "float32"): (128, 8, 2),
-    ("transfer", 128, "float32"): (128, 8, 2),
-    ("carry", 128, "float32"): (128, 8, 2),
-    ("gradients", 128, "float32"): (64, 4, 2),
-    # not measured: what fits and spills least (tests/compile/resources.py)
-    ("backward", 64, "float32"): (64, 4, 1),
-    ("backward", 64, "small"): (32, 4, 1),
-    ("forward", 128, "small"): (128, 8, 2),
-    ("carry", 128, "small"): (32, 2, 3),
-    ("transfer", 128, "small"): (64, 8, 2),
-    ("backward", 128, "small"): (16, 8, 1),
-    ("forward", 64, "small float32"): (64, 4, 2),
-    ("transfer", 64, "small float32"): (64, 4, 2),
-    ("carry", 64, "small float32"): (64, 4, 2),
-    ("gradients", 64, "small float32"): (64, 4, 2),
-    ("backward", 64, "small float32"): (16, 8, 1),
-    ("forward", 128, "small float32"): (16, 8, 1),
-    ("transfer", 128, "small float32"): (16, 8, 1),
-    ("carry", 128, "small float32"): (16, 8, 1),
-    ("gradients", 128, "small float32"): (64, 4, 2),
-    ("backward", 128, "small float32"): (16, 8, 1),
-    ("forward", 256, "small float32"): (16, 8, 1),
-    ("backward", 256, "small float32"): (16, 8, 1),
-}
-
-SCORES = 16, 1  # keys at a time, warps
-VALUES = 32  # that gradients of one chunk are summed over at a time
 
 
 def _scored(x: RWKV7Inputs) -> bool:
@@ -104,7 +60,7 @@ def _scores(call: Call[Recurrence], x: RWKV7Inputs, splits: int) -> jax.Array | 
     grid, owner = plan.by_chunks(1)
     made = launch(
         rwkv7_scores_kernel,
-        {name: array for name, array in _tokens(x).items() if name != "v_"}
+        {name: array for name, array in token_arguments(x).items() if name != "v_"}
         | dict(owner_=owner)
         | plan.ranges,
         dict(scores_=jax.ShapeDtypeStruct((*plan.chunks, H, COUNT.value * CHUNK, CHUNK), jnp.float32)),
@@ -137,11 +93,6 @@ def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     return axes
 
 
-def _tokens(x: RWKV7Inputs) -> dict[str, jax.Array]:
-    """The kernels' arguments r_ to b_."""
-    return dict(r_=x.r, w_=x.w, k_=x.k, v_=x.v, a_=x.a, b_=x.b)
-
-
 def _transfer(plan: ChunkedPlan, x: RWKV7Inputs, scores: jax.Array | None, own: bool) -> dict[str, jax.Array]:
     """M_, N_ and reads_ of all stretches, and with ``own`` their outputs own_: see plan/stretches.py."""
     (B, _, H, K), V = x.r.shape, x.v.shape[-1]
@@ -152,7 +103,7 @@ def _transfer(plan: ChunkedPlan, x: RWKV7Inputs, scores: jax.Array | None, own: 
     )
     return launch(
         rwkv7_transfer_kernel,
-        _tokens(x) | dict(scores_=given(scores, unused())) | plan.ranges,
+        token_arguments(x) | dict(scores_=given(scores, unused())) | plan.ranges,
         dict(
             reads_=like(x.r, plan.store),
             M_=jax.ShapeDtypeStruct((B * splits, H, K, K), jnp.float32),
@@ -193,7 +144,7 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
     )
     made = launch(
         rwkv7_fwd_kernel,
-        _tokens(x) | dict(scores_=given(scores, unused()), s0_=s0) | plan.ranges,
+        token_arguments(x) | dict(scores_=given(scores, unused()), s0_=s0) | plan.ranges,
         out,
         KEEP=call.keep,
         ARRAYS=states.arrays,
@@ -224,7 +175,10 @@ def _backward_by_one(
     dr, dw, dk, da, db = partial_shapes(plan.parts, x.r, x.w, x.k, x.a, x.b)
     made = launch(
         rwkv7_bwd_kernel,
-        _tokens(x) | dict(dy_=do, dsT_=ds, scores_=kept["inverses"]) | states.operands(kept) | plan.ranges,
+        token_arguments(x)
+        | dict(dy_=do, dsT_=ds, scores_=kept["inverses"])
+        | states.operands(kept)
+        | plan.ranges,
         dict(dr_=dr, dw_=dw, dk_=dk, dv_=like(x.v), da_=da, db_=db, ds0_=like(ds)),
         aliases=states.aliases(("dr_", "dk_", "da_", "db_")),
         ARRAYS=states.arrays,
@@ -256,41 +210,18 @@ def _backward_by_two(
     plan: ChunkedPlan, x: RWKV7Inputs, kept: dict[str, jax.Array], do: jax.Array, ds: jax.Array
 ) -> RWKV7Inputs:
     """The carry kernel, then the gradients kernel."""
-    K, V, dstates = x.r.shape[-1], x.v.shape[-1], _state_gradients(x)
+    V, dstates = x.v.shape[-1], _state_gradients(x)
     carried = launch(
         rwkv7_carry_kernel,
-        _tokens(x) | dict(dy_=do, dsT_=ds, scores_=kept["inverses"]) | plan.ranges,
+        token_arguments(x) | dict(dy_=do, dsT_=ds, scores_=kept["inverses"]) | plan.ranges,
         dict(dv_=like(x.v), ds0_=like(ds), dz_=like(x.v, plan.store)) | dstates.shapes(x.r, V, plan),
         ARRAYS=dstates.arrays,
         EVERY=dstates.every,
         **plan.options,
     )
-    BK, num_warps, num_stages = launch_options(LAUNCH, "gradients", K, has_half(x))
-    BK = min(BK, tile(K))
-    blocks, ((number, *others), owner) = -(-K // BK), plan.by_chunks(dstates.every)
-    # a program takes all chunks that share a state, also where the last of them is not there
-    even = plan.mode.even and tile(V) == V and x.r.shape[1] % (dstates.every * CHUNK) == 0
-    at_once = _at_once(plan, x, do)
-    made = launch(
-        rwkv7_gradients_kernel,
-        _tokens(x)
-        | dict(owner_=owner, dy_=do, u_=kept["U"], dz_=carried["dz_"], states_=kept["states"])
-        | {name: carried[name] for name in dstates.names}
-        | plan.ranges,
-        dict(dr_=like(x.r), dw_=like(x.w), dk_=like(x.k), da_=like(x.a), db_=like(x.b)),
-        grid=(number * blocks, *others),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        mode=plan.mode.replaced(BK=BK, BV=tile(V) if dstates.every > 1 else min(VALUES, tile(V)), even=even),
-        aliases=dstates.aliases(("dr_", "dk_", "da_", "db_")),
-        BLOCKS=blocks,
-        ARRAYS=dstates.arrays,
-        TAKEN=dstates.taken,
-        EVERY=dstates.every,
-        AT_ONCE=at_once,
-        # so that a multiprocessor holds three programs in place of two; with any decay 168 would spill
-        REGISTERS=168 if at_once and not plan.mode.any_decay else 0,
-    )
+    given = dict(dy_=do, u_=kept["U"], dz_=carried["dz_"], states_=kept["states"])
+    given |= {name: carried[name] for name in dstates.names}
+    made = launch_gradients(plan, x, given, dstates, _at_once(plan, x, do))
     return RWKV7Inputs(
         r=made["dr_"],
         w=made["dw_"],

@@ -63,9 +63,19 @@ def sums_over_values(
 
 @triton.jit
 def one_gradients(
-    tokens, ranges, kept, here, n, key_block, gradients, mode: tl.constexpr, ARRAYS: tl.constexpr
+    tokens,
+    ranges,
+    kept,
+    here,
+    n,
+    key_block,
+    gradients,
+    mode: tl.constexpr,
+    ARRAYS: tl.constexpr,
+    LEAVING: tl.constexpr,
 ):
-    """The gradients of the sequence's chunk ``n``.
+    """The gradients of the sequence's chunk ``n``. With ``LEAVING`` the kept gradients of states are of those
+    that leave chunks, after their last decay.
 
     Gradients of states may lie where those of tokens go: all warps have read them before the first is stored.
     """
@@ -88,6 +98,9 @@ def one_gradients(
     seen, below = causal(axes)
     start, end = there.token[:, None], there.token[:, None]
     read_r, read_a = scaled.r.state, scaled.a.state
+    if LEAVING:
+        post = decays.post[None, :]
+        written, passed = (written[0] * post, written[1] * post), passed * decays.post
     if mode.any_decay:
         passed *= decays.pre
     if mode.segments:

@@ -36,6 +36,7 @@ def rwkv7_walk(
     sizes: Sizes,
     reverse: bool,
     keep: bool,
+    by_value: bool,
     scales: tuple[float, float],
 ) -> None:
     """Grid (blocks of V, heads, sequences).
@@ -70,7 +71,7 @@ def rwkv7_walk(
 
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
     end_[state, :, vs] = walk_windows(
-        load, both, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep
+        load, both, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep, by_value
     )
 
 
