@@ -1,5 +1,7 @@
 """Norm, token shift and mixes in plain JAX, against the float64 reference; transformations; errors."""
 
+import dataclasses
+
 import chex
 import flax.linen as nn
 import jax
@@ -117,3 +119,33 @@ def test_errors_name_the_argument(wrong):
     arguments, error, message = wrong
     with pytest.raises(error, match=message):
         norm_shift_mix(**dict(x=x, mixes=[c]) | arguments)
+
+
+@pytest.mark.parametrize("name", ["mixes", "scale", "last"])
+def test_grad_of_vmap_over_one_argument(name):
+    """Of a loss of all results, some of which do not see what is mapped: what the slices share gets the sum
+    of what each of them gives it.
+    """
+    case = Case(B=1, T=5, C=6, M=2, y=False, normalised=True)
+    (first, cotangents), (second, _) = (
+        cases.build(dataclasses.replace(case, seed=seed)) for seed in range(2)
+    )
+    slices = first, first | {name: second[name]}
+    axes = {argument: 0 if argument == name else None for argument in first}
+    stacked = first | {name: jax.tree.map(lambda *a: np.stack(a), first[name], second[name])}
+    weights = cotangents | {"mixed": tuple(cotangents["mixed"])}
+
+    def loss(floats):
+        made = norm_shift_mix(**floats, normalised=True)._asdict()
+        return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, weights, {n: made[n] for n in weights})))
+
+    got = jax.grad(lambda floats: jnp.sum(jax.vmap(loss, (axes,))(floats)))(stacked)
+    ordered = [cotangents[result] for result in ("mixed", "last", "x", "normalised")]
+    wanted = [
+        cases.reference.gradients(cases.reference.results(**one), one["scale"], *ordered) for one in slices
+    ]
+    for argument, grad in got.items():
+        want = np.stack([one[argument] for one in wanted])
+        grad = np.stack(grad, 1) if argument == name == "mixes" else np.asarray(grad)
+        want = want if argument == name else want.sum(0)
+        np.testing.assert_array_less(np.linalg.norm(grad - want), 1e-6 * np.linalg.norm(want), argument)
