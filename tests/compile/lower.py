@@ -13,6 +13,7 @@ import json
 import re
 import zlib
 
+import abstract_gpu
 import cases
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def recurrent_gradient(op: str):
 
 def triton_calls(f, x, arrays, state) -> list:
     """The operations in the program of ``f`` that call Triton kernels."""
-    with lowering_for(CAPABILITY):
+    with abstract_gpu.h200():
         lowered = jax.jit(f).trace(x, arrays, state).lower(lowering_platforms=("cuda",))
     return calls_in(lowered.compiler_ir().operation)
 

@@ -5,14 +5,12 @@ which kernels each program calls.
 import collections
 import re
 
+import abstract_gpu
 import cases
 import jax
 import jax.numpy as jnp
 import pytest
 from cases import OPS, TOKENS
-from jax.sharding import AbstractDevice, AbstractMesh
-
-from fla_jax.core.gpu import lowering_for
 
 each_op = pytest.mark.parametrize("op", OPS)
 # the forward walk and all of the backward
@@ -23,9 +21,7 @@ BACKWARD = {"walk": 2, "contract_state": 2, "contract_values": 1, "gradients": 1
 def h200(monkeypatch):
     """JAX lowers for this GPU, which is not here."""
     monkeypatch.delenv("FLA_JAX_PALLAS_INTERPRET", raising=False)
-    known = {"platform": "gpu"} if "platform" in AbstractDevice.__dataclass_fields__ else {}
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, **known)
-    with lowering_for(90), jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with abstract_gpu.h200():
         yield
 
 
