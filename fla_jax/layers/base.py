@@ -149,6 +149,21 @@ class Layer(nn.Module):
             return mixed._replace(last=end)
         return mixed._replace(last=jnp.where(lengths[:, None] > 0, end, last.astype(x.dtype)))
 
+    def prepare_input(
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None,
+        lengths: jax.Array | None,
+        norm: Affine | None,
+    ) -> jax.Array:
+        """``x`` in the compute dtype, if the arguments fit each other.
+
+        A residual stream, which comes with a ``norm``, is a model's, finite behind ``lengths`` too.
+        """
+        self.check_input(x, segment_ids, lengths)
+        x = x.astype(self.compute_dtype(x))
+        return x if norm is not None else before_end(x, lengths)
+
     def check_input(
         self, x: jax.Array, segment_ids: jax.Array | None, lengths: jax.Array | None = None
     ) -> None:
@@ -178,6 +193,16 @@ class Layer(nn.Module):
                 raise ValueError("segment_ids and lengths cannot go together: a row is packed or padded")
 
 
+def before_end(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """``x`` [B, T, ...], zeros behind ``lengths`` [B]: gradients of what is not used are 0 times what stands
+    there, and that may be NaN.
+    """
+    if lengths is None:
+        return x
+    is_token = jnp.arange(x.shape[1]) < lengths[:, None]
+    return jnp.where(is_token.reshape(*is_token.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
 class FeedForward(Layer):
     """Fields of the feed-forward layers (RWKV calls them channel mix).
 
@@ -193,10 +218,10 @@ class FeedForward(Layer):
         shift: jax.Array | None,
         segment_ids: jax.Array | None,
         lengths: jax.Array | None = None,
+        norm: Affine | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Checked input and shift in the compute dtype."""
-        self.check_input(x, segment_ids, lengths)
-        x = x.astype(self.compute_dtype(x))
+        x = self.prepare_input(x, segment_ids, lengths, norm)
         want = (x.shape[0], self.hidden_size)
         if shift is None:
             return x, jnp.zeros(want, x.dtype)
@@ -236,10 +261,10 @@ class Attention(Layer):
         state: RWKVState | None,
         segment_ids: jax.Array | None,
         lengths: jax.Array | None = None,
+        norm: Affine | None = None,
     ) -> tuple[jax.Array, RWKVState]:
         """Checked input in the compute dtype, and state."""
-        self.check_input(x, segment_ids, lengths)
-        x = x.astype(self.compute_dtype(x))
+        x = self.prepare_input(x, segment_ids, lengths, norm)
         zeros = zero_state(x.shape[0], self.hidden_size, self.head_dim, x.dtype)
         if state is None:
             return x, zeros
@@ -274,11 +299,10 @@ class Attention(Layer):
         if lengths is not None:
             # A token that is 0 in every input but r leaves the state as it is. Selected and not multiplied:
             # what stands behind a row's end may be anything.
-            is_token = (jnp.arange(T) < lengths[:, None])[..., None, None]
             r, *others = arrays
-            arrays = (r, *(jnp.where(is_token, x, 0) if x.ndim == 4 else x for x in others))
+            arrays = (r, *(before_end(x, lengths) if x.ndim == 4 else x for x in others))
         op = recurrent
-        if T > 1:
+        if not isinstance(T, int) or T > 1:  # a symbolic T is refused by the op, in words
             op, options = chunked, {"chunk_size": self.chunk_size, **options}
         else:
             options.pop("lower_bound", None)

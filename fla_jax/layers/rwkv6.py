@@ -71,7 +71,8 @@ class RWKV6Attention(Attention):
                 belongs to each row's first segment.
             lengths: [B] integers from 0 to T: the tokens of each row. What stands behind them is not read:
                 the new state is the one after ``lengths`` tokens, and the output there means nothing.
-            norm: scale and bias [C] of the layer norm before this layer; x is then the residual stream.
+            norm: scale and bias [C] of the layer norm before this layer; x is then the residual stream,
+                which must be finite behind ``lengths`` as well.
 
         Returns:
             ``(y, state)``: y [B, T, C] in the compute dtype, and the state after the last token.
@@ -82,7 +83,7 @@ class RWKV6Attention(Attention):
         Source: Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence", 2024;
         RWKV-LM ``RWKV-v5/src/model.py``.
         """
-        x, state = self.prepare(x, state, segment_ids, lengths)
+        x, state = self.prepare(x, state, segment_ids, lengths, norm)
         T, C = x.shape[1:]
         depth, dtype = self.depth, x.dtype
         wide = jnp.promote_types(dtype, jnp.float32)
@@ -198,7 +199,7 @@ class RWKV6FeedForward(FeedForward):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        x, shift = self.prepare(x, shift, segment_ids, lengths)
+        x, shift = self.prepare(x, shift, segment_ids, lengths, norm)
         C = self.hidden_size
         depth = ByDepth(self.layer_index, self.num_layers, C, 1)
         maa = computed(lambda: depth.mix(depth.falling**3))

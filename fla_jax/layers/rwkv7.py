@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..core.names import name_dense
 from ..ops import chunk_rwkv7, fused_recurrent_rwkv7
 from ..ops.layer import rwkv7_keys, rwkv7_readout, squared_relu
-from .base import Attention, FeedForward
+from .base import Attention, FeedForward, before_end
 from .init import ByDepth, computed, low_rank_dim, low_rank_out, orthogonal
 from .norm import Affine
 from .placement import sequence_axis
@@ -106,7 +106,8 @@ class RWKV7Attention(Attention):
                 belongs to each row's first segment.
             lengths: [B] integers from 0 to T: the tokens of each row. What stands behind them is not read:
                 the new state is the one after ``lengths`` tokens, and the output there means nothing.
-            norm: scale and bias [C] of the layer norm before this layer; x is then the residual stream.
+            norm: scale and bias [C] of the layer norm before this layer; x is then the residual stream,
+                which must be finite behind ``lengths`` as well.
 
         Returns:
             ``(y, state, v_first)``: y [B, T, C] in the compute dtype, the state after the last token, and
@@ -118,7 +119,7 @@ class RWKV7Attention(Attention):
         Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025; RWKV-LM
         ``RWKV-v7/train_temp/src/model.py``.
         """
-        x, state = self.prepare(x, state, segment_ids, lengths)
+        x, state = self.prepare(x, state, segment_ids, lengths, norm)
         C, layer, depth, dtype = self.hidden_size, self.layer_index, self.depth, x.dtype
         first = isinstance(layer, int) and layer == 0
         if first:
@@ -131,6 +132,8 @@ class RWKV7Attention(Attention):
             raise ValueError(
                 f"v_first must have shape [B, T, C] = {list(x.shape)}, got {list(v_first.shape)}"
             )
+        elif norm is None:
+            v_first = before_end(v_first, lengths)
         keep = True if isinstance(layer, int) else layer > 0  # whether there is a value residual
 
         def vector(name: str, value: Any, axis: str | None) -> jax.Array:
@@ -247,7 +250,7 @@ class RWKV7FeedForward(FeedForward):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        x, shift = self.prepare(x, shift, segment_ids, lengths)
+        x, shift = self.prepare(x, shift, segment_ids, lengths, norm)
         C = self.hidden_size
         depth = ByDepth(self.layer_index, self.num_layers, C, 1)
         x_k = self.vector("x_k", computed(lambda: depth.mix(depth.falling**4)), (None,), x)

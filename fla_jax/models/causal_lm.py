@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ..core.names import remat_policy
 from ..core.sharding import entries, is_explicit, mesh_axes, place
 from ..layers import RWKVState
-from ..layers.base import LAYER_NORM_EPS, with_axes
+from ..layers.base import LAYER_NORM_EPS, before_end, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Norm
 from ..layers.placement import beyond, check_sequence, hold, is_placed, keep_all_but_gathered, product
@@ -136,7 +136,7 @@ class RWKVForCausalLM(nn.Module):
         check_state(state, zeros)
         # one dtype in and out, whatever came (float32 states under a bfloat16 model, say)
         state = jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
-        x = self.ln0(self.emb(tokens))
+        x = self.ln0(before_end(self.emb(tokens), lengths))
         if is_explicit():
             state = jax.tree.map(functools.partial(_beside_rows, tokens), state)
         carry: Carry = (x, self._no_values(x) if isinstance(config, RWKV7Config) else None)
@@ -293,3 +293,5 @@ def _check_tokens(tokens: Any, segment_ids: Any, lengths: Any) -> None:
         raise ValueError(
             f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}"
         )
+    if lengths is not None and lengths.shape != tokens.shape[:1]:
+        raise ValueError(f"lengths must have shape [B] = {[tokens.shape[0]]}, got {list(lengths.shape)}")

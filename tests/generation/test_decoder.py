@@ -269,6 +269,7 @@ def test_what_is_no_token_has_no_logits(version):
     for implementation in ("model", "plain"):
         decoder = Decoder(model, params, implementation=implementation)
         read = lambda tokens, decoder=decoder: decoder(tokens, model.init_state(2), [True, True])[0]
-        logits = read(jnp.array([4, model.config.vocab_size]))
-        assert np.isnan(logits[1]).all()
-        np.testing.assert_array_equal(logits[0], read(jnp.array([4, 1]))[0])
+        for wrong in (model.config.vocab_size, -1, -model.config.vocab_size - 1):
+            logits = read(jnp.array([4, wrong]))
+            assert np.isnan(logits[1]).all()
+            np.testing.assert_array_equal(logits[0], read(jnp.array([4, 1]))[0])

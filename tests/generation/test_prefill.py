@@ -61,6 +61,31 @@ def test_a_row_with_a_length_equals_the_row_alone(version, scan):
             assert_row(i, new, want_new)
 
 
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_gradients_know_nothing_of_what_stands_behind_a_length(version):
+    """A token without an embedding, or with one of NaN: of a loss of the tokens before, and of the state."""
+    model = small.model(version)
+    params, state = small.params(model), small.random_state(model, 2)
+    params["emb"] = {"embedding": params["emb"]["embedding"].at[23].set(jnp.nan)}
+    lengths = jnp.array([6, 3])
+    real = jnp.arange(6) < lengths[:, None]
+
+    @jax.jit
+    def gradients(tokens):
+        def loss(params, state):
+            logits, new = model.apply({"params": params}, tokens, state, lengths=lengths)
+            chosen = jax.nn.log_softmax(logits)[..., 0]
+            return jnp.where(real, chosen, 0).sum() + sum(jnp.sum(x**2) for x in jax.tree.leaves(new))
+
+        return jax.value_and_grad(loss, (0, 1))(params, state)
+
+    tokens = np.minimum(small.tokens(2, 6), 22)
+    want = gradients(np.where(real, tokens, 0))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(want))
+    for padding in (23, 24, -100):
+        jax.tree.map(np.testing.assert_array_equal, gradients(np.where(real, tokens, padding)), want)
+
+
 def test_errors_of_lengths(setup):
     model, params = setup
     tokens = small.tokens(2, 4)

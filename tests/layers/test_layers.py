@@ -266,3 +266,30 @@ def test_fields_are_checked_when_a_layer_is_made(cls, change, error, message):
 def test_fields_of_feed_forwards_are_checked():
     with pytest.raises(ValueError, match="intermediate_size must be a positive integer, got '64'"):
         RWKV7FeedForward(**FIELDS, intermediate_size="64")
+
+
+@pytest.mark.parametrize("fill", [np.nan, np.inf])
+@pytest.mark.parametrize("version", small.VERSIONS)
+@pytest.mark.parametrize("kind", ["attention", "feed-forward"])
+def test_gradients_know_nothing_of_what_stands_behind_a_length(kind, version, fill):
+    """As where zeros stand there: of the outputs before, and of what the layer hands on."""
+    if kind == "attention":
+        layer, more = attention(version)
+    else:
+        layer, more = {6: RWKV6FeedForward, 7: RWKV7FeedForward}[version](**FIELDS, layer_index=1), ()
+    state = STATE if kind == "attention" else STATE.ffn_shift
+    params, lengths = drawn(layer, X, state, *more), jnp.array([T, 3])
+    real = (jnp.arange(T) < lengths[:, None])[..., None]
+
+    @jax.jit
+    def gradients(x, *more):
+        def loss(params, x, state, *more):
+            y, *rest = layer.apply({"params": params}, x, state, *more, lengths=lengths)
+            return jnp.where(real, y, 0).sum() + sum(jnp.sum(s**2) for s in jax.tree.leaves(rest[0]))
+
+        return jax.value_and_grad(loss, tuple(range(3 + len(more))))(params, x, state, *more)
+
+    want = gradients(*(jnp.where(real, a, 0) for a in (X, *more)))
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(want))
+    got = gradients(*(jnp.where(real, a, fill) for a in (X, *more)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
