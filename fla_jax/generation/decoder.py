@@ -154,8 +154,7 @@ class Decoder:
         if alive.shape != tokens.shape or alive.dtype != bool:
             want = f"alive must be booleans {list(tokens.shape)}, one for each of tokens"
             raise ValueError(f"{want}, got {alive.dtype}{list(alive.shape)}")
-        vocab_size = self.model.config.vocab_size
-        return _call(self.step, vocab_size, self.weights, tokens, self.state(state), alive)
+        return _call(self.step, self.weights, tokens, self.state(state), alive)
 
 
 def check_decoder(decoder: Any, model: Any) -> Decoder:
@@ -167,13 +166,11 @@ def check_decoder(decoder: Any, model: Any) -> Decoder:
     return decoder
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def _call(
-    step: Any, vocab_size: int, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array
-) -> Any:
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _call(step: Any, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array) -> Any:
     # a table is read from its end on for negative numbers; only beyond it there is NaN
     tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
-    return step(weights, jnp.where(tokens < 0, vocab_size, tokens), state, alive)
+    return step(weights, jnp.where(tokens < 0, step.model.config.vocab_size, tokens), state, alive)
 
 
 def _state_dtype(dtype: Any, model: Any) -> Any:

@@ -156,18 +156,10 @@ class Layer(nn.Module):
         lengths: jax.Array | None,
         norm: Affine | None,
     ) -> jax.Array:
-        """``x`` in the compute dtype, if the arguments fit each other.
+        """``x`` in the compute dtype; raises unless the arguments fit each other.
 
         A residual stream, which comes with a ``norm``, is a model's, finite behind ``lengths`` too.
         """
-        self.check_input(x, segment_ids, lengths)
-        x = x.astype(self.compute_dtype(x))
-        return x if norm is not None else before_end(x, lengths)
-
-    def check_input(
-        self, x: jax.Array, segment_ids: jax.Array | None, lengths: jax.Array | None = None
-    ) -> None:
-        """Raises unless the arguments fit each other."""
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x must have shape [B, T, C] with C = hidden_size = {self.hidden_size}, got {list(x.shape)}"
@@ -184,13 +176,21 @@ class Layer(nn.Module):
                 )
             if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
                 raise TypeError(f"segment_ids must be integers, got {segment_ids.dtype}")
-        if lengths is not None:
-            if lengths.shape != x.shape[:1]:
-                raise ValueError(f"lengths must have shape [B] = {[x.shape[0]]}, got {list(lengths.shape)}")
-            if not jnp.issubdtype(lengths.dtype, jnp.integer):
-                raise TypeError(f"lengths must be integers, got {lengths.dtype}")
-            if segment_ids is not None:
-                raise ValueError("segment_ids and lengths cannot go together: a row is packed or padded")
+        check_lengths(lengths, x)
+        if lengths is not None and segment_ids is not None:
+            raise ValueError("segment_ids and lengths cannot go together: a row is packed or padded")
+        x = x.astype(self.compute_dtype(x))
+        return x if norm is not None else before_end(x, lengths)
+
+
+def check_lengths(lengths: jax.Array | None, x: jax.Array) -> None:
+    """Raises unless there is one of ``lengths`` for each row of ``x`` [B, T, ...]."""
+    if lengths is None:
+        return
+    if lengths.shape != x.shape[:1]:
+        raise ValueError(f"lengths must have shape [B] = {[x.shape[0]]}, got {list(lengths.shape)}")
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"lengths must be integers, got {lengths.dtype}")
 
 
 def before_end(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

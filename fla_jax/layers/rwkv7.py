@@ -239,7 +239,8 @@ class RWKV7FeedForward(FeedForward):
             x: [B, T, C], normalised hidden states, T >= 1.
             shift: [B, C], the second result of the call before; None for zeros.
             segment_ids: [B, T] integers: the token shift restarts wherever the id changes.
-            lengths: [B] integers from 0 to T: the tokens of each row, as the attention takes them.
+            lengths: [B] integers from 0 to T: the tokens of each row, as the attention takes them;
+                with ``norm``, x and y must be finite behind them.
             norm: scale and bias [C] of the layer norm before this layer. x is then the residual stream, and
                 so is the first result: ``x + y`` with what this layer adds to it.
             y: [B, T, C], what the attention adds to the residual stream; only with ``norm``.

@@ -65,7 +65,7 @@ class RWKV6Block(nn.Module):
             state: of this layer.
             layer_index: position in the network, an int or a traced integer.
             segment_ids: [B, T] integers or None.
-            lengths: [B] integers or None.
+            lengths: [B] integers or None; what stands behind them must be finite.
 
         Returns:
             ``(carry, state)``.
@@ -115,7 +115,7 @@ class RWKV7Block(nn.Module):
             state: of this layer.
             layer_index: position in the network, an int or a traced integer.
             segment_ids: [B, T] integers or None.
-            lengths: [B] integers or None.
+            lengths: [B] integers or None; what stands behind them must be finite.
 
         Returns:
             ``(carry, state)``.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ..core.names import remat_policy
 from ..core.sharding import entries, is_explicit, mesh_axes, place
 from ..layers import RWKVState
-from ..layers.base import LAYER_NORM_EPS, before_end, with_axes
+from ..layers.base import LAYER_NORM_EPS, before_end, check_lengths, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Norm
 from ..layers.placement import beyond, check_sequence, hold, is_placed, keep_all_but_gathered, product
@@ -293,5 +293,4 @@ def _check_tokens(tokens: Any, segment_ids: Any, lengths: Any) -> None:
         raise ValueError(
             f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}"
         )
-    if lengths is not None and lengths.shape != tokens.shape[:1]:
-        raise ValueError(f"lengths must have shape [B] = {[tokens.shape[0]]}, got {list(lengths.shape)}")
+    check_lengths(lengths, tokens)

@@ -19,7 +19,9 @@ from ..chunked.gradients_launcher import gradients_from_walks
 from .kernels import rwkv7_gradients, rwkv7_walk
 from .step import step, takes
 
-WINDOW = 16  # with 32, the gradients of the rates spill: the op takes 24 ms and more for 18 on an H200
+# A chunk of the chunked form, whose kernel makes gradients window by window. With 32 those by pairs of tokens
+# spill: the op takes 24 ms and more for 18 on an H200.
+WINDOW = 16
 
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
