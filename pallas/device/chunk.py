@@ -32,6 +32,7 @@ class Mode:
         packed: whether sequences are packed into one row.
         even: whether no element of any tile is missing.
         scored: whether a kernel has made the scores of all chunks beforehand (RWKV-7's scores.py).
+        gauge: powers of two by which rows of the bounded form are too large, columns and the state too small.
     """
 
     H: int
@@ -48,6 +49,7 @@ class Mode:
     packed: bool
     even: bool
     scored: bool
+    gauge: int
 
     def replaced(self, **changes: Any) -> "Mode":
         """The same with other values."""
@@ -66,17 +68,47 @@ def square(mode):
     return mode.replaced(V=mode.K)
 
 
-@triton.jit
-def needs_any_decay(any_decay_, mode: tl.constexpr):
-    """The choice of body: whether the program's row and head [B, H] need the form for any decay.
+ANY_DECAY = tl.constexpr(-256)  # what `form_of` says of the form for any decay, at a scale of 2^0
 
-    Where the mode rules that form out it is a constant, and only one body is compiled.
+
+@triton.jit
+def form_of(any_decay_, number, mode: tl.constexpr):
+    """Which form sequence ``number`` and the program's head take, from an array [sequences, H].
+
+    In the bounded form it is the gauge: by how many powers of two rows are too large there, columns and the
+    state too small. In the form for any decay it is below 0: ANY_DECAY, in a backward and the exponent of
+    `cotangent_scale`.
     """
     if mode.any_decay:
-        row = 0 if mode.packed else tl.program_id(2) // mode.splits
-        return tl.load(any_decay_ + row * mode.H + tl.program_id(1)) != 0
+        return tl.load(any_decay_ + number * mode.H + tl.program_id(1))
+    else:
+        return tl.full((), mode.gauge, tl.int32)
+
+
+@triton.jit
+def needs_any_decay(form, mode: tl.constexpr):
+    """The choice of body. Where the mode rules the form for any decay out it is a constant, and only one body
+    is compiled.
+    """
+    if mode.any_decay:
+        return form < 0
     else:
         return False
+
+
+@triton.jit
+def power_of_two(n):
+    """2^n, exactly, for ``n`` from -126 to 127."""
+    return ((127 + n) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cotangent_scale(form):
+    """In the form for any decay, the powers of two that cotangents are multiplied with on their way in, and
+    gradients on their way out (device/cotangents.py).
+    """
+    n = form - ANY_DECAY
+    return power_of_two(n), power_of_two(-n)
 
 
 class Ranges(NamedTuple):
@@ -88,6 +120,7 @@ class Ranges(NamedTuple):
         chunk0_: [N] first chunk of each packed sequence; unused without.
         T: tokens of a row.
         span: tokens of a stretch.
+        form: see `form_of`.
     """
 
     seg_: Any
@@ -95,6 +128,7 @@ class Ranges(NamedTuple):
     chunk0_: Any
     T: Any
     span: Any
+    form: Any
 
 
 class Sequence(NamedTuple):
@@ -143,12 +177,21 @@ def numbered_sequence(p, ranges, mode: tl.constexpr):
 
 
 @triton.jit
+def sequence_of_program(number, owner_, mode: tl.constexpr):
+    """Whose chunks program ``number`` takes: which packed sequence, or which of all stretches."""
+    if mode.packed:
+        return tl.load(owner_ + number)
+    else:
+        return tl.program_id(2)
+
+
+@triton.jit
 def chunks_of_program(number, owner_, ranges, EVERY: tl.constexpr, mode: tl.constexpr):
     """The sequence of program ``number``, which takes ``EVERY`` of its chunks (`ChunkedPlan.by_chunks`), and
     the first of them; there may be none.
     """
     if mode.packed:
-        here = numbered_sequence(tl.load(owner_ + number), ranges, mode)
+        here = numbered_sequence(sequence_of_program(number, owner_, mode), ranges, mode)
         before = (here.chunk0 + here.index * (EVERY - 1)) // EVERY  # as `state_place` counts them
         return here, (number - before).to(tl.int32) * EVERY
     else:
@@ -302,6 +345,26 @@ def masked(x, keep, segments):
     return x
 
 
+@triton.jit
+def in_form(form, mode: tl.constexpr, GRADIENT: tl.constexpr):
+    """The factor that a state, or its gradient, has while chunks are walked."""
+    if not mode.any_decay:
+        return power_of_two(form if GRADIENT else -form)
+    elif GRADIENT:
+        return cotangent_scale(form)[0]
+    else:
+        return tl.full((), 1.0, tl.float32)
+
+
+@triton.jit
+def out_of_form(form, mode: tl.constexpr):
+    """The factor that takes the gradient of a state back."""
+    if mode.any_decay:
+        return cotangent_scale(form)[1]
+    else:
+        return power_of_two(-form)
+
+
 class StateTile(NamedTuple):
     """Where the program's part of a state lies in an array [.., K, V], held transposed [BV, BK], and which of
     its elements there are.
@@ -319,14 +382,17 @@ def state_tile(axes, mode: tl.constexpr):
 
 
 @triton.jit
-def load_state(ptr, head, tile, mode: tl.constexpr):
-    """The program's part of state ``head``, float32."""
-    return tl.load(ptr + head * (mode.K * mode.V) + tile.offsets, mask=tile.there, other=0.0).to(tl.float32)
+def load_state(ptr, head, tile, form, mode: tl.constexpr, GRADIENT: tl.constexpr = False):
+    """The program's part of state ``head``, or of its gradient, float32, with the factor of the form."""
+    S = tl.load(ptr + head * (mode.K * mode.V) + tile.offsets, mask=tile.there, other=0.0).to(tl.float32)
+    return S * in_form(form, mode, GRADIENT)
 
 
 @triton.jit
-def store_state(ptr, head, S, tile, mode: tl.constexpr):
+def store_state(ptr, head, S, tile, form, mode: tl.constexpr, GRADIENT: tl.constexpr = False):
     """Stores what `load_state` would load."""
+    if GRADIENT:
+        S *= out_of_form(form, mode)
     tl.store(ptr + head * (mode.K * mode.V) + tile.offsets, S, mask=tile.there)
 
 

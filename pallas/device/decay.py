@@ -8,9 +8,7 @@ alike. In the form for any decay (docs/maths.md, section 7) decays may be as str
 * Clamped is what tokens of one chunk hand to each other and to the leaving state: it is the product of a row
   and a column factor, of which one may take decays back. Rows refer to the middle of their own block of 8
   tokens and columns to both middles, so that at most four log decays are taken back: counted down to LOG_MIN
-  only, that is at most exp(64). A column on its way to the second middle may hold more, but with one decay
-  between the pair, which is the most that shows in a score, it holds five: exp(-80), in range with room for
-  small keys.
+  only, that is at most exp(64), and no less than exp(-64) shows in a score or in the gradient of a decay.
 * The tokens of RWKV-7 write what they read of the state, so that their writes may be as large as it. With
   ``DELTA`` log decays are counted down to LOG_FEW, 7e-13, where few of the four in a quarter of the chunk are
   strong: one or two, or the first of three. Exponents are at most 69 then.
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .chunk import in_form
 from .products import product, token_sums
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -97,7 +96,15 @@ def sums_to_middles(i, s):
 
 
 @triton.jit
-def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = False):
+def in_first_half(t, EXCL):
+    """Which rows refer to the first middle: of tokens 0..7, and of token 8 where rows are without their own
+    decay (``EXCL``, 1 or 0). So no factor holds more than four decays.
+    """
+    return t < 8 + EXCL
+
+
+@triton.jit
+def factors(w, form, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = False, last=False):
     """The factors for log decays ``w`` [16, K]; all sums over tokens are products with constant triangles.
 
     Forward and carry kernel make them with ``SPREAD``, see `token_sums`, of ``w`` [K / 16, 16, 16], loaded as
@@ -119,8 +126,11 @@ def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = F
         counted = tl.maximum(plain, lowest).to(w.dtype)
         counted_g = counted.to(tl.float32) * LOG2E
         # sums from the middles on: differences of sums from the chunk's start are too large to be exact
+        before, _ = sums_to_middles(j, t - 1)
         to_row, to_middle = sums_to_middles(j, t)
-        R = token_sums(to_row, counted, mode, SPREAD) * LOG2E
+        Rx = token_sums(before, counted, mode, SPREAD) * LOG2E
+        # with its own decay token 8 is the first of the second half, without the last of the first one
+        R = token_sums(to_row, counted, mode, SPREAD) * LOG2E if DELTA else Rx + counted_g
         high = tl.exp2(token_sums(to_middle, counted, mode, SPREAD) * LOG2E)
         Gx = token_sums(tl.where(j < t, 1.0, 0.0), whole, mode, SPREAD) * LOG2E
         G = Gx + g
@@ -128,7 +138,7 @@ def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = F
         pre = tl.sum(tl.where(t == 15, G, 0.0), 0) - post
         return Factors(
             score_incl=tl.exp2(R),
-            score_excl=tl.exp2(R - counted_g),
+            score_excl=tl.exp2(Rx),
             low=tl.where(t < 8, tl.exp2(-R), 0.0),
             high=high,
             state_incl=tl.exp2(G),
@@ -138,24 +148,27 @@ def factors(w, mode: tl.constexpr, DELTA: tl.constexpr, SPREAD: tl.constexpr = F
             cut=tl.exp2(g - counted_g),
         )
     else:
-        G = token_sums(tl.where(j <= t, 1.0, 0.0), w, mode, SPREAD) * LOG2E
+        G = token_sums(tl.where(j <= t, 1.0, 0.0), w, mode, SPREAD) * LOG2E + form
         if SPREAD:
-            Gx = token_sums(tl.where(j < t, 1.0, 0.0), w, mode, SPREAD) * LOG2E
+            Gx = token_sums(tl.where(j < t, 1.0, 0.0), w, mode, SPREAD) * LOG2E + form
         else:
             Gx = G - w.to(tl.float32) * LOG2E
         incl, excl, back = tl.exp2(G), tl.exp2(Gx), tl.exp2(-G)
-        total = tl.sum(tl.where(t == 15, incl, 0.0), 0)
+        total = tl.sum(incl * tl.where(t == 15, tl.where(last, 1.0, in_form(form, mode, False)), 0.0), 0)
         return bounded_factors(incl, excl, back, total)
 
 
 @triton.jit
-def scanned_factors(w):
+def scanned_factors(w, form, last):
     """The factors of the bounded form by scans, which are shorter than products where there is little besides
     that waits for them: in the forward of RWKV-6.
     """
-    g = w.to(tl.float32) * LOG2E
+    w = w.to(tl.float32)
+    start = tl.where(tl.arange(0, 16)[:, None] == 0, form.to(tl.float32), 0.0)
+    g = w * LOG2E + start
     G = tl.cumsum(g, 0)
-    incl, excl, back, total = tl.exp2(G), tl.exp2(G - g), tl.exp2(-G), tl.exp2(tl.sum(g, 0))
+    incl, excl, back = tl.exp2(G), tl.exp2(G - w * LOG2E), tl.exp2(-G)
+    total = tl.exp2(tl.sum(g, 0) - tl.where(last, 0, form).to(tl.float32))
     return bounded_factors(incl, excl, back, total)
 
 
@@ -174,10 +187,12 @@ class Columns(NamedTuple):
 
 
 @triton.jit
-def score(rows, columns, mask, mode: tl.constexpr):
-    """Masked products [16, 16] of rows and columns, each half of the rows with its own columns."""
+def score(rows, columns, mask, mode: tl.constexpr, EXCL: tl.constexpr):
+    """Masked products [16, 16] of rows and columns, each half of the rows with its own columns; ``EXCL`` says
+    that rows are without their own decay.
+    """
     A = product(rows.score, tl.trans(columns.high), mode)
     if mode.any_decay:
-        low = tl.arange(0, 16)[:, None] < 8
+        low = in_first_half(tl.arange(0, 16)[:, None], EXCL)
         A = tl.where(low, product(rows.score, tl.trans(columns.low), mode), A)
     return tl.where(mask, A, 0.0)

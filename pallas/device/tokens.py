@@ -26,3 +26,11 @@ def store_tokens(ptr, offsets, x, mask, even: tl.constexpr):
         tl.store(ptr + offsets, x.to(ptr.dtype.element_ty))
     else:
         tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_gradient(ptr, offsets, x, factor, mask, mode: tl.constexpr):
+    """`store_tokens` of ``x``, in the form for any decay times ``factor``."""
+    if mode.any_decay:
+        x *= factor
+    store_tokens(ptr, offsets, x, mask, mode.even)

@@ -4,6 +4,7 @@ shapes of what the forward keeps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -13,12 +14,15 @@ import triton.language as tl
 
 from ...core.call import Call, Recurrence
 from ...core.gpu import compute_capability
-from ..device.chunk import C, Mode
-from ..run.triton import INTERPRET
-from .shapes import tile, unused
+from ..device.chunk import ANY_DECAY, C, Mode
+from ..device.cotangents import cotangent_scale_kernel
+from ..run.triton import INTERPRET, launch
+from .shapes import like, tile, unused
 
 CHUNK = C.value
-BOUNDED = -5.0  # exp(16 * 5) is the largest factor that the bounded form may make
+BOUNDED = -2.0  # the bounded form makes factors from exp(-8 * 2) to exp(8 * 2)
+# times the lowest log decay: half of what a chunk may decay, in powers of two (`device.chunk.form_of`)
+GAUGE = -CHUNK / 2 / math.log(2)
 
 # (value block, warps, pipeline stages) by pass and padded K, for 16-bit inputs on compute capability 9.0 and
 # 10.x; an entry with a third part is for another kind of call: "float32" inputs, "small" GPUs, or both. See
@@ -191,7 +195,13 @@ def make_plan(
         chunk0 = jnp.concatenate([none, jnp.cumsum(-(-jnp.diff(cu) // CHUNK))])
     lower_bound = call.settings.lower_bound
     any_decay = lower_bound is None or lower_bound < BOUNDED
-    needs = (jnp.min(x.w, (1, 3)) < BOUNDED).astype(jnp.int32) if any_decay else none
+    needs = none
+    if any_decay:
+        lowest = jnp.min(x.w, (1, 3)).astype(jnp.float32)
+        needs = jnp.where(
+            lowest < BOUNDED, ANY_DECAY.value, jnp.round(GAUGE * jnp.minimum(lowest, 0)).astype(jnp.int32)
+        )
+        needs = jnp.repeat(needs, rows // B, 0)  # one of each stretch or packed sequence
     parts = -(-V // BV)
     mode = Mode(
         H=H,
@@ -208,11 +218,34 @@ def make_plan(
         packed=x.cu_seqlens is not None,
         even=T % CHUNK == 0 and x.cu_seqlens is None and K == BK and V % BV == 0,
         scored=scored,
+        gauge=0 if any_decay else round(GAUGE * min(cast(float, lower_bound), 0.0)),
     )
     seg = none if x.segment_ids is None else segment_starts(x.segment_ids)
     ranges = dict(seg_=seg, cu_=cu, chunk0_=chunk0, any_decay_=needs, T=T, span=_span(T, splits))
     options = dict(grid=(parts, H, rows), num_warps=num_warps, num_stages=num_stages, mode=mode)
     return ChunkedPlan(ranges, options, parts, chunks, rows)
+
+
+def scaled(plan: ChunkedPlan, x: Any, do: jax.Array, ds: jax.Array) -> ChunkedPlan:
+    """``plan`` for kernels that take cotangents, ``do`` of outputs and ``ds`` of last states, [.., H, K, V],
+    of each sequence or more of them for one: at which scale, says `cotangent_scale_kernel`. In the bounded
+    form they are taken as they are.
+    """
+    if not plan.mode.any_decay:
+        return plan
+    names, needs = ("cu_", "chunk0_", "any_decay_", "T", "span"), cast(jax.Array, plan.ranges["any_decay_"])
+    top = jnp.max(jnp.abs(ds.astype(jnp.float32)), (2, 3))
+    top = jnp.max(top.reshape(needs.shape[0], -1, needs.shape[1]), 1)
+    made = launch(
+        cotangent_scale_kernel,
+        dict(do_=do, top_=top, r_=x.r, k_=x.k, v_=x.v) | {name: plan.ranges[name] for name in names},
+        dict(form_=like(needs)),
+        grid=(1, *plan.options["grid"][1:]),
+        num_warps=4,
+        num_stages=1,
+        mode=plan.mode.replaced(BK=tile(plan.mode.K), BV=tile(plan.mode.V)),
+    )
+    return plan._replace(ranges=plan.ranges | dict(any_decay_=made["form_"]))
 
 
 def partial_shapes(parts: int, *arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:

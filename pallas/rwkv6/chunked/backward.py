@@ -19,6 +19,8 @@ from ...device.chunk import (
     chunk_elements,
     chunk_offsets,
     chunk_segments,
+    cotangent_scale,
+    form_of,
     load_state,
     needs_any_decay,
     partial_sums,
@@ -32,10 +34,10 @@ from ...device.chunk import (
     together,
     turned,
 )
-from ...device.decay import factors, score
+from ...device.decay import factors, in_first_half, score
 from ...device.kept_states import gradients_over_states, state_place, state_rows
 from ...device.products import product, token_sums_f32
-from ...device.tokens import load_tokens, only, store_tokens
+from ...device.tokens import load_tokens, only, store_gradient
 from .keys_as_rows import walk_backward_by_rows
 from .tokens import Tokens, scaled_tokens
 
@@ -53,10 +55,14 @@ def walk_backward(
     later = tl.where(j > t, 1.0, 0.0)
     earlier = tl.where(j < t, 1.0, 0.0)
     head, tile = (tl.program_id(2) * mode.H + h).to(tl.int64), state_tile(axes, mode)
-    dS = load_state(dsT_, head, tile, mode)
+    dS = load_state(dsT_, head, tile, ranges.form, mode, GRADIENT=True)
     u = tl.load(tokens.u_ + (here.row * mode.H + h) * mode.K + axes.key, mask=axes.has_key, other=0.0)
     u = u.to(tl.float32)[None, :]
     du = tl.full([mode.BK], 0.0, tl.float32)
+    if mode.any_decay:
+        up, down = cotangent_scale(ranges.form)
+    else:
+        down = 1.0
     offsets = chunk_offsets(axes, mode)
     count = tl.cdiv(here.length, C)
     pk = ((here.first + (count - 1) * C) * mode.H + h) * mode.K
@@ -74,7 +80,9 @@ def walk_backward(
         dy = load_tokens(dy_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
         place = state_place(ranges, here, n, pk, mode, ARRAYS, 1)
         S = tl.load(kept + place, mask=tile.there, other=0.0).to(mode.operand)
-        decays = factors(w, mode, DELTA=False)
+        if mode.any_decay:
+            dy *= up.to(mode.operand)
+        decays = factors(w, ranges.form, mode, DELTA=False)
         rf, kf = r.to(tl.float32) * mode.scale, k.to(tl.float32)
         scaled = scaled_tokens(rf, kf, decays, mode)
         below = t > j
@@ -84,14 +92,14 @@ def walk_backward(
             below = together(segments, below)
             start, end = reached(segments), reaching(segments)
             read, written = only(read, start), only(written, end)
-        A = score(scaled.r, scaled.k, below, mode)
+        A = score(scaled.r, scaled.k, below, mode, EXCL=1)
         A = tl.where(t == j, tl.sum(rf * u * kf, 1)[:, None], A).to(mode.operand)
         vt, dyt = tl.trans(v), tl.trans(dy)
         dS *= decays.post[None, :]  # now the gradient of S pre + V^T K
         dstate = dS.to(mode.operand)
         dV = product(dyt, A, mode)
         dV = product(dstate, tl.trans(written), mode, dV)
-        store_tokens(gradients.v_ + pv, offsets.turned, dV, turned(there, axes), mode.even)
+        store_gradient(gradients.v_ + pv, offsets.turned, dV, down, turned(there, axes), mode)
 
         dA = product(dy, vt, mode)
         own = tl.sum(only(dA, t == j), 1)[:, None]  # dY_t . V_t
@@ -106,7 +114,7 @@ def walk_backward(
             by_state = only(by_state, start)
         by_pairs = product(dA, scaled.k.high, mode)
         if mode.any_decay:
-            by_pairs = tl.where(t < 8, product(dA, scaled.k.low, mode), by_pairs)
+            by_pairs = tl.where(in_first_half(t, 1), product(dA, scaled.k.low, mode), by_pairs)
         reads, row_terms = read.to(tl.float32) * by_state, scaled.r.score.to(tl.float32) * by_pairs
         if not mode.any_decay:
             row_terms = reads + row_terms
@@ -114,22 +122,22 @@ def walk_backward(
         dr += own * (u * kf * mode.scale)
         if mode.any_decay:
             dr += product(near, k.to(mode.operand), mode) * mode.scale
-        store_tokens(gradients.r_ + part + pk, offsets.key, dr, there.key, mode.even)
+        store_gradient(gradients.r_ + part + pk, offsets.key, dr, down, there.key, mode)
         by_state = product(v, dstate, mode)
         if mode.segments:
             by_state = only(by_state, end)
         through = scaled.k.high.to(tl.float32) * by_state
-        dA_high = only(dA, t >= 8) if mode.any_decay else dA
+        dA_high = tl.where(in_first_half(t, 1), 0.0, dA).to(dA.dtype) if mode.any_decay else dA
         by_pairs = product(tl.trans(dA_high), scaled.r.score, mode)
         column_terms = scaled.k.high.to(tl.float32) * by_pairs
         dk = decays.high * (by_state + by_pairs) + own * u * rf
         if mode.any_decay:
-            by_pairs = product(tl.trans(only(dA, t < 8)), scaled.r.score, mode)
+            by_pairs = product(tl.trans(only(dA, in_first_half(t, 1))), scaled.r.score, mode)
             column_terms += scaled.k.low.to(tl.float32) * by_pairs
             dk_low = decays.low * by_pairs
             undecayed = product(tl.trans(near), r.to(mode.operand), mode)
             dk += dk_low + undecayed * mode.scale
-        store_tokens(gradients.k_ + part + pk, offsets.key, dk, there.key, mode.even)
+        store_gradient(gradients.k_ + part + pk, offsets.key, dk, down, there.key, mode)
         du += tl.sum(own * rf * kf, 0)
 
         # the state that passes through
@@ -146,11 +154,13 @@ def walk_backward(
         else:
             dg = token_sums_f32(from_here, row_terms - column_terms, dg - row_terms, mode)
             dg = token_sums_f32(earlier, through, dg, mode)
-        store_tokens(gradients.w_ + part + pk, offsets.key, dg, there.key, mode.even)
+        store_gradient(gradients.w_ + part + pk, offsets.key, dg, down, there.key, mode)
         dS = product(dyt, read, mode, dS)
         pk -= C * mode.H * mode.K
         pv -= C * mode.H * mode.V
-    store_state(ds0_, head, dS, tile, mode)
+    if mode.any_decay:
+        du *= down
+    store_state(ds0_, head, dS, tile, ranges.form, mode, GRADIENT=True)
     at_du = ((block * tl.num_programs(2) + tl.program_id(2)) * mode.H + h) * mode.K
     tl.store(gradients.u_ + at_du + axes.key, du, mask=axes.has_key)
 
@@ -190,16 +200,17 @@ def rwkv6_bwd_kernel(
 
     dr, dk, dw have a leading axis of value blocks and du those of value blocks and stretches, to be summed.
     """
-    tokens, ranges = Tokens(r_, k_, v_, w_, u_), Ranges(seg_, cu_, chunk0_, T, span)
+    form = form_of(any_decay_, tl.program_id(2), mode)
+    tokens, ranges = Tokens(r_, k_, v_, w_, u_), Ranges(seg_, cu_, chunk0_, T, span, form)
     states = (states0_, states1_, states2_, states3_)
     dr_, dk_, dv_, dw_ = gradients_over_states(states, (dr_, dk_, dv_, dw_), TAKEN)
     gradients = Tokens(dr_, dk_, dv_, dw_, du_)
     if KEYS_AS_ROWS:
-        if needs_any_decay(any_decay_, mode):
+        if needs_any_decay(form, mode):
             walk_backward_by_rows(tokens, ranges, dy_, dsT_, states, gradients, ds0_, mode, ARRAYS)
         else:
             walk_backward_by_rows(tokens, ranges, dy_, dsT_, states, gradients, ds0_, bounded(mode), ARRAYS)
-    elif needs_any_decay(any_decay_, mode):
+    elif needs_any_decay(form, mode):
         walk_backward(tokens, ranges, dy_, dsT_, states, gradients, ds0_, mode=mode, ARRAYS=ARRAYS)
     else:
         walk_backward(tokens, ranges, dy_, dsT_, states, gradients, ds0_, mode=bounded(mode), ARRAYS=ARRAYS)

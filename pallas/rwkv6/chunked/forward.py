@@ -16,6 +16,8 @@ from ...device.chunk import (
     chunk_elements,
     chunk_offsets,
     chunk_segments,
+    form_of,
+    in_form,
     load_state,
     masked,
     needs_any_decay,
@@ -48,14 +50,15 @@ def walk_forward(
     diagonal = axes.token[:, None] == axes.token[None, :]
     strict = axes.token[:, None] > axes.token[None, :]
     head, tile = (tl.program_id(2) * mode.H + h).to(tl.int64), state_tile(axes, mode)
-    S = load_state(s0_, head, tile, mode)
+    S, count = load_state(s0_, head, tile, ranges.form, mode), tl.cdiv(here.length, C)
+    S = tl.where(count > 0, S, S * in_form(ranges.form, mode, True))
     u = tl.load(tokens.u_ + (here.row * mode.H + h) * mode.K + axes.key, mask=axes.has_key, other=0.0)
     u = u.to(tl.float32)[None, :]
     offsets = chunk_offsets(axes, mode)
     pk, pv = (here.first * mode.H + h) * mode.K, (here.first * mode.H + h) * mode.V
     if KEEP:
         kept = state_rows(states, 0, axes, mode, ARRAYS)
-    for n in range(0, tl.cdiv(here.length, C)):
+    for n in range(0, count):
         left = here.length - n * C
         there = chunk_elements(left, axes)
         if mode.any_decay:
@@ -65,13 +68,18 @@ def walk_forward(
         r = load_tokens(tokens.r_ + pk, offsets.key, there.key, mode.even).to(tl.float32) * mode.scale
         k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         vt = load_tokens(tokens.v_ + pv, offsets.turned, turned(there, axes), mode.even).to(mode.operand)
-        decays = factors(w, mode, DELTA=False, SPREAD=True) if mode.any_decay else scanned_factors(w)
+        last = n + 1 == count
+        decays = (
+            factors(w, ranges.form, mode, DELTA=False, SPREAD=True)
+            if mode.any_decay
+            else scanned_factors(w, ranges.form, last)
+        )
         scaled = scaled_tokens(r, k, decays, mode)
         below = strict
         if mode.segments:
             segments = chunk_segments(ranges.seg_, here, n)
             below = together(segments, strict)
-        A = score(scaled.r, scaled.k, below, mode)
+        A = score(scaled.r, scaled.k, below, mode, EXCL=1)
         A = tl.where(diagonal, tl.sum(r * u * k, 1)[:, None], A).to(mode.operand)
         read, written = scaled.r.state, scaled.k.high
         if mode.segments:
@@ -92,7 +100,7 @@ def walk_forward(
         store_tokens(y_ + pv, offsets.turned, Y, turned(there, axes), mode.even)
         pk += C * mode.H * mode.K
         pv += C * mode.H * mode.V
-    store_state(sT_, head, S, tile, mode)
+    store_state(sT_, head, S, tile, ranges.form, mode)
 
 
 @triton.jit
@@ -125,9 +133,10 @@ def rwkv6_fwd_kernel(
     (plan/kept_states.py). Where the mode allows any decay, ``any_decay_`` [B, H] says which rows and heads
     need that form; the others take the bounded one.
     """
-    tokens, ranges = Tokens(r_, k_, v_, w_, u_), Ranges(seg_, cu_, chunk0_, T, span)
+    form = form_of(any_decay_, tl.program_id(2), mode)
+    tokens, ranges = Tokens(r_, k_, v_, w_, u_), Ranges(seg_, cu_, chunk0_, T, span, form)
     states = (states0_, states1_, states2_, states3_)
-    if needs_any_decay(any_decay_, mode):
+    if needs_any_decay(form, mode):
         walk_forward(tokens, s0_, ranges, y_, sT_, states, mode=mode, KEEP=KEEP, ARRAYS=ARRAYS)
     else:
         walk_forward(tokens, s0_, ranges, y_, sT_, states, mode=bounded(mode), KEEP=KEEP, ARRAYS=ARRAYS)

@@ -6,8 +6,20 @@
 import triton
 import triton.language as tl
 
-from ...device.chunk import C, chunk_segments, masked, partial_sums, passing, sequence, tile_axes, together
-from ...device.decay import LOG2E, LOG_MIN, LOG_ZERO, at_least, sums_to_middles
+from ...device.chunk import (
+    C,
+    chunk_segments,
+    cotangent_scale,
+    in_form,
+    masked,
+    out_of_form,
+    partial_sums,
+    passing,
+    sequence,
+    tile_axes,
+    together,
+)
+from ...device.decay import LOG2E, LOG_MIN, LOG_ZERO, at_least, in_first_half, sums_to_middles
 from ...device.kept_states import state_place, state_rows
 from ...device.products import product
 from ...device.rows import (
@@ -19,20 +31,21 @@ from ...device.rows import (
     sums_over_tokens,
     upper,
 )
-from ...device.tokens import load_tokens, only, store_tokens
+from ...device.tokens import load_tokens, only, store_gradient
 
 
 @triton.jit
 def sums_of_decays():
     """Matrices [16, 32] of sums over tokens i for column s, two beside each other: of decays (the identity,
-    and up to the token before s), and of those counted in scores (from the middle of its half to s, and from
-    s to the second middle).
+    and up to the token before s), and of those counted in scores (from the middle of its half to the token
+    before s, and from s to the second middle).
     """
     i, o = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :]
     first, s = o < C, o % C
     of_whole = tl.where(first, tl.where(i == s, 1.0, 0.0), tl.where(i < s, 1.0, 0.0))
-    to_row, to_middle = sums_to_middles(i, s)
-    return of_whole, tl.where(first, to_row, to_middle)
+    before, _ = sums_to_middles(i, s - 1)
+    _, to_middle = sums_to_middles(i, s)
+    return of_whole, tl.where(first, before, to_middle)
 
 
 @triton.jit
@@ -47,10 +60,10 @@ def decays_of_rows(w, of_whole, of_counted, mode: tl.constexpr):
     plain, Gx = halves(sums_over_tokens(at_least(w, LOG_ZERO), of_whole, mode))
     counted = tl.maximum(plain, LOG_MIN)
     counted_w = upper(counted.to(tl.int32, bitcast=True)) if w.dtype == tl.bfloat16 else counted
-    R, high = halves(sums_over_tokens(counted_w, of_counted, mode) * LOG2E)
+    Rx, high = halves(sums_over_tokens(counted_w, of_counted, mode) * LOG2E)
     post = tl.sum(tl.where(j >= 12, counted, 0.0), 1)
-    pre = tl.exp2((tl.sum(plain, 1) - post) * LOG2E)[:, None]
-    return plain, counted, R, high, Gx * LOG2E, pre, tl.exp2(post * LOG2E)[:, None]
+    total = tl.exp2(tl.sum(plain, 1) * LOG2E)[:, None]
+    return plain, counted, Rx, high, Gx * LOG2E, total, tl.exp2(post * LOG2E)[:, None]
 
 
 @triton.jit
@@ -67,10 +80,16 @@ def walk_backward_by_rows(
     head = (tl.program_id(2) * mode.H + h).to(tl.int64) * (mode.K * mode.V)
     at_state = axes.key[:, None] * mode.V + axes.value[None, :]
     has_both = axes.has_key[:, None] & axes.has_value[None, :]
-    dS = tl.load(dsT_ + head + at_state, mask=has_both, other=0.0).to(tl.float32)
+    dS = tl.load(dsT_ + head + at_state, mask=has_both, other=0.0).to(tl.float32) * in_form(
+        ranges.form, mode, True
+    )
     u = tl.load(tokens.u_ + (here.row * mode.H + h) * mode.K + axes.key, mask=axes.has_key, other=0.0)
     u = u.to(tl.float32)[:, None]
     du = tl.full([mode.BK], 0.0, tl.float32)
+    if mode.any_decay:
+        up, down = cotangent_scale(ranges.form)
+    else:
+        down = 1.0
     at_k = axes.token[None, :] * (mode.H * mode.K) + axes.key[:, None]
     at_v = axes.token[:, None] * (mode.H * mode.V) + axes.value[None, :]
     at_vt = axes.token[None, :] * (mode.H * mode.V) + axes.value[:, None]
@@ -96,13 +115,15 @@ def walk_backward_by_rows(
         S = tl.trans(tl.load(kept + place, mask=there_kept, other=0.0).to(mode.operand))
 
         if mode.any_decay:
-            plain, counted, R, high, Gx, pre, post = decays_of_rows(w, of_whole, of_counted, mode)
+            plain, counted, Rx, high, Gx, total, post = decays_of_rows(w, of_whole, of_counted, mode)
             high, state_excl = tl.exp2(high), tl.exp2(Gx)
-            score_excl = tl.exp2(R - counted * LOG2E)
-            low = tl.where(j < 8, tl.exp2(-R), 0.0)
+            score_excl = tl.exp2(Rx)
+            low = tl.where(j < 8, tl.exp2(-Rx - counted * LOG2E), 0.0)
         else:
             plain, Gx = halves(sums_over_tokens(w, of_whole, mode) * LOG2E)
             post = tl.exp2(tl.sum(plain, 1))[:, None]
+            total = post
+            Gx += ranges.form
             score_excl, high = tl.exp2(Gx), tl.exp2(-plain - Gx)
         rf, kf = r.to(tl.float32) * mode.scale, k.to(tl.float32)
         score_r, high_k = (rf * score_excl).to(mode.operand), (kf * high).to(mode.operand)
@@ -119,31 +140,38 @@ def walk_backward_by_rows(
             read, written = only(read, start), only(written, end)
         A = product(tl.trans(score_r), high_k, mode)
         if mode.any_decay:
-            A = tl.where(t < 8, product(tl.trans(score_r), low_k, mode), A)
+            A = tl.where(in_first_half(t, 1), product(tl.trans(score_r), low_k, mode), A)
         A = tl.where(below, A, 0.0)
-        A = tl.where(t == j, tl.sum(rf * (u * kf), 0)[None, :], A).to(mode.operand)
+        A = tl.where(t == j, tl.sum(rf * (u * kf), 0)[None, :], A)
+        if mode.any_decay:
+            A *= up
+        A = A.to(mode.operand)
 
         # The order of what follows decides how many registers there must be: the state's gradient first
-        dS *= post  # now the gradient of S pre + V^T K
-        dstate = dS.to(mode.operand)
+        dstate = (dS * post).to(mode.operand)  # the gradient of S pre + V^T K
+        dS *= total
         passed = tl.sum(S.to(tl.float32) * dS, 1)[:, None]
-        if mode.any_decay:
-            passed *= pre
-            dS *= pre
         if mode.segments:
             passed, dS = tl.where(passing(segments), passed, 0.0), tl.where(passing(segments), dS, 0.0)
+        if mode.any_decay:
+            read *= up.to(mode.operand)
         dS = product(read, dy, mode, dS)
         dV = product(tl.trans(dy), A, mode)
         dV = product(tl.trans(dstate), written, mode, dV)
-        store_tokens(gradients.v_ + pv, at_vt, dV, there_vt, mode.even)
+        store_gradient(gradients.v_ + pv, at_vt, dV, down, there_vt, mode)
 
         dA = product(dy, tl.trans(v), mode)
+        if mode.any_decay:
+            dA *= up
         own = tl.sum(only(dA, t == j), 0)[None, :]  # dY_t . V_t
         dA = only(dA, below)
         if mode.any_decay:
             near = only(dA, t == j + 1).to(mode.operand)
             dA = only(dA, t > j + 1).to(mode.operand)
-            dA = beside(only(dA, t >= 8), only(dA, t < 8))  # pairs with high and with low columns
+            early = in_first_half(t, 1)
+            dA = beside(
+                tl.where(early, 0.0, dA).to(dA.dtype), only(dA, early)
+            )  # pairs with high and with low columns
             columns = beside(high_k, low_k)
         else:
             dA, columns = dA.to(mode.operand), high_k
@@ -154,7 +182,7 @@ def walk_backward_by_rows(
             by_state = masked(by_state, start, segments) if mode.any_decay else only(by_state, start)
         by_pairs = product(columns, tl.trans(dA), mode)
         if mode.any_decay:
-            by_state *= state_excl
+            by_state = by_state * state_excl * up
             reads, row_terms = rf * by_state, score_r.to(tl.float32) * by_pairs
             dr = (by_state + score_excl * by_pairs) * mode.scale
             dr += product(k.to(mode.operand), tl.trans(near), mode) * mode.scale
@@ -163,7 +191,7 @@ def walk_backward_by_rows(
             row_terms = score_r.to(tl.float32) * by_pairs
             dr = score_excl * by_pairs * mode.scale
         dr += own * (u * kf) * mode.scale
-        store_tokens(gradients.r_ + part + pk, at_k, dr, there_k, mode.even)
+        store_gradient(gradients.r_ + part + pk, at_k, dr, down, there_k, mode)
         by_state = product(dstate, tl.trans(v), mode) * high
         if mode.segments:
             by_state = masked(by_state, end, segments)
@@ -177,7 +205,7 @@ def walk_backward_by_rows(
         else:
             column_terms = high_k.to(tl.float32) * by_pairs
             dk = by_state + high * by_pairs + u * (own * rf)
-        store_tokens(gradients.k_ + part + pk, at_k, dk, there_k, mode.even)
+        store_gradient(gradients.k_ + part + pk, at_k, dk, down, there_k, mode)
         du += tl.sum(own * rf * kf, 1)
 
         dg, pairs = -column_terms, row_terms - column_terms
@@ -188,9 +216,11 @@ def walk_backward_by_rows(
             # what has clamped factors gets the true one of the decay in question back
             dg *= tl.exp2((plain - counted) * LOG2E)
             dg = sums_of_reads(reads, dg + passed, of_reads, mode)
-        store_tokens(gradients.w_ + part + pk, at_k, dg, there_k, mode.even)
+        store_gradient(gradients.w_ + part + pk, at_k, dg, down, there_k, mode)
         pk -= C * mode.H * mode.K
         pv -= C * mode.H * mode.V
-    tl.store(ds0_ + head + at_state, dS, mask=has_both)
+    if mode.any_decay:
+        du *= down
+    tl.store(ds0_ + head + at_state, dS * out_of_form(ranges.form, mode), mask=has_both)
     at_du = ((block * tl.num_programs(2) + tl.program_id(2)) * mode.H + h) * mode.K
     tl.store(gradients.u_ + at_du + axes.key, du, mask=axes.has_key)

@@ -16,6 +16,7 @@ from ...plan.chunked import (
     launch_options,
     make_plan,
     partial_shapes,
+    scaled,
     stretches_here,
     stretches_of,
     takes_rows,
@@ -137,6 +138,7 @@ def backward(
     part = part_of(call, x.segment_ids)
     if stretches_of(call) > 1:
         ds = enter_backward(plan, kept["M"].reshape(-1, H, K), kept["reads"], do, ds, part)
+    plan = scaled(plan, x, do, ds)
     dr, dk, dw = partial_shapes(plan.parts, x.r, x.k, x.w)
     (dv,) = partial_shapes(1, x.v)
     # one for each block of values and stretch: no atomics

@@ -30,7 +30,7 @@ def rwkv6_transfer_kernel(r_, k_, v_, w_, seg_, T, span, reads_, M_, N_, mode: t
     ``reads_`` like r; exact at any decay.
     """
     block, h = tl.program_id(0), tl.program_id(1)
-    here = sequence(Ranges(seg_, seg_, seg_, T, span), mode)
+    here = sequence(Ranges(seg_, seg_, seg_, T, span, T), mode)
     axes = tile_axes(0, block, mode)
     t, j = axes.token[:, None], axes.token[None, :]
     earlier, later = tl.where(j < t, 1.0, 0.0), tl.where(j > t, 1.0, 0.0)

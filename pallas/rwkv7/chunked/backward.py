@@ -1,7 +1,7 @@
 """RWKV-7, chunked backward in Triton: one program walks the chunks of one stretch, head and block of values
 in reverse, the state's gradient in registers.
 
-States and inverses T, in float32 all scores, come from the forward; everything else is computed again. With
+States and scores come from the forward; everything else is computed again. With
 dS the gradient of the state that leaves the chunk, ``dU = A_qb^T dY + B' dS``, ``dZ = T^T dU``,
 ``dV = A_qk^T dY + K' dS + A_ak^T dZ``, ``dA = (dY, dZ) (V, U)^T``; then rows and columns (docs/maths.md,
 section 5). All value-sided tiles are held transposed, [V, 16], as in the forward.
@@ -25,6 +25,8 @@ from ...device.chunk import (
     chunk_elements,
     chunk_offsets,
     chunk_segments,
+    cotangent_scale,
+    form_of,
     load_state,
     needs_any_decay,
     partial_sums,
@@ -39,19 +41,18 @@ from ...device.chunk import (
     together,
     turned,
 )
-from ...device.decay import factors, score
+from ...device.decay import factors
 from ...device.kept_states import gradients_over_states, state_place, state_rows
 from ...device.products import product
-from ...device.tokens import load_tokens, only, store_tokens
+from ...device.tokens import load_tokens, only, store_gradient, store_tokens
 from .gradients import Masks, TokenTiles, Values, score_gradients, token_gradients
 from .keys_as_rows import walk_backward_by_rows
-from .scores import Scores, kept_inverse, kept_scores
+from .scores import kept_scores
 from .tokens import Tokens, advanced, scaled_tokens
 
 
 class Given(NamedTuple):
-    """What the backward reads besides tokens: cotangents of outputs and last state, kept states, inverses or
-    all scores."""
+    """What the backward reads besides tokens: cotangents of outputs and last state, kept states, scores."""
 
     dy_: Any
     dsT_: Any
@@ -89,7 +90,11 @@ def walk_backward(
     axes = tile_axes(0, block, mode)
     incl, strict = causal(axes)
     head, tile = (tl.program_id(2) * mode.H + h).to(tl.int64), state_tile(axes, mode)
-    dS = load_state(given.dsT_, head, tile, mode)
+    dS = load_state(given.dsT_, head, tile, ranges.form, mode, GRADIENT=True)
+    if mode.any_decay:
+        up, down = cotangent_scale(ranges.form)
+    else:
+        down = 1.0
     offsets = chunk_offsets(axes, mode)
     count = tl.cdiv(here.length, C)
     pk = ((here.first + (count - 1) * C) * mode.H + h) * mode.K
@@ -120,11 +125,8 @@ def walk_backward(
             S = tl.load(at, mask=tile.there, other=0.0).to(mode.operand)
         else:
             dyt = load_tokens(given.dy_ + pv, offsets.turned, turned(there, axes), mode.even).to(mode.operand)
-        if mode.scored:
-            A = kept_scores(given.scores_, chunk, mode)
-        else:
-            inverse = kept_inverse(given.scores_, chunk, mode)
-        decays = factors(w, mode, DELTA=True, SPREAD=not FUSED)
+        A = kept_scores(given.scores_, chunk, mode)
+        decays = factors(w, ranges.form, mode, DELTA=True, SPREAD=not FUSED)
         scaled = scaled_tokens(r.to(tl.float32) * mode.scale, k, a, b, decays, mode)
         seen, below = incl, strict
         read_r, read_a, written_k, written_b = scaled.r.state, scaled.a.state, scaled.k.high, scaled.b.high
@@ -136,13 +138,8 @@ def walk_backward(
             written_k, written_b = only(written_k, end), only(written_b, end)
         else:
             start, end = there.token[:, None], there.token[:, None]
-        if not mode.scored:
-            A = Scores(
-                inverse,
-                score(scaled.a, scaled.k, below, mode).to(mode.operand),
-                score(scaled.r, scaled.k, seen, mode).to(mode.operand),
-                score(scaled.r, scaled.b, seen, mode).to(mode.operand),
-            )
+        if mode.any_decay:
+            dyt *= up.to(mode.operand)
         dS *= decays.post[None, :]  # now the gradient of S pre + V^T K + U^T B
         dstate = dS.to(mode.operand)
         dU = product(dyt, A.qb, mode)
@@ -151,7 +148,7 @@ def walk_backward(
         dV = product(dyt, A.qk, mode)
         dV = product(dstate, tl.trans(written_k), mode, dV)
         dV = product(dZ, A.ak, mode, dV)
-        store_tokens(out.tokens.v_ + pv, offsets.turned, dV, turned(there, axes), mode.even)
+        store_gradient(out.tokens.v_ + pv, offsets.turned, dV, down, turned(there, axes), mode)
         if FUSED:
             Z = product(S, tl.trans(read_a), mode)
             Z = product(tl.trans(v), tl.trans(A.ak), mode, Z)
@@ -175,12 +172,13 @@ def walk_backward(
                 read_r,
                 read_a,
                 Masks(seen, below, start, end),
-                score_gradients(values, mode),
+                score_gradients(values, ranges.form, mode),
                 values,
                 S,
                 dstate,
                 passed=tl.sum(S.to(tl.float32) * dS, 0),
                 gradients=advanced(out.tokens, at),
+                form=ranges.form,
                 offsets=offsets.key,
                 there=there.key,
                 mode=mode,
@@ -189,7 +187,7 @@ def walk_backward(
         dS = product(dZ, read_a, mode, dS)
         pk -= C * mode.H * mode.K
         pv -= C * mode.H * mode.V
-    store_state(out.ds0_, head, dS, tile, mode)
+    store_state(out.ds0_, head, dS, tile, ranges.form, mode, GRADIENT=True)
 
 
 @triton.jit
@@ -230,17 +228,18 @@ def rwkv7_bwd_kernel(
 
     dr, dw, dk, da, db have a leading axis of value blocks, to be summed.
     """
-    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
+    form = form_of(any_decay_, tl.program_id(2), mode)
+    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span, form)
     states = (states0_, states1_, states2_, states3_)
     dr_, dk_, da_, db_ = gradients_over_states(states, (dr_, dk_, da_, db_), TAKEN)
     given = Given(dy_, dsT_, states, scores_)
     out = Results(Tokens(dr_, dw_, dk_, dv_, da_, db_), ds0_, (ds0_,), ds0_)  # the last two are not written
     if KEYS_AS_ROWS:
-        if needs_any_decay(any_decay_, mode):
+        if needs_any_decay(form, mode):
             walk_backward_by_rows(tokens, ranges, given, out, mode=mode, ARRAYS=ARRAYS)
         else:
             walk_backward_by_rows(tokens, ranges, given, out, mode=bounded(mode), ARRAYS=ARRAYS)
-    elif needs_any_decay(any_decay_, mode):
+    elif needs_any_decay(form, mode):
         walk_backward(tokens, ranges, given, out, mode=mode, FUSED=True, ARRAYS=ARRAYS)
     else:
         walk_backward(tokens, ranges, given, out, mode=bounded(mode), FUSED=True, ARRAYS=ARRAYS)
@@ -277,11 +276,12 @@ def rwkv7_carry_kernel(
     """Grid (value blocks, heads, stretches or packed sequences): dV, dZ like it, and the gradients of the
     states that leave every ``EVERY`` chunks, before their last decay, where device/kept_states.py has them.
     """
-    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
+    form = form_of(any_decay_, tl.program_id(2), mode)
+    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span, form)
     given = Given(dy_, dsT_, (scores_,), scores_)
     dstates = (dstates0_, dstates1_, dstates2_, dstates3_)
     out = Results(Tokens(dv_, dv_, dv_, dv_, dv_, dv_), ds0_, dstates, dz_)  # of tokens only dv is written
-    if needs_any_decay(any_decay_, mode):
+    if needs_any_decay(form, mode):
         walk_backward(tokens, ranges, given, out, mode=mode, FUSED=False, ARRAYS=ARRAYS, EVERY=EVERY)
     else:
         walk_backward(

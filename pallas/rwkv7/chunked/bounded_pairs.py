@@ -10,7 +10,7 @@ memory, and results become operands where they are. The maths is large_heads.py'
 import triton
 import triton.language as tl
 
-from ...device.chunk import C, chunk_segments
+from ...device.chunk import C, chunk_segments, in_form
 from ...device.decay import LOG2E
 from ...device.products import product
 from ...device.rows import beside, halves, sums_over_tokens, sums_over_tokens_f32
@@ -88,11 +88,15 @@ def bounded_pair_gradients(
         kb = load_tokens(tl.where(is_r, tokens.k_ + pk, tokens.b_ + pk), at_k, there_k, mode.even)
     j, s = o[:, None], token[None, :]
     upto = tl.where((j // C == s // C) & (j % C + half[None, :] <= s % C), 1.0, 0.0)
-    G = sums_over_tokens(w, upto, mode) * LOG2E
+    G = sums_over_tokens(w, upto, mode) * LOG2E + ranges.form
     rows, back = tl.exp2(G), tl.exp2(-halves(G)[0])
     columns = beside(back, back)
     # the decay between the two; without a second one, whose tiles are zeros, dS has it already
-    post = tl.where(left > C, tl.sum(tl.where((o2 == C - 1)[None, :], rows, 0.0), 1), 1.0)[:, None]
+    post = tl.where(
+        left > C,
+        tl.sum(rows * tl.where(o2 == C - 1, in_form(ranges.form, mode, False), 0.0)[None, :], 1),
+        1.0,
+    )[:, None]
     rows *= tl.where(is_r, mode.scale, 1.0)
     ra, kb = (ra.to(tl.float32) * rows).to(mode.operand), (kb.to(tl.float32) * columns).to(mode.operand)
     second = (token >= C)[None, :]

@@ -20,6 +20,8 @@ from ...device.chunk import (
     chunk_elements,
     chunk_offsets,
     chunk_segments,
+    form_of,
+    in_form,
     load_state,
     masked,
     needs_any_decay,
@@ -38,17 +40,17 @@ from ...device.decay import factors
 from ...device.kept_states import state_place, state_rows
 from ...device.products import product
 from ...device.tokens import load_tokens, store_tokens
-from .scores import kept_scores, own_scores, tile_offsets
+from .scores import keep_scores, kept_scores, own_scores
 from .tokens import Tokens, scaled_tokens
 
 
 class Results(NamedTuple):
-    """Where a walk writes: outputs, the last state; what is kept: states, inverses, U."""
+    """Where a walk writes: outputs, the last state; what is kept: states, scores, U."""
 
     y_: Any
     sT_: Any
     states: tuple[Any, ...]
-    inv_: Any
+    scores_: Any
     u_: Any
 
 
@@ -81,16 +83,18 @@ def walk_forward(
     incl, strict = causal(axes)
     head, tile = (tl.program_id(2) * mode.H + h).to(tl.int64), state_tile(axes, mode)
     if not WRITE:
-        S = tl.where(axes.value[:, None] == axes.key[None, :], 1.0, 0.0)
+        S = tl.where(axes.value[:, None] == axes.key[None, :], in_form(ranges.form, mode, False), 0.0)
     elif GIVEN:
-        S = load_state(s0_, head, tile, mode)
+        S = load_state(s0_, head, tile, ranges.form, mode)
     else:
         S = tl.full([mode.BV, mode.BK], 0.0, tl.float32)
+    count = tl.cdiv(here.length, C)
+    S = tl.where(count > 0, S, S * in_form(ranges.form, mode, True))
     offsets = chunk_offsets(axes, mode)
     pk, pv = (here.first * mode.H + h) * mode.K, (here.first * mode.H + h) * mode.V
     if KEEP:
         kept = state_rows(out.states, 0, axes, mode, ARRAYS)
-    for n in range(0, tl.cdiv(here.length, C)):
+    for n in range(0, count):
         left = here.length - n * C
         there = chunk_elements(left, axes)
         w = load_tokens(tokens.w_ + pk, offsets.spread, spread(there, mode), mode.even)
@@ -100,7 +104,7 @@ def walk_forward(
         b = load_tokens(tokens.b_ + pk, offsets.key, there.key, mode.even).to(tl.float32)
         if WRITE:
             vt = load_tokens(tokens.v_ + pv, offsets.turned, turned(there, axes), mode.even).to(mode.operand)
-        decays = factors(w, mode, DELTA=True, SPREAD=True)
+        decays = factors(w, ranges.form, mode, DELTA=True, SPREAD=True, last=n + 1 == count)
         scaled = scaled_tokens(r, k, a, b, decays, mode)
         seen, below = incl, strict
         if mode.segments:
@@ -120,8 +124,7 @@ def walk_forward(
             at = kept + state_place(ranges, here, n, pk, mode, ARRAYS, EVERY)
             tl.store(at, state.to(out.states[0].dtype.element_ty), mask=tile.there & (n % EVERY == 0))
             if not mode.scored and block == 0:
-                at_inv = out.inv_ + chunk * (C * C) + tile_offsets()
-                tl.store(at_inv, A.inverse.to(out.inv_.dtype.element_ty))
+                keep_scores(out.scores_, chunk, A)
         Z = product(state, tl.trans(read_a), mode)
         if mode.segments:
             Z = masked(Z, start, segments)
@@ -147,7 +150,7 @@ def walk_forward(
         S = product(U, written_b, mode, S) * decays.post[None, :]
         pk += C * mode.H * mode.K
         pv += C * mode.H * mode.V
-    store_state(out.sT_, head, S, tile, mode)
+    store_state(out.sT_, head, S, tile, ranges.form, mode)
 
 
 @triton.jit
@@ -172,7 +175,7 @@ def rwkv7_fwd_kernel(
     states1_,
     states2_,
     states3_,
-    inv_,
+    made_,
     u_,
     mode: tl.constexpr,
     KEEP: tl.constexpr,
@@ -183,14 +186,15 @@ def rwkv7_fwd_kernel(
     """Grid (value blocks, heads, stretches or packed sequences).
 
     ``KEEP`` stores what the backward needs: the states that enter chunks, in ``ARRAYS`` arrays
-    (plan/kept_states.py), and the inverses, where no kernel has made them; ``KEEP_U`` stores U, like v. Where
+    (plan/kept_states.py), and the scores, where no kernel has made them; ``KEEP_U`` stores U, like v. Where
     the mode allows any decay, ``any_decay_`` [B, H] says which rows and heads need that form; the others take
     the bounded one.
     """
     block = tl.program_id(0)
-    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
-    out = Results(y_, sT_, (states0_, states1_, states2_, states3_), inv_, u_)
-    if needs_any_decay(any_decay_, mode):
+    form = form_of(any_decay_, tl.program_id(2), mode)
+    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span, form)
+    out = Results(y_, sT_, (states0_, states1_, states2_, states3_), made_, u_)
+    if needs_any_decay(form, mode):
         walk_forward(
             tokens,
             scores_,

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...device.chunk import bounded
-from ...device.decay import Columns
+from ...device.chunk import bounded, cotangent_scale
+from ...device.decay import Columns, in_first_half
 from ...device.products import product, token_sums_f32
-from ...device.tokens import only, store_tokens
+from ...device.tokens import only, store_gradient
 
 
 class TokenTiles(NamedTuple):
@@ -56,34 +56,39 @@ class Values(NamedTuple):
 
 
 @triton.jit
-def score_gradients(values, mode: tl.constexpr):
-    """Gradients of the scores of r with k and b, and of a with k and b, [16, 16], of all pairs of tokens."""
+def score_gradients(values, form, mode: tl.constexpr):
+    """Gradients of the scores of r with k and b, and of a with k and b, [16, 16], of all pairs of tokens.
+
+    Of ``values`` dY has no factor of the form yet.
+    """
     vt, dZt = tl.trans(values.v), tl.trans(values.dZ)
     qk = product(values.dy, vt, mode)
     qb = product(values.dy, values.U, mode)
+    if mode.any_decay:
+        up, _ = cotangent_scale(form)
+        qk, qb = qk * up, qb * up
     return qk, qb, product(dZt, vt, mode), product(dZt, values.U, mode)
 
 
 @triton.jit
-def row_gradient(dk, db, k, b, acc, mode: tl.constexpr):
+def row_gradient(dk, db, k, b, acc, mode: tl.constexpr, EXCL: tl.constexpr):
     """``acc`` + gradients of scores times the columns ``k``, ``b``, each half of the rows with its own."""
     high = product(db, b.high, mode, product(dk, k.high, mode, acc))
     if mode.any_decay:
         low = product(db, b.low, mode, product(dk, k.low, mode, acc))
-        return tl.where(tl.arange(0, 16)[:, None] < 8, low, high)
+        return tl.where(in_first_half(tl.arange(0, 16)[:, None], EXCL), low, high)
     else:
         return high
 
 
 @triton.jit
 def column_gradient(dr, da, r, a, LOW: tl.constexpr, mode: tl.constexpr):
-    """Gradients of scores, transposed, times the rows ``r``, ``a`` [16, K]: of tokens 0..7 with ``LOW``, else
-    8..15; in the bounded form of all.
+    """Gradients of scores, transposed, times the rows ``r``, ``a`` [16, K]: of the first half of them with
+    ``LOW``, else the second; in the bounded form of all.
     """
     if mode.any_decay:
-        low = tl.arange(0, 16)[:, None] < 8
-        keep = low if LOW else (tl.arange(0, 16)[:, None] >= 8)
-        dr, da = only(dr, keep), only(da, keep)
+        t = tl.arange(0, 16)[:, None]
+        dr, da = only(dr, in_first_half(t, 0) == LOW), only(da, in_first_half(t, 1) == LOW)
     x = product(tl.trans(dr), r, mode)
     return product(tl.trans(da), a, mode, x)
 
@@ -102,6 +107,7 @@ def token_gradients(
     dS,
     passed,
     gradients,
+    form,
     offsets,
     there,
     mode: tl.constexpr,
@@ -112,8 +118,8 @@ def token_gradients(
 
     ``read_r`` and ``read_a`` are the rows r and a that reach the entering state ``S`` [V, K]; ``dS`` is the
     gradient of ``S pre + V^T K + U^T B``. ``passed`` [K] is what reaches every decay through the state that
-    passes the chunk. With ``READ`` ``S`` is not the state, but its products with (dY, dZ); with ``WRITTEN``
-    ``dS`` is those with (V, U).
+    passes the chunk; ``form`` has the scale of the cotangents (`cotangent_scale`). With ``READ`` ``S`` is not
+    the state, but its products with (dY, dZ); with ``WRITTEN`` ``dS`` is those with (V, U).
     """
     t, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     from_here = tl.where(j >= t, 1.0, 0.0)  # sums over the tokens from t on
@@ -139,27 +145,30 @@ def token_gradients(
             product(values.dy, S, mode),
             product(tl.trans(values.dZ), S, mode),
         )
+        if mode.any_decay:
+            state_r *= cotangent_scale(form)[0]
     if mode.segments:
         state_r, state_a = tl.where(masks.start, state_r, 0.0), tl.where(masks.start, state_a, 0.0)
     if mode.any_decay:
         zero = tl.zeros(tokens.k.shape, tl.float32)
-        pairs_r = row_gradient(dAqk, dAqb, scaled.k, scaled.b, zero, mode)
-        pairs_a = row_gradient(dAak, dAab, scaled.k, scaled.b, zero, mode)
+        pairs_r = row_gradient(dAqk, dAqb, scaled.k, scaled.b, zero, mode, EXCL=0)
+        pairs_a = row_gradient(dAak, dAab, scaled.k, scaled.b, zero, mode, EXCL=1)
         reads_r, reads_a = read_r.to(tl.float32) * state_r, read_a.to(tl.float32) * state_a
         reads_both, reads_r = reads_r + reads_a, reads_r + passed[None, :]
         terms, terms_a = scaled.r.score.to(tl.float32) * pairs_r, scaled.a.score.to(tl.float32) * pairs_a
         k, b = Columns(plain_k, plain_k), Columns(plain_b, plain_b)
         dr = decays.state_incl * state_r + decays.score_incl * pairs_r
-        dr += row_gradient(near_qk, near_qb, k, b, zero, bounded(mode))
+        dr += row_gradient(near_qk, near_qb, k, b, zero, bounded(mode), EXCL=0)
         da = decays.state_excl * state_a + decays.score_excl * pairs_a
-        da += row_gradient(near_ak, near_ab, k, b, zero, bounded(mode))
+        da += row_gradient(near_ak, near_ab, k, b, zero, bounded(mode), EXCL=1)
     else:
-        pairs_r = row_gradient(dAqk, dAqb, scaled.k, scaled.b, state_r, mode)
-        pairs_a = row_gradient(dAak, dAab, scaled.k, scaled.b, state_a, mode)
+        pairs_r = row_gradient(dAqk, dAqb, scaled.k, scaled.b, state_r, mode, EXCL=0)
+        pairs_a = row_gradient(dAak, dAab, scaled.k, scaled.b, state_a, mode, EXCL=1)
         terms, terms_a = scaled.r.score.to(tl.float32) * pairs_r, scaled.a.score.to(tl.float32) * pairs_a
         dr, da = decays.score_incl * pairs_r, decays.score_excl * pairs_a
-    store_tokens(gradients.r_, offsets, dr * mode.scale, there, mode.even)
-    store_tokens(gradients.a_, offsets, da, there, mode.even)
+    down = cotangent_scale(form)[1] if mode.any_decay else 1.0
+    store_gradient(gradients.r_, offsets, dr * mode.scale, down, there, mode)
+    store_gradient(gradients.a_, offsets, da, down, there, mode)
     if not mode.any_decay:
         terms += terms_a
 
@@ -187,8 +196,8 @@ def token_gradients(
         db += decays.low * pairs_b
         dk += undecayed(near_qk, near_ak, plain_r, plain_a, mode)
         db += undecayed(near_qb, near_ab, plain_r, plain_a, mode)
-    store_tokens(gradients.k_, offsets, dk, there, mode.even)
-    store_tokens(gradients.b_, offsets, db, there, mode.even)
+    store_gradient(gradients.k_, offsets, dk, down, there, mode)
+    store_gradient(gradients.b_, offsets, db, down, there, mode)
 
     if mode.any_decay:
         dg = token_sums_f32(later, terms + terms_a, terms, mode)
@@ -199,7 +208,7 @@ def token_gradients(
         dg -= terms_a
         dg = token_sums_f32(from_here, terms, dg, mode)
         dg = token_sums_f32(earlier, through, dg, mode)
-    store_tokens(gradients.w_, offsets, dg, there, mode.even)
+    store_gradient(gradients.w_, offsets, dg, down, there, mode)
 
 
 @triton.jit

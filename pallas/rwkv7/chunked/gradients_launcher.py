@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import triton.language as tl
 
 from ....core.call import Call, Recurrence, RWKV7Inputs
-from ...plan.chunked import CHUNK, ChunkedPlan, launch_options, make_plan
+from ...plan.chunked import CHUNK, ChunkedPlan, launch_options, make_plan, scaled
 from ...plan.kept_states import KeptStates
 from ...plan.shapes import like, tile
 from ...run.triton import launch
@@ -62,6 +62,7 @@ def gradients_from_walks(
     dZ: jax.Array,
     states: jax.Array,
     dstates: jax.Array,
+    ds: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """dr, dw, dk, da, db with float32 operands, from what the walks of the recurrent form keep.
 
@@ -73,8 +74,9 @@ def gradients_from_walks(
         dZ: b^T D of each token, likewise.
         states: that enter chunks, [B, T / 16, H, V, K], float32.
         dstates: gradients of those that leave them, likewise.
+        ds: cotangents of the last states, [N, H, K, V].
     """
-    plan = make_plan("gradients", LAUNCH, call, x, half=False)
+    plan = scaled(make_plan("gradients", LAUNCH, call, x, half=False), x, do, ds)
     kept, none = KeptStates(0, 0, 1, jnp.float32, "dstates"), jnp.zeros(1, jnp.float32)
     given = dict(dy_=do, u_=U, dz_=dZ, states_=states) | dict.fromkeys(kept.names, none)
     made = launch_gradients(plan, x, given | {kept.names[0]: dstates}, kept, leaving=True)

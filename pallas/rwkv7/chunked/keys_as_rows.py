@@ -10,8 +10,20 @@ gradients.py, the decay factors are those of device/decay.py.
 import triton
 import triton.language as tl
 
-from ...device.chunk import C, chunk_segments, masked, partial_sums, passing, sequence, tile_axes, unbroken
-from ...device.decay import LOG2E, LOG_FEW, LOG_MIN, LOG_ZERO, at_least, sums_to_middles
+from ...device.chunk import (
+    C,
+    chunk_segments,
+    cotangent_scale,
+    in_form,
+    masked,
+    out_of_form,
+    partial_sums,
+    passing,
+    sequence,
+    tile_axes,
+    unbroken,
+)
+from ...device.decay import LOG2E, LOG_FEW, LOG_MIN, LOG_ZERO, at_least, in_first_half, sums_to_middles
 from ...device.kept_states import state_place, state_rows
 from ...device.products import product
 from ...device.rows import (
@@ -25,8 +37,8 @@ from ...device.rows import (
     twice,
     upper,
 )
-from ...device.tokens import load_tokens, only, store_tokens
-from .scores import kept_inverse
+from ...device.tokens import load_tokens, only, store_gradient
+from .scores import COUNT, tile_offsets
 
 
 @triton.jit
@@ -45,7 +57,7 @@ def matrices_of_sums(mode: tl.constexpr):
         o = tl.arange(0, 4 * C)[None, :]
         part, s = o // C, o % C
         to_row, to_middle = sums_to_middles(i, s)
-        before = to_row - tl.where(i == s, 1.0, 0.0)
+        before, _ = sums_to_middles(i, s - 1)
         counted = tl.where(
             part < 2, tl.where(part < 1, to_row, before), tl.where(part < 3, to_middle, -to_row)
         )
@@ -55,7 +67,7 @@ def matrices_of_sums(mode: tl.constexpr):
 
 
 @triton.jit
-def decays_of_tiles(w, matrices, mode: tl.constexpr):
+def decays_of_tiles(w, matrices, form, mode: tl.constexpr):
     """Factors of rows for scores [K, 32], of high and of low columns [K, 16]; the state's, before and after
     the chunk's writes [K, 1]; what clamping took [K, 16]: see `factors`.
 
@@ -75,16 +87,26 @@ def decays_of_tiles(w, matrices, mode: tl.constexpr):
         R, columns = halves(sums_over_tokens(counted_w, of_counted, mode) * LOG2E)
         high, low = halves(columns)
         post = tl.sum(tl.where(j >= 12, counted, 0.0), 1)[:, None]
-        pre = tl.exp2((tl.sum(plain, 1)[:, None] - post) * LOG2E)
+        pre = tl.exp2(tl.sum(plain, 1)[:, None] * LOG2E)
         low = tl.exp2(low)
         cut = tl.exp2((plain - counted) * LOG2E)
         return tl.exp2(R), tl.exp2(high), low, pre, tl.exp2(post * LOG2E), cut
     else:
-        G = sums_over_tokens(w, of_whole, mode) * LOG2E
+        G = sums_over_tokens(w, of_whole, mode) * LOG2E + form
         incl = halves(G)[0]
         back = tl.exp2(-incl)
-        post = tl.exp2(tl.sum(tl.where(j == C - 1, incl, 0.0), 1))[:, None]
+        post = tl.exp2(tl.sum(tl.where(j == C - 1, incl, 0.0), 1) - form)[:, None]
         return tl.exp2(G), back, back, post, post, back
+
+
+@triton.jit
+def scores_of_tiles(kept_, chunk, mode: tl.constexpr):
+    """What `kept_scores` loads: the inverse, the scores of a with k, and those of r with k beside b."""
+    kept_ += chunk * (COUNT * C * C)
+    t, o = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :]
+    inverse, ak = tl.load(kept_ + tile_offsets()), tl.load(kept_ + C * C + tile_offsets())
+    q = tl.load(kept_ + (2 + o // C) * (C * C) + t * C + o % C)
+    return inverse.to(mode.operand), ak.to(mode.operand), q.to(mode.operand)
 
 
 @triton.jit
@@ -112,7 +134,13 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
     head = (tl.program_id(2) * mode.H + h).to(tl.int64) * (mode.K * mode.V)
     at_state = axes.key[:, None] * mode.V + axes.value[None, :]
     has_both = axes.has_key[:, None] & axes.has_value[None, :]
-    dS = tl.load(given.dsT_ + head + at_state, mask=has_both, other=0.0).to(tl.float32)
+    dS = tl.load(given.dsT_ + head + at_state, mask=has_both, other=0.0).to(tl.float32) * in_form(
+        ranges.form, mode, True
+    )
+    if mode.any_decay:
+        up, down = cotangent_scale(ranges.form)
+    else:
+        down = 1.0
     at_k = of * (mode.H * mode.K) + axes.key[:, None]
     at_w = j * (mode.H * mode.K) + axes.key[:, None]
     at_v = t * (mode.H * mode.V) + axes.value[None, :]
@@ -137,9 +165,9 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
         dy = load_tokens(given.dy_ + pv, at_v, there_v, mode.even).to(mode.operand)
         place = state_place(ranges, here, n, pk, mode, ARRAYS, 1)
         S = tl.trans(tl.load(kept + place, mask=there_kept, other=0.0).to(mode.operand))
-        inv = kept_inverse(given.scores_, (here.chunk0 + n) * mode.H + h, mode)
+        inv, Aak, Aq = scores_of_tiles(given.scores_, (here.chunk0 + n) * mode.H + h, mode)
 
-        rows, high, low, pre, post, cut = decays_of_tiles(w, matrices, mode)
+        rows, high, low, pre, post, cut = decays_of_tiles(w, matrices, ranges.form, mode)
         rows *= tl.where(is_r, mode.scale, 1.0)
         # Arrays that are operands as they are come to where products of a warp group read them. In the form
         # for any decay that is further below, in the bounded one it takes the identity, which also casts.
@@ -152,22 +180,10 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
         if mode.any_decay:
             low_kb = tl.trans(tl.trans(tl.where(of < 8, kbf * twice(low), 0.0)).to(mode.operand))
 
-        # scores of r with k and b, of a with k
-        score_r, score_a = halves(score_ra)
-        high_k, _ = halves(high_kb)
-        Aq = product(tl.trans(score_r), high_kb, mode)
-        Aak = product(tl.trans(score_a), high_k, mode)
-        if mode.any_decay:
-            low_k, _ = halves(low_kb)
-            Aq = tl.where(t < 8, product(tl.trans(score_r), low_kb, mode), Aq)
-            Aak = tl.where(t < 8, product(tl.trans(score_a), low_k, mode), Aak)
-        seen, below, pairs_there = of <= t, j < t, distance >= 0
+        pairs_there = distance >= 0
         if mode.segments:
             segments = chunk_segments(ranges.seg_, here, n)
             start, end = of < segments.first, of >= segments.last
-            seen, below = unbroken(segments, of, t, seen), unbroken(segments, j, t, below)
-        Aq = tl.trans(tl.where(tl.trans(seen), tl.trans(Aq), 0.0).to(mode.operand))
-        Aak = tl.trans(tl.where(tl.trans(below), tl.trans(Aak), 0.0).to(mode.operand))
 
         if mode.any_decay:
             # not before: its exponents beside those of the scores would take too many registers
@@ -182,6 +198,9 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
         # The order of what follows decides how many registers there must be, and whether products of a warp
         # group wait for each other: U, then the state's gradient, then what reads the state and its decays.
         dyt, vt = tl.trans(dy), tl.trans(v)
+        by_scores = product(dyt, Aq, mode)
+        if mode.any_decay:
+            by_scores *= up
         _, read_a = halves(read)
         Z = product(tl.trans(S), read_a, mode)
         if mode.segments and not mode.any_decay:
@@ -191,23 +210,22 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
         U = product(Z.to(mode.operand), tl.trans(inv), mode).to(mode.operand)
         writers = tl.trans(tl.where(half[:, None] == 0, tl.trans(twice(vt)), tl.trans(twice(U))))
 
-        dS *= post  # now the gradient of S pre + V^T K + U^T B
-        dstate = dS.to(mode.operand)
+        dstate = (dS * post).to(mode.operand)
+        dS *= pre
         passed = tl.sum(S.to(tl.float32) * dS, 1)[:, None]
-        if mode.any_decay:
-            passed *= pre
-            dS *= pre
         if mode.segments:
             passed, dS = tl.where(passing(segments), passed, 0.0), masked(dS, passing(segments), segments)
-        writes = product(tl.trans(dstate), high_kb, mode)
         if mode.segments:
-            writes = masked(writes, end, segments)
-        dV, dU = halves(product(dyt, Aq, mode, writes))
+            writes = product(tl.trans(dstate), high_kb, mode)
+            writes = masked(writes, end, segments) + by_scores
+        else:
+            writes = product(tl.trans(dstate), high_kb, mode, by_scores)
+        dV, dU = halves(writes)
         dZ = product(dU.to(mode.operand), inv, mode).to(mode.operand)
-        readers = either(dyt, dZ)
+        readers = either(dyt * up.to(mode.operand) if mode.any_decay else dyt, dZ)
         dS = product(read, tl.trans(readers), mode, dS)
         dV = product(dZ, Aak, mode, dV)
-        store_tokens(out.tokens.v_ + pv, at_vt, dV, there_vt, mode.even)
+        store_gradient(out.tokens.v_ + pv, at_vt, dV, down, there_vt, mode)
 
         # rows: what they read of the state
         by_state = product(S, readers, mode)
@@ -229,7 +247,10 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
             near = near.to(mode.operand)
             dA = tl.where(pairs_there & (distance > 0), dA, 0.0).to(mode.operand)
             # with high and with low columns
-            dA_both = tl.trans(beside(tl.trans(only(dA, of >= 8)), tl.trans(only(dA, of < 8))))
+            early = in_first_half(of, half[None, :])
+            dA_both = tl.trans(
+                beside(tl.trans(tl.where(early, 0.0, dA).to(dA.dtype)), tl.trans(only(dA, early)))
+            )
         else:
             dA_high = tl.where(pairs_there, dA, 0.0).to(mode.operand)
 
@@ -244,7 +265,7 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
             terms_r, terms_a = halves(score_ra.to(tl.float32) * by_pairs)
             grad = rows * by_pairs
         at = tl.where(is_r, out.tokens.r_ + part + pk, out.tokens.a_ + part + pk)
-        store_tokens(at, at_k, grad, there_k, mode.even)
+        store_gradient(at, at_k, grad, down, there_k, mode)
 
         # columns: through the state, then the pairs
         by_state = product(dstate, writers, mode)
@@ -263,7 +284,7 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
             column_terms = high_kb.to(tl.float32) * by_pairs
             grad = twice(high) * (by_state + by_pairs)
         at = tl.where(is_r, out.tokens.k_ + part + pk, out.tokens.b_ + part + pk)
-        store_tokens(at, at_k, grad, there_k, mode.even)
+        store_gradient(at, at_k, grad, down, there_k, mode)
 
         # decays: what spans its own token and no later row or earlier column, then the sums
         terms_k, terms_b = halves(column_terms)
@@ -275,7 +296,7 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
         if mode.any_decay:
             # what has clamped factors gets the true one of the decay in question back
             dg = dg * cut + reads
-        store_tokens(out.tokens.w_ + part + pk, at_w, dg, there_w, mode.even)
+        store_gradient(out.tokens.w_ + part + pk, at_w, dg, down, there_w, mode)
         pk -= C * mode.H * mode.K
         pv -= C * mode.H * mode.V
-    tl.store(out.ds0_ + head + at_state, dS, mask=has_both)
+    tl.store(out.ds0_ + head + at_state, dS * out_of_form(ranges.form, mode), mask=has_both)

@@ -22,10 +22,13 @@ from ...device.chunk import (
     chunk_offsets,
     chunk_segments,
     chunks_of_program,
+    cotangent_scale,
+    form_of,
     needs_any_decay,
     passing,
     reached,
     reaching,
+    sequence_of_program,
     tile_axes,
     together,
 )
@@ -87,7 +90,9 @@ def load_chunk(tokens, ranges, kept, here, n, axes, offsets, mode: tl.constexpr)
     dy = load_tokens(kept.dy_ + pv, offsets.value, there.value, mode.even).to(mode.operand)
     U = tl.trans(load_tokens(kept.u_ + pv, offsets.value, there.value, mode.even).to(mode.operand))
     dZ = tl.trans(load_tokens(kept.dz_ + pv, offsets.value, there.value, mode.even).to(mode.operand))
-    decays = factors(w, mode, DELTA=True)  # gradients of states have the decay after the writes in them
+    decays = factors(
+        w, ranges.form, mode, DELTA=True
+    )  # gradients of states have the decay after the writes in them
     scaled = scaled_tokens(r.to(tl.float32) * mode.scale, k, a, b, decays, mode)
     seen, below = causal(axes)
     start, end, passes = there.token[:, None], there.token[:, None], there.token
@@ -134,6 +139,7 @@ def chunk_gradients(
     dS,
     passed,
     gradients,
+    form,
     offsets,
     mode: tl.constexpr,
     READ: tl.constexpr,
@@ -147,12 +153,13 @@ def chunk_gradients(
         chunk.read_r,
         chunk.read_a,
         chunk.masks,
-        score_gradients(chunk.value_tiles, mode),
+        score_gradients(chunk.value_tiles, form, mode),
         chunk.value_tiles,
         S,
         dS,
         passed=passed,
         gradients=advanced(gradients, ((here.first + n * C) * mode.H + tl.program_id(1)) * mode.K),
+        form=form,
         offsets=offsets.key,
         there=chunk.there.key,
         mode=mode,
@@ -178,13 +185,19 @@ def pair_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradie
     # the decay between the two; without a second one, whose tiles are zeros, dS has it already
     post = tl.where(here.length - n * C > C, first.decays.post, 1.0)[None, :]
     v, U, dy, dZ = first.value_tiles.v, first.value_tiles.U, second.value_tiles.dy, second.value_tiles.dZ
-    rk = product(dy, tl.trans(v), mode).to(mode.operand)
-    rb = product(dy, U, mode).to(mode.operand)
+    rk = product(dy, tl.trans(v), mode)
+    rb = product(dy, U, mode)
+    if mode.any_decay:  # dZ and the gradients of states have been made of scaled cotangents
+        up, _ = cotangent_scale(ranges.form)
+        rk, rb = rk * up, rb * up
+    rk, rb = rk.to(mode.operand), rb.to(mode.operand)
     ak = product(tl.trans(dZ), tl.trans(v), mode).to(mode.operand)
     ab = product(tl.trans(dZ), U, mode).to(mode.operand)
 
     # what the second chunk's rows read: of S, and of the first chunk's writes
     state_r = product(dy, S, mode)
+    if mode.any_decay:
+        state_r *= up
     state_a = product(tl.trans(dZ), S, mode)
     state_k = product(second.value_tiles.v, dS, mode)
     state_b = product(tl.trans(second.value_tiles.U), dS, mode)
@@ -209,14 +222,36 @@ def pair_gradients(tokens, ranges, kept, here, n, axes, offsets, S_, dS_, gradie
 
     read, written, passed = (state_r, state_a), (state_k, state_b), tl.sum(passed_second, 0)
     chunk_gradients(
-        second, here, n + 1, read, written, passed, gradients, offsets, mode=mode, READ=True, WRITTEN=True
+        second,
+        here,
+        n + 1,
+        read,
+        written,
+        passed,
+        gradients,
+        ranges.form,
+        offsets,
+        mode=mode,
+        READ=True,
+        WRITTEN=True,
     )
     # loaded once more, so that nothing waits in registers meanwhile
     first = load_chunk(tokens, ranges, kept, here, n, axes, offsets, mode)
     S = tl.load(S_, mask=there, other=0.0).to(mode.operand)
     written, passed = (first_k, first_b), tl.sum(passed_first, 0)
     chunk_gradients(
-        first, here, n, S, written, passed, gradients, offsets, mode=mode, READ=False, WRITTEN=True
+        first,
+        here,
+        n,
+        S,
+        written,
+        passed,
+        gradients,
+        ranges.form,
+        offsets,
+        mode=mode,
+        READ=False,
+        WRITTEN=True,
     )
 
 
@@ -302,12 +337,13 @@ def rwkv7_gradients_kernel(
     recurrent form (one_chunk.py). A thread has at most so many ``REGISTERS``, if not
     0 (run/lowering.py).
     """
-    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
+    form = form_of(any_decay_, sequence_of_program(tl.program_id(0) // BLOCKS, owner_, mode), mode)
+    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span, form)
     dstates = (dstates0_, dstates1_, dstates2_, dstates3_)
     dr_, dk_, da_, db_ = gradients_over_states(dstates, (dr_, dk_, da_, db_), TAKEN)
     kept, out = Kept(dy_, u_, dz_, states_, dstates), Tokens(dr_, dw_, dk_, dy_, da_, db_)  # dv is there
     LATE: tl.constexpr = REGISTERS > 0
-    if needs_any_decay(any_decay_, mode):
+    if needs_any_decay(form, mode):
         block_gradients(
             tokens,
             ranges,

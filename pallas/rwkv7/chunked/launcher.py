@@ -17,6 +17,7 @@ from ...plan.chunked import (
     launch_options,
     make_plan,
     partial_shapes,
+    scaled,
     stretches_here,
     stretches_of,
     takes_rows,
@@ -85,7 +86,7 @@ def _state_gradients(x: RWKV7Inputs) -> KeptStates:
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
     """What the forward keeps, and its axes."""
-    axes = _states(call.inputs).axes | {"inverses": "b chunk h x y"}  # (I - A_ab)^-1, or all of `_scores`
+    axes = _states(call.inputs).axes | {"scores": "b chunk h x y"}
     if _two_kernels(call.inputs):
         axes["U"] = "b t h v"
     if stretches_of(call) > 1:
@@ -139,7 +140,7 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
         y_=like(x.v),
         sT_=like(s0),
         **states.shapes(x.r, V, plan, call.keep),
-        inv_=result(call.keep and scores is None, (*plan.chunks, H, CHUNK, CHUNK), plan.store),
+        made_=result(call.keep and scores is None, (*plan.chunks, H, COUNT.value * CHUNK, CHUNK), plan.store),
         u_=result(keep_u, x.v.shape, plan.store),
     )
     made = launch(
@@ -154,7 +155,7 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
     )
     final = made["sT_"] if final is None else final
     outputs = Outputs(made["y_"], final)
-    kept |= states.kept(made) | {"inverses": given(scores, made["inv_"]), "U": made["u_"]}
+    kept |= states.kept(made) | {"scores": given(scores, made["made_"]), "U": made["u_"]}
     return outputs, kept if call.keep else {}
 
 
@@ -176,7 +177,7 @@ def _backward_by_one(
     made = launch(
         rwkv7_bwd_kernel,
         token_arguments(x)
-        | dict(dy_=do, dsT_=ds, scores_=kept["inverses"])
+        | dict(dy_=do, dsT_=ds, scores_=kept["scores"])
         | states.operands(kept)
         | plan.ranges,
         dict(dr_=dr, dw_=dw, dk_=dk, dv_=like(x.v), da_=da, db_=db, ds0_=like(ds)),
@@ -213,7 +214,7 @@ def _backward_by_two(
     V, dstates = x.v.shape[-1], _state_gradients(x)
     carried = launch(
         rwkv7_carry_kernel,
-        token_arguments(x) | dict(dy_=do, dsT_=ds, scores_=kept["inverses"]) | plan.ranges,
+        token_arguments(x) | dict(dy_=do, dsT_=ds, scores_=kept["scores"]) | plan.ranges,
         dict(dv_=like(x.v), ds0_=like(ds), dz_=like(x.v, plan.store)) | dstates.shapes(x.r, V, plan),
         ARRAYS=dstates.arrays,
         EVERY=dstates.every,
@@ -244,6 +245,7 @@ def backward(
     part = part_of(call, x.segment_ids)
     if stretches_of(call) > 1:
         ds = enter_backward(plan, kept["M"].reshape(-1, H, K, K), kept["reads"], do, ds, part)
+    plan = scaled(plan, x, do, ds)
     gradients = (_backward_by_two if two else _backward_by_one)(plan, x, kept, do, ds)
     first = gradients.initial_state.reshape(-1, splits, H, K, V)[:, 0]
     if part is not None:

@@ -13,6 +13,7 @@ from ...device.chunk import (
     chunk_elements,
     chunk_offsets,
     chunk_segments,
+    in_form,
     passing,
     reached,
     reaching,
@@ -29,7 +30,17 @@ from .tokens import advanced, scaled_tokens
 
 @triton.jit
 def sums_over_values(
-    tokens, ranges, kept, here, n, key_block, pk, pv, mode: tl.constexpr, ARRAYS: tl.constexpr
+    tokens,
+    ranges,
+    kept,
+    here,
+    n,
+    key_block,
+    pk,
+    pv,
+    mode: tl.constexpr,
+    ARRAYS: tl.constexpr,
+    LEAVING: tl.constexpr,
 ):
     """The gradients of scores, not masked; the products of (dY, dZ) with the state that enters, and of (V, U)
     with the gradient of that which leaves; and the sum of the two states' products, [K].
@@ -45,12 +56,14 @@ def sums_over_values(
         dy = load_tokens(kept.dy_ + pv, at, there, mode.even).to(mode.operand)
         U = tl.trans(load_tokens(kept.u_ + pv, at, there, mode.even).to(mode.operand))
         dZ = tl.trans(load_tokens(kept.dz_ + pv, at, there, mode.even).to(mode.operand))
+        if mode.any_decay and LEAVING:
+            dZ *= in_form(ranges.form, mode, True)
         both = axes.has_value[:, None] & axes.has_key[None, :]
         S_ = state_rows((kept.states_,), block, axes, mode, 0) + state_place(ranges, here, n, pk, mode, 0, 1)
         dS_ = state_rows(kept.dstates, block, axes, mode, ARRAYS)
         dS_ += state_place(ranges, here, n, pk, mode, ARRAYS, 1)
         S, dS = tl.load(S_, mask=both, other=0.0), tl.load(dS_, mask=both, other=0.0)
-        dA = score_gradients(Values(v, dy, U, dZ), mode)
+        dA = score_gradients(Values(v, dy, U, dZ), ranges.form, mode)
         qk, qb, ak, ab = qk + dA[0], qb + dA[1], ak + dA[2], ab + dA[3]
         passed += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
         S, dS = S.to(mode.operand), dS.to(mode.operand)
@@ -58,6 +71,8 @@ def sums_over_values(
         state_a = product(tl.trans(dZ), S, mode, state_a)
         state_k = product(v, dS, mode, state_k)
         state_b = product(tl.trans(U), dS, mode, state_b)
+    if mode.any_decay:
+        state_r *= in_form(ranges.form, mode, True)
     return (qk, qb, ak, ab), (state_r, state_a), (state_k, state_b), passed
 
 
@@ -83,7 +98,7 @@ def one_gradients(
     pk = ((here.first + n * C) * mode.H + h) * mode.K
     pv = ((here.first + n * C) * mode.H + h) * mode.V
     dA, read, written, passed = sums_over_values(
-        tokens, ranges, kept, here, n, key_block, pk, pv, mode, ARRAYS
+        tokens, ranges, kept, here, n, key_block, pk, pv, mode, ARRAYS, LEAVING
     )
     tl.debug_barrier()
     axes = tile_axes(key_block, 0, mode)
@@ -93,14 +108,21 @@ def one_gradients(
     k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even)
     a = load_tokens(tokens.a_ + pk, offsets.key, there.key, mode.even)
     b = load_tokens(tokens.b_ + pk, offsets.key, there.key, mode.even)
-    decays = factors(w, mode, DELTA=True)  # gradients of states have the decay after the writes in them
+    decays = factors(
+        w, ranges.form, mode, DELTA=True
+    )  # gradients of states have the decay after the writes in them
     scaled = scaled_tokens(r.to(tl.float32) * mode.scale, k, a, b, decays, mode)
     seen, below = causal(axes)
     start, end = there.token[:, None], there.token[:, None]
     read_r, read_a = scaled.r.state, scaled.a.state
     if LEAVING:
-        post = decays.post[None, :]
-        written, passed = (written[0] * post, written[1] * post), passed * decays.post
+        # what the walks of the recurrent form have made has no factor of the form
+        back = in_form(ranges.form, mode, True)
+        post = decays.post[None, :] * back
+        written, passed = (written[0] * post, written[1] * post), passed * (decays.post * back)
+        if not mode.any_decay:
+            state = in_form(ranges.form, mode, False)
+            read, passed = (read[0] * state, read[1] * state), passed * state
     if mode.any_decay:
         passed *= decays.pre
     if mode.segments:
@@ -122,6 +144,7 @@ def one_gradients(
         written,
         passed=passed,
         gradients=advanced(gradients, pk),
+        form=ranges.form,
         offsets=offsets.key,
         there=there.key,
         mode=mode,

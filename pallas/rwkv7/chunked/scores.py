@@ -19,7 +19,9 @@ from ...device.chunk import (
     chunk_offsets,
     chunk_segments,
     chunks_of_program,
+    form_of,
     needs_any_decay,
+    sequence_of_program,
     tile_axes,
     together,
 )
@@ -45,14 +47,14 @@ def own_scores(
     scaled, seen, below, mode: tl.constexpr, READ: tl.constexpr = True, WRITE: tl.constexpr = True
 ):
     """Of rows and columns at hand. Without ``READ`` none of r and without ``WRITE`` none of k is of use."""
-    inverse = inverse16(score(scaled.a, scaled.b, below, mode), mode).to(mode.operand)
+    inverse = inverse16(score(scaled.a, scaled.b, below, mode, EXCL=1), mode).to(mode.operand)
     ak, qk, qb = inverse, inverse, inverse
     if WRITE:
-        ak = score(scaled.a, scaled.k, below, mode).to(mode.operand)
+        ak = score(scaled.a, scaled.k, below, mode, EXCL=1).to(mode.operand)
         if READ:
-            qk = score(scaled.r, scaled.k, seen, mode).to(mode.operand)
+            qk = score(scaled.r, scaled.k, seen, mode, EXCL=0).to(mode.operand)
     if READ:
-        qb = score(scaled.r, scaled.b, seen, mode).to(mode.operand)
+        qb = score(scaled.r, scaled.b, seen, mode, EXCL=0).to(mode.operand)
     return Scores(inverse, ak, qk, qb)
 
 
@@ -63,19 +65,21 @@ def tile_offsets():
 
 
 @triton.jit
-def kept_inverse(kept_, chunk, mode: tl.constexpr):
-    """The inverse of ``chunk``, counted through chunks and heads; where it is kept with the scores, too."""
-    count: tl.constexpr = COUNT if mode.scored else 1
-    return tl.load(kept_ + chunk * (count * C * C) + tile_offsets()).to(mode.operand)
+def kept_scores(kept_, chunk, mode: tl.constexpr):
+    """The scores of ``chunk``, counted through chunks and heads."""
+    at, size = kept_ + chunk * (COUNT * C * C) + tile_offsets(), C * C
+    inverse, ak, qk, qb = tl.load(at), tl.load(at + size), tl.load(at + 2 * size), tl.load(at + 3 * size)
+    return Scores(inverse.to(mode.operand), ak.to(mode.operand), qk.to(mode.operand), qb.to(mode.operand))
 
 
 @triton.jit
-def kept_scores(kept_, chunk, mode: tl.constexpr):
-    """What `rwkv7_scores_kernel` has stored of ``chunk``."""
-    inverse = kept_inverse(kept_, chunk, mode)
+def keep_scores(kept_, chunk, scores):
+    """Stores what `kept_scores` loads."""
     at, size = kept_ + chunk * (COUNT * C * C) + tile_offsets(), C * C
-    ak, qk, qb = tl.load(at + size), tl.load(at + 2 * size), tl.load(at + 3 * size)
-    return Scores(inverse, ak.to(mode.operand), qk.to(mode.operand), qb.to(mode.operand))
+    tl.store(at, scores.inverse.to(kept_.dtype.element_ty))
+    tl.store(at + size, scores.ak.to(kept_.dtype.element_ty))
+    tl.store(at + 2 * size, scores.qk.to(kept_.dtype.element_ty))
+    tl.store(at + 3 * size, scores.qb.to(kept_.dtype.element_ty))
 
 
 @triton.jit
@@ -100,16 +104,12 @@ def store_scores(tokens, ranges, owner_, scores_, mode: tl.constexpr):
             k = load_tokens(tokens.k_ + pk, offsets.key, there.key, mode.even)
             a = load_tokens(tokens.a_ + pk, offsets.key, there.key, mode.even)
             b = load_tokens(tokens.b_ + pk, offsets.key, there.key, mode.even)
-            scaled = scaled_tokens(r, k, a, b, factors(w, mode, DELTA=True), mode)
-            ab += score(scaled.a, scaled.b, below, mode)
-            ak += score(scaled.a, scaled.k, below, mode)
-            qk += score(scaled.r, scaled.k, seen, mode)
-            qb += score(scaled.r, scaled.b, seen, mode)
-        at = scores_ + ((here.chunk0 + n) * mode.H + h) * (COUNT * C * C) + tile_offsets()
-        tl.store(at, inverse16(ab, mode))
-        tl.store(at + C * C, ak)
-        tl.store(at + 2 * C * C, qk)
-        tl.store(at + 3 * C * C, qb)
+            scaled = scaled_tokens(r, k, a, b, factors(w, ranges.form, mode, DELTA=True), mode)
+            ab += score(scaled.a, scaled.b, below, mode, EXCL=1)
+            ak += score(scaled.a, scaled.k, below, mode, EXCL=1)
+            qk += score(scaled.r, scaled.k, seen, mode, EXCL=0)
+            qb += score(scaled.r, scaled.b, seen, mode, EXCL=0)
+        keep_scores(scores_, (here.chunk0 + n) * mode.H + h, Scores(inverse16(ab, mode), ak, qk, qb))
 
 
 @triton.jit
@@ -119,8 +119,12 @@ def rwkv7_scores_kernel(
     """Grid (chunks, heads, stretches), see `chunks_of_program`: ``scores_`` [rows, chunks, H, 4, 16, 16]
     float32, as `kept_scores` loads them.
     """
-    tokens, ranges = Tokens(r_, w_, k_, k_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)  # without values
-    if needs_any_decay(any_decay_, mode):
+    form = form_of(any_decay_, sequence_of_program(tl.program_id(0), owner_, mode), mode)
+    tokens, ranges = (
+        Tokens(r_, w_, k_, k_, a_, b_),
+        Ranges(seg_, cu_, chunk0_, T, span, form),
+    )  # without values
+    if needs_any_decay(form, mode):
         store_scores(tokens, ranges, owner_, scores_, mode=mode)
     else:
         store_scores(tokens, ranges, owner_, scores_, mode=bounded(mode))

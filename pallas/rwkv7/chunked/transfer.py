@@ -8,7 +8,7 @@ with v, from zero, it gives N and, where nothing else needs a second walk, the o
 import triton
 import triton.language as tl
 
-from ...device.chunk import Ranges, bounded, needs_any_decay, square
+from ...device.chunk import Ranges, bounded, form_of, needs_any_decay, square
 from .forward import Results, walk_forward
 from .tokens import Tokens
 
@@ -55,8 +55,9 @@ def rwkv7_transfer_kernel(
     zero, ``own_`` like v.
     """
     block = tl.program_id(0)
-    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span)
-    any_decay = needs_any_decay(any_decay_, mode)
+    form = form_of(any_decay_, tl.program_id(2), mode)
+    tokens, ranges = Tokens(r_, w_, k_, v_, a_, b_), Ranges(seg_, cu_, chunk0_, T, span, form)
+    any_decay = needs_any_decay(form, mode)
     if block < PARTS:
         if any_decay:
             walk_values(tokens, scores_, ranges, own_, N_, block, mode=mode, OWN=OWN)

@@ -120,7 +120,9 @@ def backward(
         scales=(scale, 1.0),
     )
     if by_chunks:
-        dr, dw, dk, da, db = _gradients_by_chunks(call, plan, x, (do, inner, db_inner), states, dstates)
+        dr, dw, dk, da, db = _gradients_by_chunks(
+            call, plan, x, (do, inner, db_inner), states, dstates, cotangents.final_state
+        )
     else:
         summed = sum_over_values(plan, (do, db_inner), (v, inner), states, dstates, scale)
         dr, dw, dk, da, db = _gradients_by_pairs(plan, x, (decay, r, a, k, b, *summed))
@@ -150,6 +152,7 @@ def _gradients_by_chunks(
     values: Sequence[jax.Array],
     states: jax.Array,
     dstates: jax.Array,
+    ds: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """dr, dw, dk, da, db by the chunked form's kernel, from ``values``, do, a^T S and b^T D of each token.
 
@@ -165,5 +168,5 @@ def _gradients_by_chunks(
     r, w, k, a, b = (padded(array, s.K) for array in (x.r, x.w, x.k, x.a, x.b))
     whole = RWKV7Inputs(r, w, k, padded(x.v, s.V), a, b, x.initial_state, ids)
     do, U, dZ = (array.reshape(whole.v.shape) for array in values)
-    made = gradients_from_walks(call, whole, do, U, dZ, states, dstates)
+    made = gradients_from_walks(call, whole, do, U, dZ, states, dstates, ds)
     return tuple(array.reshape(-1, s.K) for array in made)
