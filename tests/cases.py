@@ -27,7 +27,7 @@ IMPLEMENTATIONS = ("reference", "xla")  # every implementation that the shared s
 TOKENS = {"rwkv6": ("r", "k", "v", "w"), "rwkv7": ("r", "w", "k", "v", "a", "b")}
 INPUTS = {"rwkv6": (*TOKENS["rwkv6"], "u", "initial_state"), "rwkv7": (*TOKENS["rwkv7"], "initial_state")}
 # log decays: "forget" empties the state at every token, "mixed" draws one of LEVELS for each element,
-# "channels" one for each channel, "mild" one of MILD_LEVELS for each element; a case may also give a number
+# "channels" one for each channel; a case may also say a number, or "mild": one of MILD_LEVELS for each
 LEVELS = (0.0, -0.01, -0.6, -20.0, -1e4, -np.inf)
 MILD_LEVELS = (0.0, -0.6, -2.0, -4.9)
 DECAYS = {
@@ -40,7 +40,6 @@ DECAYS = {
     "mixed": None,
     "channels": None,
     "smooth": None,
-    "mild": None,
 }
 
 
@@ -125,24 +124,20 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def log_decay(
-    rng: np.random.Generator, decay: str | tuple[str, ...], shape: tuple[int, ...]
-) -> np.ndarray:
+def log_decay(rng: np.random.Generator, decay: str | tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray:
     """Log decays [B, T, H, K]."""
     if not isinstance(decay, str):
         heads = [log_decay(rng, one, (*shape[:2], 1, *shape[3:])) for one in decay]
         return np.concatenate(heads, 2)
-    if DECAYS.get(decay, decay) is not None:
-        return np.full(shape, float(DECAYS.get(decay, decay)))
-    if decay == "mild":
-        return rng.choice(MILD_LEVELS, shape)
-    if decay == "mixed":
-        return rng.choice(LEVELS, shape)
+    if decay in ("mixed", "mild"):
+        return rng.choice(LEVELS if decay == "mixed" else MILD_LEVELS, shape)
     if decay == "channels":
         return np.broadcast_to(
             rng.permutation(np.resize(LEVELS, np.prod(shape[2:]))).reshape(shape[2:]), shape
         )
-    return -np.exp(rng.standard_normal(shape) - 1)
+    if decay == "smooth":
+        return -np.exp(rng.standard_normal(shape) - 1)
+    return np.full(shape, float(DECAYS.get(decay, decay)))
 
 
 def segment_ids(lengths: tuple[int, ...], B: int, T: int) -> np.ndarray:
@@ -245,17 +240,6 @@ def fresh_traces():
         yield
     finally:
         forget()
-
-
-def equations(jaxpr: Any) -> list[Any]:
-    """All of a jaxpr's, those of the jaxprs in it included."""
-    found = []
-    for eqn in jaxpr.eqns:
-        found.append(eqn)
-        for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(sub, "eqns"):  # a jaxpr, closed or not
-                found += equations(sub)
-    return found
 
 
 def call_of(case: Case, devices: int = 1) -> Call:

@@ -29,7 +29,9 @@ def keys(x: Arrays, cotangents: Arrays | None = None, *, residual: bool = True, 
     raw = x["k"] * x["k_k"]
     length = np.linalg.norm(raw, axis=-1, keepdims=True)
     kk = raw / np.maximum(length, 1e-12)
-    m, own = (logistic(sign * (x["v0"] + x["mix"])) if mixed and residual else (1 - sign) / 2 for sign in (1, -1))
+    m, own = 0.0, 1.0
+    if mixed and residual:
+        m, own = (logistic(sign * (x["v0"] + x["mix"])) for sign in (1, -1))
     source = x["v_first"] if mixed and residual else x["v"]
     results = dict(
         w=low * s,

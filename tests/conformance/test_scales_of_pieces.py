@@ -129,7 +129,8 @@ def test_norm_shift_and_mixes(name, dtype, place):
         floats = jax.tree.map(jnp.asarray, {n: a for n, a in x.items() if n != "segment_ids"})
         made, grads = run(floats, x.get("segment_ids"), ct)
         if case.y:  # rounded as the op rounds it
-            x["x"] = (norm_mix_reference.wide(x["x"]) + norm_mix_reference.wide(x.pop("y"))).astype(x["x"].dtype)
+            total = norm_mix_reference.wide(x["x"]) + norm_mix_reference.wide(x.pop("y"))
+            x["x"] = total.astype(x["x"].dtype)
         want = norm_mix_reference.results(**x)
         wanted = norm_mix_reference.gradients(
             want, x.get("scale"), *(ct.get(n) for n in ("mixed", "last", "x", "normalised"))
