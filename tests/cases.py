@@ -27,8 +27,9 @@ IMPLEMENTATIONS = ("reference", "xla")  # every implementation that the shared s
 TOKENS = {"rwkv6": ("r", "k", "v", "w"), "rwkv7": ("r", "w", "k", "v", "a", "b")}
 INPUTS = {"rwkv6": (*TOKENS["rwkv6"], "u", "initial_state"), "rwkv7": (*TOKENS["rwkv7"], "initial_state")}
 # log decays: "forget" empties the state at every token, "mixed" draws one of LEVELS for each element,
-# "channels" one for each channel
+# "channels" one for each channel; a case may also say a number, or "mild": one of MILD_LEVELS for each
 LEVELS = (0.0, -0.01, -0.6, -20.0, -1e4, -np.inf)
+MILD_LEVELS = (0.0, -0.6, -2.0, -4.9)
 DECAYS = {
     "none": 0.0,
     "weak": -0.01,
@@ -46,6 +47,10 @@ DECAYS = {
 class Case:
     """One call of one op. ``lengths`` are the packed sequences' (layout "packed", T is their sum) or each
     row's segments' (layout "segments").
+
+    r, k and v are multiplied by ``sizes`` and cotangents by 2 to the power of ``exponents``, the states of
+    both as follows from that: one number for all heads or, as for ``decay``, one for each (tests/scales.py
+    judges every head by its own norms).
     """
 
     op: str
@@ -54,7 +59,7 @@ class Case:
     H: int = 2
     K: int = 8
     V: int = 4
-    decay: str = "smooth"
+    decay: str | tuple[str, ...] = "smooth"
     dtype: str = "float32"
     w_dtype: str | None = None
     scale: float = 1.0
@@ -64,6 +69,8 @@ class Case:
     lengths: tuple[int, ...] = ()
     parallel: bool = False  # RWKV-7: nearly parallel kk with gate 1
     seed: int = 0
+    sizes: tuple[float, ...] = (1.0,)
+    exponents: tuple[int, ...] = (0,)
 
     @property
     def state_dtype(self) -> str:
@@ -109,6 +116,7 @@ class Tolerances(NamedTuple):
 
 EXACT = Tolerances()
 DOUBLE = Tolerances(1e-12, 1e-12, 1e-12, 1e-12, 1e-12)
+SMALLEST = 2.0**-104  # 1e-5 of it is some 2^-121, and float32's normal numbers end at 2^-126
 TOKENS_OF_A_NORM = 15  # fewer numbers in a channel have no norm to speak of: they may nearly cancel
 
 
@@ -116,16 +124,20 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def log_decay(rng: np.random.Generator, decay: str, shape: tuple[int, ...]) -> np.ndarray:
-    if DECAYS[decay] is not None:
-        return np.full(shape, DECAYS[decay])
-    if decay == "mixed":
-        return rng.choice(LEVELS, shape)
+def log_decay(rng: np.random.Generator, decay: str | tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Log decays [B, T, H, K]."""
+    if not isinstance(decay, str):
+        heads = [log_decay(rng, one, (*shape[:2], 1, *shape[3:])) for one in decay]
+        return np.concatenate(heads, 2)
+    if decay in ("mixed", "mild"):
+        return rng.choice(LEVELS if decay == "mixed" else MILD_LEVELS, shape)
     if decay == "channels":
         return np.broadcast_to(
             rng.permutation(np.resize(LEVELS, np.prod(shape[2:]))).reshape(shape[2:]), shape
         )
-    return -np.exp(rng.standard_normal(shape) - 1)
+    if decay == "smooth":
+        return -np.exp(rng.standard_normal(shape) - 1)
+    return np.full(shape, float(DECAYS.get(decay, decay)))
 
 
 def segment_ids(lengths: tuple[int, ...], B: int, T: int) -> np.ndarray:
@@ -160,14 +172,21 @@ def build(case: Case) -> Inputs:
         kk = np.ones((B, T, H, K)) + 0.02 * normal(B, T, H, K) if case.parallel else normal(B, T, H, K)
         kk /= np.linalg.norm(kk, axis=-1, keepdims=True)
         arrays["a"], arrays["b"] = -kk, kk * (1.0 if case.parallel else rng.uniform(0, 1, (B, T, H, K)))
+    size = np.broadcast_to(np.array(case.sizes), H)
+    scale = np.exp2(np.broadcast_to(np.array(case.exponents, float), H))
+    for name in "rkv":
+        arrays[name] = arrays[name] * size[:, None]
     dtype = dtype_of(case.dtype)
     arrays = {
         name: arrays[name].astype(dtype_of(case.w_dtype or case.dtype) if name == "w" else dtype)
         for name in INPUTS[case.op][:-1]
     }
     rows = B if cu is None else len(case.lengths)
-    state, ds = normal(2, rows, H, K, V).astype(case.state_dtype)
-    return Inputs({**arrays, "initial_state": state}, normal(B, T, H, V).astype(dtype), ds, ids, cu)
+    state, ds = normal(2, rows, H, K, V)
+    state, ds = state * (size**2)[:, None, None], ds * (size * scale)[:, None, None]
+    do = normal(B, T, H, V) * scale[:, None]
+    arrays["initial_state"] = state.astype(case.state_dtype)
+    return Inputs(arrays, do.astype(dtype), ds.astype(case.state_dtype), ids, cu)
 
 
 @functools.lru_cache(maxsize=64)
@@ -223,17 +242,6 @@ def fresh_traces():
         forget()
 
 
-def equations(jaxpr: Any) -> list[Any]:
-    """All of a jaxpr's, those of the jaxprs in it included."""
-    found = []
-    for eqn in jaxpr.eqns:
-        found.append(eqn)
-        for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(sub, "eqns"):  # a jaxpr, closed or not
-                found += equations(sub)
-    return found
-
-
 def call_of(case: Case, devices: int = 1) -> Call:
     """What launchers know of a case."""
     x = build(case)
@@ -265,11 +273,12 @@ def _wide(x) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
-def error_of(got, want, axes: tuple[int, ...] | None = None, rounded: bool = True) -> float:
-    """Largest Frobenius error over ``axes`` (all) relative to the norm; where the norm is zero only
-    zero will do.
+def errors_of(got, want, axes: tuple[int, ...] | None = None, rounded: bool = True) -> np.ndarray:
+    """Frobenius errors over ``axes`` (all) relative to the norm; where the norm is zero only zero will do.
 
     Results of 16 bits are forgiven their own rounding, element by element, or at least their underflow.
+    Where no number is larger than SMALLEST, any that is no larger either will do: float32 has none that are
+    right to the last digits asked for.
     """
     got, want = np.asarray(got), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"shape {got.shape}, want {want.shape}"
@@ -278,9 +287,18 @@ def error_of(got, want, axes: tuple[int, ...] | None = None, rounded: bool = Tru
         info = ml_dtypes.finfo(got.dtype)
         own = 0.5 * float(info.eps) * np.abs(want) * (1 + 1e-3) if rounded else 0
         error = np.maximum(error - own - 0.5 * float(info.smallest_subnormal), 0)
+    top, most = (np.max(np.abs(x), axes, initial=0) for x in (want, _wide(got)))
     error, norm = np.sqrt(np.sum(error**2, axes)), np.sqrt(np.sum(want**2, axes))
     relative = np.where(norm > 0, error / np.where(norm > 0, norm, 1), np.where(error == 0, 0, np.inf))
-    return float(np.max(np.where(np.isnan(relative), np.inf, relative), initial=0))
+    if got.dtype.itemsize < 8:
+        lost = (top > 0) & (top < SMALLEST) & (most < 2 * SMALLEST)
+        relative = np.where(lost, 0, relative)
+    return np.where(np.isnan(relative), np.inf, relative)
+
+
+def error_of(got, want, axes: tuple[int, ...] | None = None, rounded: bool = True) -> float:
+    """The largest of `errors_of`."""
+    return float(np.max(errors_of(got, want, axes, rounded), initial=0))
 
 
 def assert_close(name: str, got, want, tol: float) -> None:

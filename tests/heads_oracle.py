@@ -23,17 +23,20 @@ def keys(x: Arrays, cotangents: Arrays | None = None, *, residual: bool = True, 
     """Results by name, and gradients where cotangents are given. Without ``mix`` there is no residual."""
     x, mixed = wide(x), "mix" in x
     low = -1 / np.sqrt(np.e)
-    s = logistic(x["w0"] + x["decay"])
-    rate = logistic(x["a0"] + x["rate"])
+    # a sigmoid and one less it, which float64 too has few digits of as a difference
+    s, s_rest = (logistic(sign * (x["w0"] + x["decay"])) for sign in (1, -1))
+    rate, rate_rest = (logistic(sign * (x["a0"] + x["rate"])) for sign in (1, -1))
     raw = x["k"] * x["k_k"]
     length = np.linalg.norm(raw, axis=-1, keepdims=True)
     kk = raw / np.maximum(length, 1e-12)
-    m = logistic(x["v0"] + x["mix"]) if mixed and residual else 0.0
+    m, own = 0.0, 1.0
+    if mixed and residual:
+        m, own = (logistic(sign * (x["v0"] + x["mix"])) for sign in (1, -1))
     source = x["v_first"] if mixed and residual else x["v"]
     results = dict(
         w=low * s,
         k=x["k"] * (1 - x["k_a"] + rate * x["k_a"]),
-        v=(1 - m) * x["v"] + m * source,
+        v=own * x["v"] + m * source,
         a=-kk,
         b=rate_scale * rate * kk,
         v_first=source,
@@ -44,25 +47,25 @@ def keys(x: Arrays, cotangents: Arrays | None = None, *, residual: bool = True, 
     c = wide(cotangents)
     c["k"], c["v"] = c["k"] + c["k_bonus"], c["v"] + c["v_bonus"]
     over_tokens = lambda y: y.sum((0, 1))
-    ddecay = c["w"] * low * s * (1 - s)
+    ddecay = c["w"] * low * s * s_rest
     dkk = rate_scale * rate * c["b"] - c["a"]
     along = kk * (kk * dkk).sum(-1, keepdims=True)
     draw = np.where(length > 1e-12, (dkk - along) / np.maximum(length, 1e-12), 0)
-    drate = (rate_scale * c["b"] * kk + c["k"] * x["k"] * x["k_a"]) * rate * (1 - rate)
+    drate = (rate_scale * c["b"] * kk + c["k"] * x["k"] * x["k_a"]) * rate * rate_rest
     grads = dict(
         decay=ddecay,
         rate=drate,
         k=c["k"] * (1 - x["k_a"] + rate * x["k_a"]) + draw * x["k_k"],
-        v=c["v"] * (1 - m),
+        v=c["v"] * own,
         w0=over_tokens(ddecay),
         a0=over_tokens(drate),
         k_k=over_tokens(draw * x["k"]),
-        k_a=over_tokens(c["k"] * x["k"] * (rate - 1)),
+        k_a=over_tokens(-c["k"] * x["k"] * rate_rest),
     )
     if not (mixed and residual):
         grads["v"] = c["v"] + c["v_first"]
     if mixed:
-        dmix = c["v"] * (source - x["v"]) * m * (1 - m)
+        dmix = c["v"] * (source - x["v"]) * m * own
         dfirst = c["v"] * m + c["v_first"] if residual else np.zeros_like(x["v"])
         grads |= dict(mix=dmix, v0=over_tokens(dmix), v_first=dfirst)
     return results, grads

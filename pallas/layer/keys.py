@@ -22,6 +22,15 @@ def direction(k, k_k, EPS: tl.constexpr):
 
 
 @triton.jit
+def gate(x):
+    """The sigmoid of float32 ``x``, and one less it: each has all of its digits, however near to 0 it is."""
+    # at 87 the exponential and its inverse are still normal numbers
+    e = tl.exp(tl.minimum(-x, 87.0, propagate_nan=tl.PropagateNan.ALL))
+    share = 1.0 / (1.0 + e)
+    return share, e * share
+
+
+@triton.jit
 def first_values_kernel(v_, v_first_, residual_, size, span, source_, BLOCK: tl.constexpr):
     """Writes ``v_`` over ``v_first_`` at a layer that has no value residual, and nothing at any other.
 
@@ -86,18 +95,19 @@ def keys_fwd_kernel(
             first = load_tokens(v_first_ + here, offsets, mask, tiling.even)
         k = k.to(tl.float32)
         store_tokens(w_ + here, offsets, DECAY_SCALE * sigmoid(w0 + decay.to(tl.float32)), mask, tiling.even)
-        rate = sigmoid(a0 + rate.to(tl.float32))
+        rate, rest = gate(a0 + rate.to(tl.float32))
         kk, _scale, _alive = direction(k, k_k, EPS)
         store_tokens(a_ + here, offsets, -kk, mask, tiling.even)
         store_tokens(b_ + here, offsets, kk * rate * RATE_SCALE, mask, tiling.even)
-        store_tokens(key_ + here, offsets, k * (1.0 + (rate - 1.0) * k_a), mask, tiling.even)
+        store_tokens(key_ + here, offsets, k * (rate + rest * (1.0 - k_a)), mask, tiling.even)
         if RESIDUAL:
             v, first = v.to(tl.float32), first.to(tl.float32)
+            mix, own = gate(v0 + mix.to(tl.float32))
+            value = own * v + mix * first
             if CHOOSE:
-                first = tl.where(chosen, first, v)
+                value, first = tl.where(chosen, value, v), tl.where(chosen, first, v)
                 store_tokens(source_ + here, offsets, first, mask, tiling.even)
-            v += (first - v) * sigmoid(v0 + mix.to(tl.float32))
-            store_tokens(value_ + here, offsets, v, mask, tiling.even)
+            store_tokens(value_ + here, offsets, value, mask, tiling.even)
 
 
 @triton.jit
@@ -170,28 +180,30 @@ def keys_bwd_kernel(
             dvalue_bonus = load_tokens(dvalue_bonus_ + here, offsets, mask, tiling.even)
             dsource = load_tokens(dsource_ + here, offsets, mask, tiling.even)
 
-        decay = sigmoid(w0 + decay.to(tl.float32))
-        ddecay = dw.to(tl.float32) * (DECAY_SCALE * decay * (1.0 - decay))
+        decay, rest = gate(w0 + decay.to(tl.float32))
+        ddecay = dw.to(tl.float32) * (DECAY_SCALE * decay * rest)
         dw0 += ddecay
         store_tokens(ddecay_ + here, offsets, ddecay, mask, tiling.even)
 
-        rate, k = sigmoid(a0 + rate.to(tl.float32)), k.to(tl.float32)
+        rate, rest = gate(a0 + rate.to(tl.float32))
+        k = k.to(tl.float32)
         dkey = dkey.to(tl.float32) + dkey_bonus.to(tl.float32)
         kk, scale, alive = direction(k, k_k, EPS)
         db = db.to(tl.float32) * RATE_SCALE
-        drate = (db * kk + dkey * k * k_a) * (rate * (1.0 - rate))
+        drate = (db * kk + dkey * k * k_a) * (rate * rest)
         da0 += drate
         store_tokens(drate_ + here, offsets, drate, mask, tiling.even)
         dkk = db * rate - da.to(tl.float32)
         draw = tl.where(alive, (dkk - kk * tl.sum(kk * dkk, 2, keep_dims=True)) * scale, 0.0)
         dk_k += draw * k
-        dk_a += dkey * k * (rate - 1.0)
-        store_tokens(dk_ + here, offsets, dkey * (1.0 + (rate - 1.0) * k_a) + draw * k_k, mask, tiling.even)
+        dk_a -= dkey * k * rest
+        store_tokens(dk_ + here, offsets, dkey * (rate + rest * (1.0 - k_a)) + draw * k_k, mask, tiling.even)
 
         if RESIDUAL:
-            mix, v = sigmoid(v0 + mix.to(tl.float32)), v.to(tl.float32)
+            mix, own = gate(v0 + mix.to(tl.float32))
+            v = v.to(tl.float32)
             dvalue = dvalue.to(tl.float32) + dvalue_bonus.to(tl.float32)
-            dmix, dv = dvalue * (first.to(tl.float32) - v) * (mix * (1.0 - mix)), dvalue * (1.0 - mix)
+            dmix, dv = dvalue * (first.to(tl.float32) - v) * (mix * own), dvalue * own
             dfirst = dsource.to(tl.float32) + dvalue * mix
             if CHOOSE:
                 dv = tl.where(chosen, dv, dv + dfirst)

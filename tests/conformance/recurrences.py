@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import cases
+import numpy as np
+import scales
 from cases import OPS, Case
 
 from .places import (
@@ -141,7 +145,22 @@ def calls(place: Place) -> Iterator[tuple[str, str, Case]]:
         for form in plan.forms:
             whole = form == plan.forms[0]
             for name, options in _varied(plan, op) if whole else [("mixed", dict(decay="mixed", scale=0.5))]:
-                yield f"{form}_{op} {name}", form, Case(op, **(plan.shape | options))
+                case = Case(op, **(plan.shape | options))
+                yield f"{form}_{op} {name}", form, _at_some_scale(f"{form}_{op} {name}", case)
+
+
+def _at_some_scale(name: str, case: Case) -> Case:
+    """The case with a size of its values and a scale of its cotangents, drawn by its name. What is compared
+    is relative to each array's own norm: tolerances are the same at every scale.
+    """
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    if case.dtype == "float16" or case.w_dtype == "float16":
+        size, exponent = rng.choice((0.5, 1.0, 2.0)), rng.integers(-3, 4)
+    else:
+        size, exponent = rng.choice((1e-6, 1.0, 1e3)), rng.integers(-60, 41)
+    if size < 1e-3 and (exponent < scales.LOWEST_OF_SMALL or case.decay not in ("none", "weak", "layer")):
+        size = 1.0
+    return dataclasses.replace(case, sizes=(float(size),), exponents=(int(exponent),))
 
 
 def _varied(plan: Plan, op: str) -> Iterator[tuple[str, dict[str, Any]]]:

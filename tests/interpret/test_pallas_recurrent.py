@@ -6,6 +6,7 @@ import sys
 import cases
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import pytest
 from cases import Case
@@ -58,7 +59,7 @@ def test_without_a_backward_no_states_are_kept_and_the_results_are_the_same(op):
     o, final = run(arrays)
     np.testing.assert_array_equal(o, want.o)
     np.testing.assert_array_equal(final, want.final)
-    largest = max(v.aval.size for e in cases.equations(run.trace(arrays).jaxpr) for v in e.outvars)
+    largest = max(v.aval.size for e in jaxprs.equations(run.trace(arrays).jaxpr) for v in e.outvars)
     assert largest == x.arrays["r"].size  # neither states of windows nor padded tokens
 
 

@@ -5,6 +5,7 @@ import functools
 import cases
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import pytest
 from cases import IMPLEMENTATIONS, OPS, Case
@@ -81,7 +82,7 @@ def test_checkpoint_names_are_on_output_final_state_and_states(op):
     f = lambda arrays: jax.vjp(lambda a: cases.call(op, a), arrays)[0]
     names = {
         e.params["name"]
-        for e in cases.equations(jax.make_jaxpr(f)(x.arrays).jaxpr)
+        for e in jaxprs.equations(jax.make_jaxpr(f)(x.arrays).jaxpr)
         if e.primitive.name == "name"
     }
     assert names == set(fla_jax.CHECKPOINT_NAMES)

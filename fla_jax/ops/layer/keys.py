@@ -82,23 +82,65 @@ def normalise(x: jax.Array, eps: float = 1e-12) -> jax.Array:
     return jnp.where(alive, x, jax.lax.stop_gradient(x)) * scale
 
 
+@jax.custom_jvp
+def gate(x: jax.Array) -> jax.Array:
+    """The sigmoid of x. Its slope is ``gate(x) gate(-x)``: of the usual ``gate(x) (1 - gate(x))`` float32
+    has lost all digits at x = 17.
+    """
+    return jax.nn.sigmoid(x)
+
+
+@jax.custom_jvp
+def value_mix(x: jax.Array, own: jax.Array, first: jax.Array) -> jax.Array:
+    """``own + (first - own) sigmoid(x)`` without a difference in the result, and with one in the slope."""
+    return gate(-x) * own + gate(x) * first
+
+
+@jax.custom_jvp
+def key_factor(x: jax.Array, k_a: jax.Array) -> jax.Array:
+    """``1 + (sigmoid(x) - 1) k_a`` without the difference, which loses small sigmoids where k_a is about 1;
+    nor has a derivative one.
+    """
+    return gate(x) + gate(-x) * (1 - k_a)
+
+
+@gate.defjvp
+def _gate_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    return gate(x), gate(x) * gate(-x) * dx
+
+
+@value_mix.defjvp
+def _value_mix_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> Any:
+    (x, own, first), (dx, down, dfirst) = primals, tangents
+    slope = gate(x) * gate(-x) * (first - own)
+    return value_mix(x, own, first), slope * dx + gate(-x) * down + gate(x) * dfirst
+
+
+@key_factor.defjvp
+def _key_factor_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> Any:
+    (x, k_a), (dx, dk_a) = primals, tangents
+    return key_factor(x, k_a), gate(x) * gate(-x) * k_a * dx - gate(-x) * dk_a
+
+
 def definition(settings: KeysSettings, x: KeysInputs) -> Keys:
     """The op in plain JAX: everything in the compute dtype, every result rounded once."""
     wide = jnp.dtype(settings.compute_name)
     decay, rate, k, w0, a0, k_k, k_a = (
         array.astype(wide) for array in (x.decay, x.rate, x.k, x.w0, x.a0, x.k_k, x.k_a)
     )
-    w = settings.decay_scale * jax.nn.sigmoid(w0 + decay)
-    rate = jax.nn.sigmoid(a0 + rate)
+    w = settings.decay_scale * gate(w0 + decay)
+    rate = a0 + rate
     kk = normalise(k * k_k, settings.eps)
     v, first = x.v, x.v
     if x.v_first is not None:
         first, v = x.v_first.astype(wide), v.astype(wide)
+        mixed = value_mix(x.v0.astype(wide) + x.mix.astype(wide), v, first)
         if x.residual is not None:
-            first = jnp.where(x.residual != 0, first, v)
-        v = v + (first - v) * jax.nn.sigmoid(x.v0.astype(wide) + x.mix.astype(wide))
-    a, b = (array.astype(settings.transition_name) for array in (-kk, kk * rate * settings.rate_scale))
-    k, v = (k * (1 + (rate - 1) * k_a)).astype(x.k.dtype), v.astype(x.v.dtype)
+            mixed, first = (jnp.where(x.residual != 0, array, v) for array in (mixed, first))
+        v = mixed
+    a, b = (array.astype(settings.transition_name) for array in (-kk, kk * gate(rate) * settings.rate_scale))
+    k, v = (k * key_factor(rate, k_a)).astype(x.k.dtype), v.astype(x.v.dtype)
     return Keys(w.astype(settings.decay_name), k, v, a, b, first.astype(x.v.dtype), k, v)
 
 

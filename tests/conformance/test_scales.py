@@ -1,0 +1,45 @@
+"""Every implementation of the recurrences at every scale of values and cotangents: right, and linear in the
+cotangents, for cotangents of 2^-60 to 2^40 (a mean loss over a million tokens has some of 2^-20).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import pytest
+import scales
+
+from . import places, recurrences
+from .places import PALLAS_GPU, PALLAS_INTERPRETER, TRITON_GPU, TRITON_INTERPRETER
+
+
+def _calls() -> Iterator[Any]:
+    for place in places.here():
+        interpreted = place.where == "interpreter"
+        kinds = {"float32": 16} | ({"bfloat16": 64} if place.where == "gpu" else {})
+        # two chunks in an interpreter
+        T = 24 if interpreted else 40
+        for op, form in itertools.product(cases.OPS, recurrences.PLANS[place].forms):
+            for dtype, size in kinds.items():
+                options: dict[str, Any] = dict(dtype=dtype, T=T, K=size, V=size)
+                case = scales.case_of(op, scales.FEW if interpreted else scales.GRID, **options)
+                # the recurrent kernels have float32 products for 16 bits too
+                exact = dtype == "float32" or place is PALLAS_GPU
+                tol = scales.FLOAT32 if exact else places.RECURRENCE[place][dtype]
+                by_chunks = place is PALLAS_GPU and op == "rwkv7" and dtype == "bfloat16"
+                unfixed = place in (TRITON_INTERPRETER, TRITON_GPU) or by_chunks
+                marks = [scales.UNFIXED] if unfixed else []
+                exponents = (-60, 40) if interpreted else scales.EXPONENTS
+                yield pytest.param(
+                    case, place, form, exponents, tol, id=f"{place} {form}_{op} {dtype}", marks=marks
+                )
+
+
+@pytest.mark.parametrize("case, place, form, exponents, tol", _calls())
+def test_gradients_are_right_and_linear_in_the_cotangents(case, place, form, exponents, tol, monkeypatch):
+    if place is PALLAS_INTERPRETER:
+        monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
+    scales.check_linear(case, place.implementation, form, exponents, tol)

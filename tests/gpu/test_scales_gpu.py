@@ -1,0 +1,38 @@
+"""A whole model with strong decays under a mean loss over 2^15 tokens, on an NVIDIA GPU, against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import scales
+import small_models as small
+import whole_model
+
+from fla_jax.pallas.run import triton
+
+if jax.default_backend() != "gpu":
+    pytest.skip("no NVIDIA GPU is visible to JAX", allow_module_level=True)
+if triton.INTERPRET:
+    pytest.skip("TRITON_INTERPRET is set: the kernels would run in the interpreter", allow_module_level=True)
+
+OPTIONS = dict(num_layers=12, hidden_size=256, head_dim=64, remat=True)
+ROWS, T = 8, 4096
+
+
+@functools.cache
+def model():
+    """Parameters, tokens, and the gradients in float64."""
+    assert ROWS * T == whole_model.TOKENS
+    params, tokens = whole_model.parameters(OPTIONS), small.tokens(ROWS, T + 1)
+    return params, tokens, whole_model.exact_gradients(OPTIONS, params, tokens)
+
+
+@scales.UNFIXED
+@pytest.mark.parametrize("dtype, least", [(jnp.float32, 1e-5), (jnp.bfloat16, 1e-4)])
+def test_gradients_of_all_parameters_are_as_exact_as_those_of_plain_jax(dtype, least):
+    """In float32 products of the dense layers are TF32, as anywhere on such a GPU."""
+    params, tokens, exact = model()
+    options = OPTIONS | dict(dtype=dtype)
+    ours = whole_model.gradients(options | dict(implementation="triton"), params, tokens)
+    whole_model.check(ours, whole_model.plain_gradients(options, params, tokens), exact, least)

@@ -1,0 +1,31 @@
+"""A whole model with strong decays and the cotangents of a mean over 2^15 tokens, its recurrence in Triton's
+interpreter, which has no products of bfloat16; tests/gpu/test_scales_gpu.py has the real size.
+"""
+
+import jax.numpy as jnp
+import pytest
+import scales
+import small_models as small
+import whole_model
+
+from fla_jax.pallas.run import triton
+
+OPTIONS = dict(num_layers=12, hidden_size=32, head_dim=16)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "implementation, dtype, least",
+    [
+        pytest.param("triton", jnp.float32, 1e-5, marks=scales.UNFIXED),
+        pytest.param("reference", jnp.bfloat16, 1e-3, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_of_all_parameters_are_as_exact_as_those_of_plain_jax(implementation, dtype, least):
+    if implementation == "triton" and not triton.INTERPRET:
+        pytest.skip("TRITON_INTERPRET is not set")
+    params, tokens = whole_model.parameters(OPTIONS), small.tokens(1, 33)
+    exact = whole_model.exact_gradients(OPTIONS, params, tokens)
+    options = OPTIONS | dict(dtype=dtype)
+    ours = whole_model.gradients(options | dict(implementation=implementation), params, tokens)
+    whole_model.check(ours, whole_model.plain_gradients(options, params, tokens), exact, least)
