@@ -102,7 +102,8 @@ class TrainStep:
 
         Args:
             model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-            optimizer: any optax transformation, such as `fla_jax.training.rwkv_optimizer`'s.
+            optimizer: any optax transformation, such as `fla_jax.training.rwkv_optimizer`'s. Its ``update``
+                gets the loss as ``value``, which `optax.contrib.reduce_on_plateau` reads.
             mesh: from `make_mesh`.
             loss: ``loss(params, batch) -> scalar``, a mean over the whole batch; None for `next_token_loss`.
                 It is written for whole arrays, as on one device.
@@ -202,7 +203,12 @@ class TrainStep:
         explicit = is_explicit_mesh(self.mesh)
         with contextlib.nullcontext() if explicit else nn.logical_axis_rules(self.rules):
             loss, grads = jax.value_and_grad(self._loss, has_aux=self._has_aux)(state.params, batch)
-        return state.apply_gradients(grads=grads), loss
+        value = loss[0] if self._has_aux else loss
+        # some transformations read the loss: optax.contrib.reduce_on_plateau, optax.polyak_sgd
+        update = optax.with_extra_args_support(self._optimizer).update
+        updates, opt_state = update(grads, state.opt_state, state.params, value=value)
+        params = optax.apply_updates(state.params, updates)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
 
 
 def _check_params(model: Any, params: Any) -> None:
