@@ -33,17 +33,24 @@ from .rules import (
 Loss = Callable[[Any, Any], Any]
 
 
-def next_token_loss(model: Any, **options: Any) -> Loss:
+def next_token_loss(model: Any, *, l2wrap: float = 1e-4, block_tokens: int = 4096) -> Loss:
     """The loss of the official recipe: mean cross-entropy of the next token, with L2Wrap, without all logits
     in memory.
 
+    A batch is one of:
+
+    * tokens [B, T + 1] integers: each predicts the next one;
+    * a pair of those and a mask [B, T] of the labels ``tokens[:, 1:]``: booleans or weights;
+    * a dict as `fla_jax.data.batches` yields it: ``tokens`` [B, T], ``labels`` [B, T] and, if present,
+      ``segment_ids`` [B, T], where the state restarts, and ``mask`` [B, T].
+
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-        options: of `fla_jax.training.chunked_cross_entropy`: ``l2wrap``, ``block_tokens``.
+        l2wrap: see `fla_jax.training.chunked_cross_entropy`.
+        block_tokens: see `fla_jax.training.chunked_cross_entropy`.
 
     Returns:
-        ``loss(params, batch)``; a batch is tokens [B, T + 1], or a pair of them and a mask [B, T] of the
-        labels.
+        ``loss(params, batch)``. It raises a TypeError or ValueError for a batch of another form.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -57,11 +64,38 @@ def next_token_loss(model: Any, **options: Any) -> Loss:
     """
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        tokens, mask = batch if isinstance(batch, tuple | list) else (batch, None)
-        hidden, _ = model.apply({"params": params}, over_sequence(tokens[:, :-1]), method="hidden")
-        return chunked_cross_entropy(hidden, params["head"]["kernel"], tokens[:, 1:], mask, **options)
+        x = _packed(batch)
+        tokens, segment_ids = (None if y is None else over_sequence(y) for y in (x["tokens"], x["segment_ids"]))
+        hidden, _ = model.apply({"params": params}, tokens, segment_ids=segment_ids, method="hidden")
+        head = params["head"]["kernel"]
+        return chunked_cross_entropy(hidden, head, x["labels"], x["mask"], l2wrap, block_tokens=block_tokens)
 
     return loss
+
+
+def _packed(batch: Any) -> dict[str, Any]:
+    """Any form of batch that `next_token_loss` takes as ``tokens``, ``labels``, ``segment_ids``, ``mask``."""
+    if isinstance(batch, Mapping):
+        missing = [name for name in ("tokens", "labels") if name not in batch]
+        surplus = [str(name) for name in batch if name not in ("tokens", "labels", "segment_ids", "mask")]
+        if missing or surplus:
+            raise ValueError(
+                "batch must be a dict of tokens, labels and perhaps segment_ids and mask, "
+                + (f"got none of {missing[0]!r}" if missing else f"got {surplus[0]!r} too")
+            )
+        return {"segment_ids": None, "mask": None, **batch}
+    if isinstance(batch, tuple | list):
+        if len(batch) != 2:
+            raise ValueError(f"batch must be a pair of tokens and a mask, got {len(batch)} arrays")
+        tokens, mask = batch
+    else:
+        tokens, mask = batch, None
+    if np.ndim(tokens) != 2:
+        raise TypeError(
+            "batch must be tokens [B, T + 1], a pair of them and a mask, or a dict of arrays, got "
+            f"{type(tokens).__name__}"
+        )
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "segment_ids": None, "mask": mask}
 
 
 class TrainStep:
