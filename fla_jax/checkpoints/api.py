@@ -184,8 +184,8 @@ def _warn_of_mixed_dtypes(tensors: Mapping[str, np.ndarray]) -> None:
     if others:
         named = ", ".join(others[:_NAMED]) + (f" and {len(others) - _NAMED} more" if others[_NAMED:] else "")
         warnings.warn(
-            f"params: {len(others)} of {len(tensors)} tensors have another dtype than most, {usual}: {named}; "
-            "cast them with x.astype where this is not meant",
+            f"params: {len(others)} of {len(tensors)} tensors have another dtype than most, {usual}: "
+            f"{named}; cast them with x.astype where this is not meant",
             stacklevel=3,
         )
 

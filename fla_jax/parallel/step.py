@@ -64,26 +64,24 @@ def next_token_loss(model: Any, *, l2wrap: float = 1e-4, block_tokens: int = 409
     """
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        x = _packed(batch)
-        tokens, segment_ids = (None if y is None else over_sequence(y) for y in (x["tokens"], x["segment_ids"]))
-        hidden, _ = model.apply({"params": params}, tokens, segment_ids=segment_ids, method="hidden")
+        tokens, labels, ids, mask = _parts(batch)
+        ids = None if ids is None else over_sequence(ids)
+        hidden, _ = model.apply({"params": params}, over_sequence(tokens), segment_ids=ids, method="hidden")
         head = params["head"]["kernel"]
-        return chunked_cross_entropy(hidden, head, x["labels"], x["mask"], l2wrap, block_tokens=block_tokens)
+        return chunked_cross_entropy(hidden, head, labels, mask, l2wrap, block_tokens=block_tokens)
 
     return loss
 
 
-def _packed(batch: Any) -> dict[str, Any]:
-    """Any form of batch that `next_token_loss` takes as ``tokens``, ``labels``, ``segment_ids``, ``mask``."""
+def _parts(batch: Any) -> tuple[Any, Any, Any, Any]:
+    """Tokens [B, T], labels, segment_ids and mask, the last two or None, of a batch in any form."""
     if isinstance(batch, Mapping):
-        missing = [name for name in ("tokens", "labels") if name not in batch]
-        surplus = [str(name) for name in batch if name not in ("tokens", "labels", "segment_ids", "mask")]
-        if missing or surplus:
+        if not {"tokens", "labels"} <= set(batch) <= {"tokens", "labels", "segment_ids", "mask"}:
             raise ValueError(
-                "batch must be a dict of tokens, labels and perhaps segment_ids and mask, "
-                + (f"got none of {missing[0]!r}" if missing else f"got {surplus[0]!r} too")
+                "batch must be a dict of tokens, labels and perhaps segment_ids and mask, got one of "
+                f"{', '.join(map(str, batch))}"
             )
-        return {"segment_ids": None, "mask": None, **batch}
+        return batch["tokens"], batch["labels"], batch.get("segment_ids"), batch.get("mask")
     if isinstance(batch, tuple | list):
         if len(batch) != 2:
             raise ValueError(f"batch must be a pair of tokens and a mask, got {len(batch)} arrays")
@@ -95,7 +93,7 @@ def _packed(batch: Any) -> dict[str, Any]:
             "batch must be tokens [B, T + 1], a pair of them and a mask, or a dict of arrays, got "
             f"{type(tokens).__name__}"
         )
-    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "segment_ids": None, "mask": mask}
+    return tokens[:, :-1], tokens[:, 1:], None, mask
 
 
 class TrainStep:

@@ -32,8 +32,8 @@ def _strength(l2wrap: Any) -> float:
     """``l2wrap`` as a float."""
     if isinstance(l2wrap, jax.core.Tracer):
         raise TypeError(
-            "l2wrap must be a number that is known when the function is compiled, got a traced array; name it in "
-            "static_argnames of jax.jit, or close over it"
+            "l2wrap must be a number that is known when the function is compiled, got a traced array; name "
+            "it in static_argnames of jax.jit, or close over it"
         )
     return check_number("l2wrap", l2wrap, 0)
 
@@ -286,6 +286,4 @@ def chunked_cross_entropy(
     total = jnp.sum(weights)
     rows, tokens = token_parts(hidden)
     block = max(1, min(T // tokens, block_tokens * rows // max(B, 1)))
-    return _sum_of_losses(hidden, kernel, labels, weights, l2wrap, block) / jnp.where(
-        total != 0, total, 1
-    )
+    return _sum_of_losses(hidden, kernel, labels, weights, l2wrap, block) / jnp.where(total != 0, total, 1)

@@ -66,7 +66,7 @@ def matrix_mask(params: Any) -> Any:
 
 
 def muon_dimension_numbers(params: Any) -> Any:
-    """Which axes of each parameter `optax.contrib.muon` orthogonalises: those of every dense projection in the
+    """Which axes of each parameter `optax.contrib.muon` orthogonalises: those of the dense projections in
     layers, one matrix at a time where layers are stacked.
 
     Embedding, head, low-rank matrices and vectors are left to Adam, as in BlinkDL's ``modded-nanogpt-rwkv``.

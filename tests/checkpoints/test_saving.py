@@ -185,7 +185,7 @@ def test_processes(tmp_path):
 def test_mixed_dtypes_are_named(model, params, tmp_path, target, head):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     count = len(jax.tree.leaves(params))
-    message = f"params: 1 of {count} tensors have another dtype than most, bfloat16: {head} float32; cast them"
+    message = f"1 of {count} tensors have another dtype than most, bfloat16: {head} float32; cast them"
     with pytest.warns(UserWarning, match=re.escape(message)) as found:
         save_checkpoint(tmp_path / target, model, {**half, "head": params["head"]})
     assert found[0].filename == __file__

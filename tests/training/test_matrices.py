@@ -1,4 +1,4 @@
-"""What optimisers do with matrices: the masks, Muon, and the same updates for stacked layers as for others."""
+"""What optimisers do with matrices: masks, Muon, the same updates whether layers are stacked or not."""
 
 import jax
 import jax.numpy as jnp

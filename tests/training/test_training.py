@@ -203,7 +203,7 @@ def test_loss_errors():
     ],
 )
 def test_l2wrap_is_a_number(loss):
-    with pytest.raises(TypeError, match="l2wrap must be a number that is known when .* static_argnames"):
+    with pytest.raises(TypeError, match=r"l2wrap must be a number that is known when .* static_argnames"):
         jax.jit(loss)(1e-4)
     with pytest.raises(ValueError, match="l2wrap must be a finite number, got 'yes'"):
         loss("yes")
