@@ -235,12 +235,18 @@ class TrainStep:
         explicit = is_explicit_mesh(self.mesh)
         with contextlib.nullcontext() if explicit else nn.logical_axis_rules(self.rules):
             loss, grads = jax.value_and_grad(self._loss, has_aux=self._has_aux)(state.params, batch)
-        value = loss[0] if self._has_aux else loss
+        update = self._update
+        if explicit:  # the optimiser is optax's code, whose products do not say how their results are sharded
+            stored = self.shardings.params, self.shardings.opt_state
+            update = jax.sharding.auto_axes(update, out_sharding=stored)
+        params, opt_state = update(grads, state.opt_state, state.params, loss[0] if self._has_aux else loss)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
+
+    def _update(self, grads: Any, opt_state: Any, params: Any, value: jax.Array) -> tuple[Any, Any]:
         # some transformations read the loss: optax.contrib.reduce_on_plateau, optax.polyak_sgd
         update = optax.with_extra_args_support(self._optimizer).update
-        updates, opt_state = update(grads, state.opt_state, state.params, value=value)
-        params = optax.apply_updates(state.params, updates)
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
+        updates, opt_state = update(grads, opt_state, params, value=value)
+        return optax.apply_updates(params, updates), opt_state
 
 
 def _check_params(model: Any, params: Any) -> None:

@@ -14,7 +14,12 @@ from optax import contrib
 from fla_jax.parallel import TrainStep, make_mesh
 from fla_jax.training import matrix_mask, muon_dimension_numbers, parameter_groups, rwkv_optimizer
 
-MESHES = {"one device": (1, dict()), "data": (8, dict(data=8)), "fsdp": (8, dict(fsdp=8))}
+MESHES = {
+    "one device": (1, dict()),
+    "data": (8, dict(data=8)),
+    "fsdp": (8, dict(fsdp=8)),
+    "fsdp and tensor, explicit": (8, dict(fsdp=4, tensor=2, explicit=True)),
+}
 FEW = {"decay_base": optax.adam(2e-2), "matrix": optax.adamw(1e-2), "other": optax.sgd(1e-2, momentum=0.9)}
 FROZEN = {"decay_base": optax.set_to_zero(), "matrix": optax.adamw(1e-2), "other": optax.set_to_zero()}
 OPTIMIZERS = {
@@ -60,11 +65,9 @@ def float64():
 
 
 def loss(params, rows):
-    """A mean over rows, with gradients of all sizes: it compiles in no time, and a model's gradients are in
-    parallel_run.py.
-    """
-    distance = lambda x: jnp.sum((jnp.sin(x)[..., None] - rows) ** 2) / x.size
-    return sum(distance(x) for x in jax.tree.leaves(params)) / rows.size
+    """Of a mean over rows: it compiles in no time, and gradients of models are in parallel_run.py."""
+    target = jnp.mean(rows)
+    return sum(jnp.mean((jnp.sin(x) - target) ** 2) for x in jax.tree.leaves(params))
 
 
 def alone(optimizer, params, batches):

@@ -5,8 +5,10 @@ optimizers_run.py does the work.
 import fake_devices
 import pytest
 
-FAST = ("adam", "masked", "masked, whole subtrees", "multi_transform", "partition, frozen groups", "muon")
+FAST = ("masked, whole subtrees", "multi_transform", "partition, frozen groups", "muon")
 SLOW = (
+    "adam",
+    "masked",
     "adamw, weight decay of matrices",
     "sgd with momentum",
     "lion",
@@ -27,9 +29,10 @@ SLOW = (
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_optimizer(name):
     found = fake_devices.report("distributed/optimizers_run.py", name)
-    assert set(found) == {"one device", "data", "fsdp"}
+    assert len(found) == 4
     for mesh in found.values():
         assert mesh["error"] < 1e-13 and mesh["moved"] > 1e-4, found
     # what mirrors a parameter is stored in parts
     stored = {mesh: numbers["stored"] for mesh, numbers in found.items()}
-    assert stored["fsdp"] < stored["data"] == stored["one device"], found
+    in_parts = max(stored.pop("fsdp"), stored.pop("fsdp and tensor, explicit"))
+    assert in_parts < stored["data"] == stored["one device"], found
