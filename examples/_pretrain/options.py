@@ -14,7 +14,7 @@ class Size(NamedTuple):
 
     num_layers: int
     hidden_size: int
-    learning_rate: float  # the official 6e-4 at 0.1B, and less for larger models
+    learning_rate: float  # RWKV-LM's train.py names those of 0.1B, 0.4B and 1.5B; larger models take no more
     vocab_size: int = 65536
     sequence: int = 4096
     batch: int = 32
@@ -26,8 +26,8 @@ class Size(NamedTuple):
 SIZES = {
     "tiny": Size(3, 128, 3e-3, 256, 128, 8, 400, 0.05, 100),  # bytes, for a laptop
     "0.1B": Size(12, 768, 6e-4),
-    "0.4B": Size(24, 1024, 5e-4),
-    "1.5B": Size(24, 2048, 4e-4),
+    "0.4B": Size(24, 1024, 4e-4),
+    "1.5B": Size(24, 2048, 3e-4),
     "2.9B": Size(32, 2560, 3e-4),
     "7B": Size(32, 4096, 2e-4),
 }

@@ -15,8 +15,15 @@ from _cli import first_device
 
 from fla_jax.data import PackedRows, batches
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
-from fla_jax.parallel import TrainStep, batch_sharding, make_mesh, overlap_options, parameter_shardings
-from fla_jax.training import chunked_cross_entropy, rwkv_optimizer, rwkv_schedule
+from fla_jax.parallel import (
+    TrainStep,
+    batch_sharding,
+    make_mesh,
+    next_token_loss,
+    overlap_options,
+    parameter_shardings,
+)
+from fla_jax.training import rwkv_optimizer, rwkv_schedule
 
 from .options import Options
 
@@ -61,17 +68,6 @@ def build_model(options: Options, precision: str) -> Any:
     except ValueError as error:
         flags = f"--hidden-size {options.hidden_size}, --head-dim {options.head_dim}"
         raise ValueError(f"{flags}: {error}") from error
-
-
-def packed_loss(model: Any) -> Callable[[Any, Batch], jax.Array]:
-    """The official loss, of rows of packed documents: see `fla_jax.data.PackedRows`."""
-
-    def loss(params: Any, batch: Batch) -> jax.Array:
-        segments = batch["segment_ids"]
-        hidden, _ = model.apply({"params": params}, batch["tokens"], segment_ids=segments, method="hidden")
-        return chunked_cross_entropy(hidden, params["head"]["kernel"], batch["labels"], batch["mask"])
-
-    return loss
 
 
 def in_pieces(loss: Callable[[Any, Batch], jax.Array], count: int, shardings: Any) -> Any:
@@ -138,7 +134,7 @@ class Trainer:
         self.learning_rate = jax.jit(schedule)
         optimizer = rwkv_optimizer(schedule, weight_decay=options.weight_decay)
         optimizer = optax.chain(optax.snapshot("gradient_norm", optax.tree.norm), optimizer)
-        loss = self.loss = packed_loss(model)
+        loss = self.loss = next_token_loss(model)
         if options.accumulate > 1:
             loss = in_pieces(loss, options.accumulate, parameter_shardings(model, self.mesh))
         self.step = TrainStep(model, optimizer, self.mesh, loss, compiler_options=self._compiler_options())

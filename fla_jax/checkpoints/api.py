@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from .namings import Naming, identify
 from .tensors import StoredTensor, quoted, stored
 
 _OPTIONS = ("dtype", "param_dtype", "scan_layers", "remat", "logical_axes", "chunk_size", "implementation")
+_NAMED = 8  # tensors in a warning
 
 
 def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVForCausalLM, dict[str, Any]]:
@@ -107,7 +110,8 @@ def save_checkpoint(
 ) -> None:
     """Saves a model as an official ``.pth`` file or as a directory that flash-linear-attention reads.
 
-    Every parameter keeps its dtype and its bits. A file appears, or is replaced, when it is complete; any
+    Every parameter keeps its dtype and its bits; a warning names those whose dtype differs from that of most,
+    as merged float32 updates of a bfloat16 model do. A file appears, or is replaced, when it is complete; any
     number of threads and processes may save to one path, and a save removes what killed ones have left there.
 
     Args:
@@ -161,6 +165,7 @@ def save_checkpoint(
     tensors = tree.from_tree(naming, params, config)
     sizes: dict[str, Any] = tree.sizes(naming, {name: stored(name, x) for name, x in tensors.items()})
     embedding = tensors[naming.place("emb/embedding").name]
+    _warn_of_mixed_dtypes(tensors)
     for name, x in (extras or {}).items():
         if not isinstance(name, str) or not naming.is_extra(name):
             what = f"is no tensor that {form.name} may have beside the parameters"
@@ -169,6 +174,20 @@ def save_checkpoint(
         naming.check_extra(name, tensors[name].shape, config)
     fields = naming.fields(dataclasses.replace(config, **sizes), embedding.dtype)
     form.write(path, naming.joined(tensors), fields)
+
+
+def _warn_of_mixed_dtypes(tensors: Mapping[str, np.ndarray]) -> None:
+    """Names the parameters whose dtype is not that of most."""
+    counts = collections.Counter(x.dtype.name for x in tensors.values())
+    usual = counts.most_common(1)[0][0]
+    others = [f"{name} {x.dtype}" for name, x in tensors.items() if x.dtype.name != usual]
+    if others:
+        named = ", ".join(others[:_NAMED]) + (f" and {len(others) - _NAMED} more" if others[_NAMED:] else "")
+        warnings.warn(
+            f"params: {len(others)} of {len(tensors)} tensors have another dtype than most, {usual}: "
+            f"{named}; cast them with x.astype where this is not meant",
+            stacklevel=3,
+        )
 
 
 def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:

@@ -17,9 +17,15 @@ class PackedRows:
     Row i is a dict of arrays [length] of tokens i * length to i * length + length - 1:
 
     * ``tokens`` int32 and ``labels`` int32, the token after each;
-    * ``segment_ids`` int32, 0 for the row's first document, 1 for the next, ...: models restart their state
-      there;
-    * ``mask`` float32, 0 where the label is another document's first token, else 1.
+    * ``segment_ids`` int32, 0 for the row's first segment, 1 for the next, ...: models restart their state
+      there. A document's segment begins with the end token of the document before it;
+    * ``mask`` float32, 0 where the label is the first token of another segment's document, else 1.
+
+    So the first token of a document is learned from the end token and a new state, which is what generation
+    from the prompt ``[0]`` starts with, and every label is learned. RWKV-LM learns first tokens from the same
+    end tokens, but carries the state from one document to the next; leave ``segment_ids`` out for that.
+    Where a document does not end with the end token, the next document's segment begins with its own first
+    token, which is not learned.
 
     A document that reaches beyond a row goes on in the next one, as a document of its own.
 
@@ -32,10 +38,12 @@ class PackedRows:
         ...     writer.add([7, 8, 0])
         >>> row = PackedRows(open_binidx(name), 4)[0]
         >>> row["tokens"].tolist(), row["segment_ids"].tolist(), row["mask"].tolist()
-        ([5, 6, 0, 7], [0, 0, 0, 1], [1.0, 1.0, 0.0, 1.0])
+        ([5, 6, 0, 7], [0, 0, 1, 1], [1.0, 1.0, 1.0, 1.0])
     """
 
-    def __init__(self, data: BinIdx, length: int, vocab_size: int | None = None):
+    def __init__(
+        self, data: BinIdx, length: int, vocab_size: int | None = None, *, end_token: int | None = 0
+    ):
         """Reads nothing yet.
 
         Args:
@@ -43,12 +51,16 @@ class PackedRows:
             length: tokens in a row, T.
             vocab_size: of the model, to refuse tokens outside of it when they are read; None refuses those
                 that int32 does not hold, and those below 0.
+            end_token: the token that ends documents, 0 in all of RWKV's vocabularies. None: no token does, so
+                that segments are documents and no first token is learned.
 
         Raises:
-            ValueError: ``length`` is no positive integer, or the data have not a single row.
+            ValueError: ``length`` is no positive integer, ``end_token`` no token, or the data have not a
+                single row.
         """
         self.data, self.length = data, check_integer("length", length, 1)
         self.vocab_size = vocab_size
+        self.end_token = None if end_token is None else check_integer("end_token", end_token, 0)
         if not len(self):
             raise ValueError(
                 f"length must be less than the number of tokens in {data.path}, {len(data.tokens)}, "
@@ -74,16 +86,17 @@ class PackedRows:
             )
         starts = self.data.starts
         first, last = np.searchsorted(starts, (begin, end - 1), "right")
-        starting = np.zeros(self.length + 1, np.int32)
-        starting[starts[first:last] - begin] = 1  # documents without tokens begin nothing
-        starting[0] = 0
-        ids = np.cumsum(starting, dtype=np.int32)
-        tokens = tokens.astype(np.int32)
+        tokens, starting = tokens.astype(np.int32), starts[first:last] - begin  # of documents within the row
+        ended = tokens[starting - 1] == (-1 if self.end_token is None else self.end_token)
+        is_first, mask = np.zeros(self.length + 1, np.int32), np.ones(self.length + 1, np.float32)
+        is_first[starting - ended] = 1  # documents without tokens begin nothing
+        is_first[0] = 0
+        mask[starting[~ended]] = 0
         return {
             "tokens": tokens[:-1],
             "labels": tokens[1:],
-            "segment_ids": ids[:-1],
-            "mask": (1 - starting[1:]).astype(np.float32),
+            "segment_ids": np.cumsum(is_first, dtype=np.int32)[:-1],
+            "mask": mask[1:],
         }
 
 

@@ -117,7 +117,8 @@ def optimizer_shardings(
     """How an optimiser's state is stored: what mirrors a parameter like the parameter, everything else whole.
 
     Args:
-        optimizer: any optax transformation.
+        optimizer: any optax transformation, also one that treats parameters differently (`optax.masked`,
+            `optax.partition`, `optax.contrib.muon`).
         params: the parameters, or their shapes (`jax.ShapeDtypeStruct`).
         shardings: theirs, from `parameter_shardings`.
         mesh: of the shardings.
@@ -137,13 +138,23 @@ def optimizer_shardings(
         (('fsdp',), ())
     """
     whole = NamedSharding(mesh, P())
+    given, wanted = jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings)
+    owners = {path: (param.shape, sharding) for (path, param), sharding in zip(given, wanted, strict=True)}
 
-    def mirrored(x: Any, param: Any, sharding: NamedSharding) -> NamedSharding:
-        return sharding if x.shape == param.shape else whole
+    def stored(path: Any, x: Any) -> NamedSharding:
+        # the state of one parameter may be a tree: sm3 has a list of vectors
+        for end in range(len(path), -1, -1):
+            if path[:end] in owners:
+                shape, sharding = owners[path[:end]]
+                return sharding if x.shape == shape else whole
+        return whole
 
+    # Maps each copy of the parameter tree as a whole: `optax.masked` replaces parameters or whole subtrees
+    # by nodes without leaves.
+    mirrored = functools.partial(jax.tree_util.tree_map_with_path, stored)
     state = jax.eval_shape(optimizer.init, params)
     return optax.tree_map_params(
-        optimizer, mirrored, state, params, shardings, transform_non_params=lambda _: whole
+        optimizer, mirrored, state, transform_non_params=lambda _: whole, is_leaf=lambda _: True
     )
 
 

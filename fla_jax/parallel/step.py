@@ -33,17 +33,24 @@ from .rules import (
 Loss = Callable[[Any, Any], Any]
 
 
-def next_token_loss(model: Any, **options: Any) -> Loss:
+def next_token_loss(model: Any, *, l2wrap: float = 1e-4, block_tokens: int = 4096) -> Loss:
     """The loss of the official recipe: mean cross-entropy of the next token, with L2Wrap, without all logits
     in memory.
 
+    A batch is one of:
+
+    * tokens [B, T + 1] integers: each predicts the next one;
+    * a pair of those and a mask [B, T] of the labels ``tokens[:, 1:]``: booleans or weights;
+    * a dict as `fla_jax.data.batches` yields it: ``tokens`` [B, T], ``labels`` [B, T] and, if present,
+      ``segment_ids`` [B, T], where the state restarts, and ``mask`` [B, T].
+
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-        options: of `fla_jax.training.chunked_cross_entropy`: ``l2wrap``, ``block_tokens``.
+        l2wrap: see `fla_jax.training.chunked_cross_entropy`.
+        block_tokens: see `fla_jax.training.chunked_cross_entropy`.
 
     Returns:
-        ``loss(params, batch)``; a batch is tokens [B, T + 1], or a pair of them and a mask [B, T] of the
-        labels.
+        ``loss(params, batch)``. It raises a TypeError or ValueError for a batch of another form.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -57,11 +64,36 @@ def next_token_loss(model: Any, **options: Any) -> Loss:
     """
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        tokens, mask = batch if isinstance(batch, tuple | list) else (batch, None)
-        hidden, _ = model.apply({"params": params}, over_sequence(tokens[:, :-1]), method="hidden")
-        return chunked_cross_entropy(hidden, params["head"]["kernel"], tokens[:, 1:], mask, **options)
+        tokens, labels, ids, mask = _parts(batch)
+        ids = None if ids is None else over_sequence(ids)
+        hidden, _ = model.apply({"params": params}, over_sequence(tokens), segment_ids=ids, method="hidden")
+        head = params["head"]["kernel"]
+        return chunked_cross_entropy(hidden, head, labels, mask, l2wrap, block_tokens=block_tokens)
 
     return loss
+
+
+def _parts(batch: Any) -> tuple[Any, Any, Any, Any]:
+    """Tokens [B, T], labels, segment_ids and mask, the last two or None, of a batch in any form."""
+    if isinstance(batch, Mapping):
+        if not {"tokens", "labels"} <= set(batch) <= {"tokens", "labels", "segment_ids", "mask"}:
+            raise ValueError(
+                "batch must be a dict of tokens, labels and perhaps segment_ids and mask, got one of "
+                f"{', '.join(map(str, batch))}"
+            )
+        return batch["tokens"], batch["labels"], batch.get("segment_ids"), batch.get("mask")
+    if isinstance(batch, tuple | list):
+        if len(batch) != 2:
+            raise ValueError(f"batch must be a pair of tokens and a mask, got {len(batch)} arrays")
+        tokens, mask = batch
+    else:
+        tokens, mask = batch, None
+    if np.ndim(tokens) != 2:
+        raise TypeError(
+            "batch must be tokens [B, T + 1], a pair of them and a mask, or a dict of arrays, got "
+            f"{type(tokens).__name__}"
+        )
+    return tokens[:, :-1], tokens[:, 1:], None, mask
 
 
 class TrainStep:
@@ -102,7 +134,8 @@ class TrainStep:
 
         Args:
             model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-            optimizer: any optax transformation, such as `fla_jax.training.rwkv_optimizer`'s.
+            optimizer: any optax transformation, such as `fla_jax.training.rwkv_optimizer`'s. Its ``update``
+                gets the loss as ``value``, which `optax.contrib.reduce_on_plateau` reads.
             mesh: from `make_mesh`.
             loss: ``loss(params, batch) -> scalar``, a mean over the whole batch; None for `next_token_loss`.
                 It is written for whole arrays, as on one device.
@@ -202,7 +235,18 @@ class TrainStep:
         explicit = is_explicit_mesh(self.mesh)
         with contextlib.nullcontext() if explicit else nn.logical_axis_rules(self.rules):
             loss, grads = jax.value_and_grad(self._loss, has_aux=self._has_aux)(state.params, batch)
-        return state.apply_gradients(grads=grads), loss
+        update = self._update
+        if explicit:  # the optimiser is optax's code, whose products do not say how their results are sharded
+            stored = self.shardings.params, self.shardings.opt_state
+            update = jax.sharding.auto_axes(update, out_sharding=stored)
+        params, opt_state = update(grads, state.opt_state, state.params, loss[0] if self._has_aux else loss)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
+
+    def _update(self, grads: Any, opt_state: Any, params: Any, value: jax.Array) -> tuple[Any, Any]:
+        # some transformations read the loss: optax.contrib.reduce_on_plateau, optax.polyak_sgd
+        update = optax.with_extra_args_support(self._optimizer).update
+        updates, opt_state = update(grads, opt_state, params, value=value)
+        return optax.apply_updates(params, updates), opt_state
 
 
 def _check_params(model: Any, params: Any) -> None:

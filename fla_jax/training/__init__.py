@@ -2,7 +2,7 @@
 
 from .long_context import chunked_loss, truncated_value_and_grad
 from .losses import chunked_cross_entropy, cross_entropy
-from .recipe import parameter_groups, rwkv_optimizer, rwkv_schedule
+from .recipe import matrix_mask, muon_dimension_numbers, parameter_groups, rwkv_optimizer, rwkv_schedule
 from .state_tuning import initial_state, load_states, save_states, state_loss, tune_states, zero_states
 
 __all__ = [
@@ -11,6 +11,8 @@ __all__ = [
     "cross_entropy",
     "initial_state",
     "load_states",
+    "matrix_mask",
+    "muon_dimension_numbers",
     "parameter_groups",
     "rwkv_optimizer",
     "rwkv_schedule",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.arguments import check_number
 from ..core.sharding import beside, entries, is_explicit, place
 from ..layers.placement import hold, join_tokens, result, split_tokens, token_parts, weight_for
 
@@ -25,6 +26,16 @@ def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | 
             )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be integers, got {labels.dtype}")
+
+
+def _strength(l2wrap: Any) -> float:
+    """``l2wrap`` as a float."""
+    if isinstance(l2wrap, jax.core.Tracer):
+        raise TypeError(
+            "l2wrap must be a number that is known when the function is compiled, got a traced array; name "
+            "it in static_argnames of jax.jit, or close over it"
+        )
+    return check_number("l2wrap", l2wrap, 0)
 
 
 def _wide(labels: jax.Array) -> jax.Array:
@@ -69,8 +80,9 @@ def cross_entropy(
     """Mean next-token loss; with L2Wrap, which draws the largest logit of every token towards 0.
 
     L2Wrap changes the gradient and not the value: it adds ``l2wrap / tokens * max_logit`` to the gradient of
-    the largest logit, all times the incoming cotangent (the official code leaves the cotangent out, so that
-    loss scaling and accumulation change its weight; with a cotangent of 1 both agree).
+    the largest logit, all times the incoming cotangent. RWKV-LM's ``RWKV-v7/train_temp`` does the same since
+    April 2026. Before, and in its ``RWKV-v5`` folder, the cotangent is left out, so that loss scaling and
+    accumulation change the weight of L2Wrap.
 
     Args:
         logits: [..., V].
@@ -80,14 +92,16 @@ def cross_entropy(
         mask: [...] booleans, or weights of the positions; None for all. The loss is the sum of the
             weighted losses over that of the weights, which may be negative; positions at 0 count in neither
             the loss nor L2Wrap.
-        l2wrap: strength; 0 for none.
+        l2wrap: strength, a Python number; 0 for none.
 
     Returns:
         A scalar, 0 where the mask is all 0: float32, or float64 where ``logits`` are.
 
     Raises:
-        ValueError: ``labels`` or ``mask`` do not have the shape of ``logits`` without its last axis.
-        TypeError: ``labels`` are no integers.
+        ValueError: ``labels`` or ``mask`` do not have the shape of ``logits`` without its last axis, or
+            ``l2wrap`` is no number >= 0.
+        TypeError: ``labels`` are no integers, or ``l2wrap`` is traced, such as an argument of a jitted
+            function.
 
     Example:
         >>> import jax.numpy as jnp
@@ -97,6 +111,7 @@ def cross_entropy(
         1.3863
     """
     _check_labels("logits", logits, labels, mask)
+    l2wrap = _strength(l2wrap)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if mask is not None:  # a masked position may hold anything, inf and NaN included
         logits, labels = jnp.where((mask != 0)[..., None], logits, 0), jnp.where(mask != 0, labels, 0)
@@ -237,7 +252,7 @@ def chunked_cross_entropy(
         labels: [B, T] integers, the token that follows each position; no tokens as for `cross_entropy`.
         mask: [B, T] booleans, or weights of the positions as for `cross_entropy`; None for all. Taken as a
             constant by the gradient.
-        l2wrap: strength of L2Wrap (see `cross_entropy`); 0 for none.
+        l2wrap: strength of L2Wrap, a Python number (see `cross_entropy`); 0 for none.
         block_tokens: positions whose logits a device holds at once, over all of its rows; at least one of
             each row.
 
@@ -245,8 +260,8 @@ def chunked_cross_entropy(
         A scalar, 0 where the mask is all 0: float32, or float64 where ``hidden`` is.
 
     Raises:
-        ValueError: a shape does not fit, or ``block_tokens`` is not positive.
-        TypeError: ``labels`` are no integers.
+        ValueError: a shape does not fit, ``block_tokens`` is not positive, or ``l2wrap`` is no number >= 0.
+        TypeError: ``labels`` are no integers, or ``l2wrap`` is traced.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -264,12 +279,11 @@ def chunked_cross_entropy(
     _check_labels("hidden", hidden, labels, mask)
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be positive, got {block_tokens}")
+    l2wrap = _strength(l2wrap)
     B, T, _ = hidden.shape
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     weights = jax.lax.stop_gradient(jnp.ones((B, T), wide) if mask is None else mask.astype(wide))
     total = jnp.sum(weights)
     rows, tokens = token_parts(hidden)
     block = max(1, min(T // tokens, block_tokens * rows // max(B, 1)))
-    return _sum_of_losses(hidden, kernel, labels, weights, float(l2wrap), block) / jnp.where(
-        total != 0, total, 1
-    )
+    return _sum_of_losses(hidden, kernel, labels, weights, l2wrap, block) / jnp.where(total != 0, total, 1)

@@ -5,8 +5,7 @@ Source: RWKV-LM ``RWKV-v7/train_temp`` (``configure_optimizers``, ``trainer.py``
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import optax
 
 _DECAY_BASE = ("w0", "time_decay")
 _MATRICES = ("kernel", "embedding")
+_MUON_RMS = 0.2  # of updates: about what Adam's have (arXiv:2502.16982)
 
 
 def parameter_groups(params: Any) -> Any:
@@ -25,8 +25,8 @@ def parameter_groups(params: Any) -> Any:
 
     Returns:
         A tree of the same structure: ``"decay_base"`` (w0, time_decay: twice the learning rate, no weight
-            decay), ``"matrix"`` (embedding, head and dense
-        projections: weight decay) or ``"other"`` (all low-rank matrices included: neither).
+        decay), ``"matrix"`` (embedding, head and dense projections: weight decay) or ``"other"`` (all
+        low-rank matrices included: neither).
 
     Example:
         >>> from fla_jax.training import parameter_groups
@@ -35,32 +35,83 @@ def parameter_groups(params: Any) -> Any:
     """
 
     def group(path: Any, _: Any) -> str:
-        # the last key of a dict: below it lies only the inside of a box (flax.linen.LogicallyPartitioned)
-        name = next((key.key for key in reversed(path) if isinstance(key, jax.tree_util.DictKey)), None)
+        name = _names(path)[-1] if _names(path) else None
         return "decay_base" if name in _DECAY_BASE else "matrix" if name in _MATRICES else "other"
 
     return jax.tree_util.tree_map_with_path(group, params)
 
 
-def _in_group(name: str) -> Callable[[Any], Any]:
-    return lambda params: jax.tree.map(lambda group: group == name, parameter_groups(params))
+def matrix_mask(params: Any) -> Any:
+    """Marks the parameters that have weight decay in the official recipe: embedding, head and dense
+    projections.
+
+    The mask for `optax.adamw` and the like. It depends on names alone, so it is the same for stacked layers
+    (``scan_layers``), where ``x.ndim > 1`` holds for stacks of vectors too. Low-rank matrices and the bonus
+    per head are not marked.
+
+    Args:
+        params: a tree of parameters, or of anything with their structure.
+
+    Returns:
+        A tree of the same structure, of booleans.
+
+    Example:
+        >>> import optax
+        >>> from fla_jax.training import matrix_mask
+        >>> matrix_mask({"w0": 0, "w1": 0, "key": {"kernel": 0}})
+        {'key': {'kernel': True}, 'w0': False, 'w1': False}
+        >>> optimizer = optax.adamw(1e-3, weight_decay=0.1, mask=matrix_mask)
+    """
+    return jax.tree.map(lambda group: group == "matrix", parameter_groups(params))
+
+
+def muon_dimension_numbers(params: Any) -> Any:
+    """Which axes of each parameter `optax.contrib.muon` orthogonalises: those of the dense projections in
+    layers, one matrix at a time where layers are stacked.
+
+    Embedding, head, low-rank matrices and vectors are left to Adam, as in BlinkDL's ``modded-nanogpt-rwkv``.
+
+    Args:
+        params: a tree of parameters, or of anything with their structure.
+
+    Returns:
+        A tree of the same structure: `optax.contrib.MuonDimensionNumbers` for dense projections, else None.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from fla_jax.training import muon_dimension_numbers
+        >>> params = {"head": {"kernel": jnp.zeros((8, 9))}, "key": {"kernel": jnp.zeros((8, 8))}}
+        >>> found = muon_dimension_numbers(params)
+        >>> found["head"]["kernel"], found["key"]["kernel"]
+        (None, MuonDimensionNumbers(reduction_axis=-2, output_axis=-1))
+        >>> optimizer = optax.contrib.muon(0.02, muon_weight_dimension_numbers=muon_dimension_numbers)
+    """
+
+    axes = optax.contrib.MuonDimensionNumbers(-2, -1)  # counted from the end: an axis of layers may precede
+    return jax.tree_util.tree_map_with_path(lambda path, _: axes if _is_projection(path) else None, params)
 
 
 def rwkv_optimizer(
     learning_rate: optax.ScalarOrSchedule,
     *,
+    kind: Literal["adam", "muon"] = "adam",
     weight_decay: float = 0.1,
     b1: float = 0.9,
     b2: float = 0.99,
     eps: float = 1e-18,
     clip_norm: float | None = 1.0,
 ) -> optax.GradientTransformation:
-    """Adam with decoupled weight decay and the official parameter groups (see `parameter_groups`).
+    """Adam with decoupled weight decay and the official parameter groups (see `parameter_groups`), or Muon
+    for the dense projections.
 
     Args:
         learning_rate: a number or a schedule, such as `rwkv_schedule`'s.
+        kind: ``"adam"``, the official recipe, or ``"muon"``: dense projections of the layers (see
+            `muon_dimension_numbers`) get Muon's orthogonalised updates, everything else Adam's. Muon's
+            updates are scaled to a root mean square of 0.2, about that of Adam's (Liu et al.,
+            arXiv:2502.16982), so that both have one learning rate. The rest of the recipe is the same.
         weight_decay: of embedding, head and dense projections; every other parameter has none.
-        b1: Adam's decay of the first moment.
+        b1: Adam's decay of the first moment. Muon's momentum is 0.95.
         b2: Adam's decay of the second moment.
         eps: Adam's epsilon; 1e-18 in effect means none.
         clip_norm: largest global norm of the gradient; None for no clipping.
@@ -68,19 +119,66 @@ def rwkv_optimizer(
     Returns:
         An optax transformation; its ``update`` needs ``params``.
 
+    Raises:
+        ValueError: ``kind`` is another.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from fla_jax.training import rwkv_optimizer, rwkv_schedule
         >>> tx = rwkv_optimizer(rwkv_schedule(6e-4, 6e-5, total_steps=1000))
         >>> state = tx.init({"w0": jnp.zeros(4), "key": {"kernel": jnp.zeros((4, 4))}})
     """
+    if kind not in ("adam", "muon"):
+        raise ValueError(f"kind must be 'adam' or 'muon', got {kind!r}")
+    scale = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+    if kind == "muon":
+        scale = optax.partition({"muon": _scale_by_muon(), "adam": scale}, _muon_labels)
     return optax.chain(
         optax.identity() if clip_norm is None else _clip_by_global_norm(clip_norm),
-        optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
-        optax.add_decayed_weights(weight_decay, mask=_in_group("matrix")),
-        optax.masked(optax.scale(2.0), _in_group("decay_base")),
+        scale,
+        optax.add_decayed_weights(weight_decay, mask=matrix_mask),
+        optax.masked(optax.scale(2.0), _is_decay_base),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def _names(path: Any) -> list[Any]:
+    """The keys of dicts on the way to a parameter: below them lies only the inside of a box
+    (`flax.linen.LogicallyPartitioned`).
+    """
+    return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+
+
+def _is_decay_base(params: Any) -> Any:
+    return jax.tree.map(lambda group: group == "decay_base", parameter_groups(params))
+
+
+def _is_projection(path: Any) -> bool:
+    """Whether a parameter is the matrix of a dense projection in a layer."""
+    return _names(path)[-1:] == ["kernel"] and "head" not in _names(path)
+
+
+def _muon_labels(params: Any) -> Any:
+    """The name of the transformation that each parameter has."""
+    name = lambda path, _: "muon" if _is_projection(path) else "adam"
+    return jax.tree_util.tree_map_with_path(name, params)
+
+
+def _scale_by_muon() -> optax.GradientTransformation:
+    """Muon's updates with a root mean square of `_MUON_RMS`, whatever shape a matrix has.
+
+    Measured rather than computed from the shape: optax before 0.2.7 has a factor of its own in its updates.
+    """
+    muon = optax.contrib.scale_by_muon(weight_dimension_numbers=muon_dimension_numbers)
+
+    def scale(x: jax.Array) -> jax.Array:
+        rms = jnp.sqrt(jnp.mean(x * x, (-2, -1), keepdims=True))
+        return x * (_MUON_RMS / jnp.where(rms > 0, rms, 1)).astype(x.dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(scale, updates), state
+
+    return optax.chain(muon, optax.GradientTransformation(optax.init_empty_state, update))
 
 
 def _clip_by_global_norm(limit: float) -> optax.GradientTransformation:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import flax.linen as nn
@@ -177,6 +179,24 @@ def test_processes(tmp_path):
     assert x[0] in range(4) and (x == x[0]).all() and (y == x[0]).all()
     write_pth(path, {"x": x})
     assert os.listdir(tmp_path) == ["x.pth"]
+
+
+@pytest.mark.parametrize("target, head", [("model.pth", "head.weight"), ("model", "lm_head.weight")])
+def test_mixed_dtypes_are_named(model, params, tmp_path, target, head):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    count = len(jax.tree.leaves(params))
+    message = f"1 of {count} tensors have another dtype than most, bfloat16: {head} float32; cast them"
+    with pytest.warns(UserWarning, match=re.escape(message)) as found:
+        save_checkpoint(tmp_path / target, model, {**half, "head": params["head"]})
+    assert found[0].filename == __file__
+    embedding, layers = half["emb"], {"blocks_0": half["blocks_0"] | {"att": params["blocks_0"]["att"]}}
+    with pytest.warns(UserWarning, match=r"float32: (\S+ bfloat16, ){7}\S+ bfloat16 and 2 more; cast"):
+        save_checkpoint(tmp_path / target, model, {**params, **layers, "emb": embedding, "ln0": half["ln0"]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_checkpoint(tmp_path / target, model, half)
+        extras = {"blocks.0.att.time_state": np.zeros((2, 16, 16), np.float32)}
+        save_checkpoint(tmp_path / "tuned.pth", model, half, extras=extras)
 
 
 def test_wrong_arguments(model, params, tmp_path):

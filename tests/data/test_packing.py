@@ -18,22 +18,65 @@ def make(folder, lengths, seed=0):
     return open_binidx(folder / "d"), documents
 
 
+def check_rows(rows, documents, owner):
+    """Against a plain walk: ``owner`` is the document whose segment each token lies in."""
+    flat, whose = np.concatenate(documents), [i for i, document in enumerate(documents) for _ in document]
+    assert len(rows) == (len(flat) - 1) // rows.length
+    for i in range(len(rows)):
+        row, at = rows[i], range(i * rows.length, (i + 1) * rows.length)
+        np.testing.assert_array_equal(row["tokens"], flat[list(at)])
+        np.testing.assert_array_equal(row["labels"], [flat[t + 1] for t in at])
+        np.testing.assert_array_equal(row["mask"], [owner[t] == whose[t + 1] for t in at])
+        numbers = sorted({owner[t] for t in at})
+        np.testing.assert_array_equal(row["segment_ids"], [numbers.index(owner[t]) for t in at])
+        assert {name: x.dtype.name for name, x in row.items()} == DTYPES
+
+
+DTYPES = {"tokens": "int32", "labels": "int32", "segment_ids": "int32", "mask": "float32"}
+LENGTHS = [5, 1, 0, 12, 3, 0, 0, 1, 1, 9, 20, 4]
+
+
 def test_rows_are_the_documents(tmp_path):
-    data, documents = make(tmp_path, [5, 1, 0, 12, 3, 0, 0, 1, 1, 9, 20, 4])
+    data, documents = make(tmp_path, LENGTHS)
     owner = [i for i, document in enumerate(documents) for _ in document]
-    flat = np.concatenate(documents)
     for length in (1, 4, 7, 50):
-        rows = PackedRows(data, length, vocab_size=200)
-        assert len(rows) == (len(flat) - 1) // length
-        for i in range(len(rows)):
-            row, at = rows[i], range(i * length, (i + 1) * length)
-            np.testing.assert_array_equal(row["tokens"], flat[list(at)])
-            np.testing.assert_array_equal(row["labels"], [flat[t + 1] for t in at])
-            np.testing.assert_array_equal(row["mask"], [owner[t] == owner[t + 1] for t in at])
-            numbers = sorted({owner[t] for t in at})
-            np.testing.assert_array_equal(row["segment_ids"], [numbers.index(owner[t]) for t in at])
+        check_rows(PackedRows(data, length, vocab_size=200), documents, owner)
     with pytest.raises(IndexError):
-        rows[len(rows)]
+        PackedRows(data, 4)[len(PackedRows(data, 4))]
+
+
+@pytest.mark.parametrize("end_token", [0, 7])
+def test_first_tokens_are_learned_from_the_end_token(tmp_path, end_token):
+    """The end token of a document belongs to the segment of the next one that has tokens."""
+    documents = [np.where(x == end_token, 8, x) for x in make(tmp_path, LENGTHS)[1]]
+    for i in (0, 3, 4, 7, 9, 10):  # documents 7 and 8 have one token: an end token, and another one
+        documents[i][-1] = end_token
+    documents[9][2] = end_token  # within a document it ends nothing
+    with BinIdxWriter(tmp_path / "ended") as writer:
+        for document in documents:
+            writer.add(document)
+    data, owner = open_binidx(tmp_path / "ended"), []
+    for i, document in enumerate(documents):
+        owner += [i] * len(document)
+        if len(document) and document[-1] == end_token:
+            owner[-1] = next((j for j in range(i + 1, len(documents)) if len(documents[j])), i)
+    for length in (1, 4, 7, 50):
+        check_rows(PackedRows(data, length, end_token=end_token), documents, owner)
+    check_rows(
+        PackedRows(data, 7, end_token=None), documents, [i for i, x in enumerate(documents) for _ in x]
+    )
+
+
+def test_every_label_of_ended_documents_is_learned(tmp_path):
+    """And an end token is read with a new state, like the prompt of generation from nothing."""
+    with BinIdxWriter(tmp_path / "d") as writer:
+        for first in range(1, 9):
+            writer.add([first, 50, 51, 0])
+    row = PackedRows(open_binidx(tmp_path / "d"), 31)[0]
+    assert row["mask"].all()
+    at = np.flatnonzero(row["tokens"] == 0)
+    np.testing.assert_array_equal(row["labels"][at], range(2, 9))
+    np.testing.assert_array_equal(np.flatnonzero(np.diff(row["segment_ids"])) + 1, at)
 
 
 def test_refusals(tmp_path):
@@ -55,6 +98,8 @@ def test_refusals(tmp_path):
         PackedRows(data, 60)
     with pytest.raises(ValueError, match="length must be an integer >= 1, got 0"):
         PackedRows(data, 0)
+    with pytest.raises(ValueError, match="end_token must be an integer >= 0, got -1"):
+        PackedRows(data, 4, end_token=-1)
     for arguments, message in {
         (0, 0.1): "rows must be",
         (10, 1.0): "share must be below 1",

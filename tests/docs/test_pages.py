@@ -66,6 +66,8 @@ def test_lora():
     stacked = {"blocks": {"att": {"key": {"kernel": np.ones((3, 4, 5), np.float32)}}}}
     merged = names["merge"](stacked, names["init_lora"](jax.random.key(0), stacked, rank=2))
     assert merged["blocks"]["att"]["key"]["kernel"].shape == (3, 4, 5)
+    half = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    assert {x.dtype.name for x in jax.tree.leaves(names["merge"](half, names["lora"]))} == {"bfloat16"}
 
 
 def test_long_contexts():

@@ -313,6 +313,14 @@ def test_accounts_of_the_official_sizes():
         assert program.count_parameters(shapes)[0] == pytest.approx(wanted, rel=0.01), name
 
 
+def test_learning_rates_are_the_official_ones():
+    """Of RWKV-LM's train.py by layers and width, and no larger ones for larger models."""
+    sizes = [load().completed(load().Options(size=name)) for name in ("0.1B", "0.4B", "1.5B", "2.9B", "7B")]
+    rates = {(x.num_layers, x.hidden_size): x.learning_rate for x in sizes}
+    assert [*rates.items()][:3] == [((12, 768), 6e-4), ((24, 1024), 4e-4), ((24, 2048), 3e-4)]
+    assert sorted(rates.values(), reverse=True) == [*rates.values()]
+
+
 def test_tensorboard_needs_no_torch(tmp_path):
     """tensorboardX would import it, for seconds; whoever wants it later still gets it."""
     code = "import sys, pathlib; from _pretrain.metrics import summary_writer; "

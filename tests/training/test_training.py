@@ -12,7 +12,13 @@ import optax
 import pytest
 import small_models as small
 
-from fla_jax.training import cross_entropy, parameter_groups, rwkv_optimizer, rwkv_schedule
+from fla_jax.training import (
+    chunked_cross_entropy,
+    cross_entropy,
+    parameter_groups,
+    rwkv_optimizer,
+    rwkv_schedule,
+)
 
 WIDE = ("receptance", "key", "value", "gate", "output", "head")
 
@@ -185,6 +191,23 @@ def test_loss_errors():
         cross_entropy(logits, jnp.zeros((2, 3), jnp.int32), jnp.zeros((3, 2)))
     with pytest.raises(TypeError, match="labels must be integers"):
         cross_entropy(logits, jnp.zeros((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda l2wrap: cross_entropy(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), jnp.int32), l2wrap=l2wrap),
+        lambda l2wrap: chunked_cross_entropy(
+            jnp.zeros((2, 3, 4)), jnp.zeros((4, 5)), jnp.zeros((2, 3), jnp.int32), l2wrap=l2wrap
+        ),
+    ],
+)
+def test_l2wrap_is_a_number(loss):
+    with pytest.raises(TypeError, match=r"l2wrap must be a number that is known when .* static_argnames"):
+        jax.jit(loss)(1e-4)
+    with pytest.raises(ValueError, match="l2wrap must be a finite number, got 'yes'"):
+        loss("yes")
+    assert np.isfinite(loss(np.float32(1e-4))) and np.isfinite(loss(0)) and np.isfinite(loss(jnp.float32(1)))
 
 
 def test_a_model_learns():
