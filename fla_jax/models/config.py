@@ -201,7 +201,7 @@ class DtypeName(str):
     __slots__ = ()
     __hash__ = str.__hash__
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: Any) -> bool:
         if isinstance(other, str) or other is None:  # NumPy takes None for float64
             return str.__eq__(self, other)
         try:
@@ -209,7 +209,7 @@ class DtypeName(str):
         except (TypeError, ValueError):
             return False
 
-    def __ne__(self, other: object) -> bool:
+    def __ne__(self, other: Any) -> bool:
         return not self == other
 
 
