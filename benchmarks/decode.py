@@ -265,7 +265,9 @@ def joining(model: Any, params: Any, slots: int, options: argparse.Namespace) ->
             prompt = rng.integers(1, model.config.vocab_size, rng.integers(8, 33 if small else 257))
             engine.put(prompt, int(rng.integers(16, 33 if small else 1025)), seed=1)
         began, full = time.perf_counter(), 0.0
-        for ended, _ in enumerate(engine.results(), 1):
+        for ended, result in enumerate(engine.results(), 1):
+            if result.error is not None:
+                raise result.error
             if ended == count - slots:  # from here on slots stay empty
                 full = engine.chosen / (time.perf_counter() - began)
         took = time.perf_counter() - began

@@ -8,8 +8,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-# Compile time is most of the time here, and the reference implementation compiles in a fraction of it.
-_FAST = ("num_layers=2", 'num_layers=2, implementation="reference"')
 
 
 def blocks(page: str, section: str | None = None) -> list[str]:
@@ -28,5 +26,5 @@ def run(page: str, section: str | None = None) -> dict[str, Any]:
     """Runs the blocks one after the other and gives the names that they leave; a page is one program."""
     names: dict[str, Any] = {"__name__": "page"}
     for i, code in enumerate(blocks(page, section)):
-        exec(compile(code.replace(*_FAST), f"{page}, block {i + 1}", "exec"), names)
+        exec(compile(code, f"{page}, block {i + 1}", "exec"), names)
     return names

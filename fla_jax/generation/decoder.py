@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from ..layers.state import RWKVState, check_state
 from ..models import RWKV6ForCausalLM, RWKV7ForCausalLM
 from ..ops import decode
 from ..pallas.run import triton
+from .deleted import check_deleted, explain_deleted
 from .prepared import prepare
 from .prompts import check_params
 from .steps import FastStep, ModelStep
@@ -27,9 +30,10 @@ class Decoder:
     A call of the model with one token is the definition. On an NVIDIA GPU a fast path computes the same, to
     rounding, in five kernels a layer (RWKV-6: seven) from weights that are laid out anew here, once, as
     `fla_jax.generation.prepared` says: they take as much memory as the parameters in the compute dtype, and
-    are made anew by every `Decoder`, so a program that calls `generate` often makes one and hands it over. It
-    can run with parameters on one device, no mesh in context, float32, bfloat16 or float16, and is taken by
-    itself where it can and the device's memory has room for these weights.
+    are made anew by every `Decoder`. Create one and pass it to every call of `generate`. The parameters of
+    the call must be the arrays that the decoder was made with: `generate`, `stream` and `Engine` refuse
+    others. The fast path needs parameters on one device, no mesh in context, and float32, bfloat16 or
+    float16. It is selected automatically where it can run and the device's memory has room for its weights.
 
     States of 16 bits halve what a large batch reads and writes, weights of 8 bits what a small one reads.
     What they cost (``benchmarks/decode_precision.py``: RWKV-7, 3 x 128, trained on the reference that Python
@@ -95,6 +99,7 @@ class Decoder:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_params(model, params)
+        check_deleted(params=params)
         if int8_group is not None:
             _check_group(check_integer("int8_group", int8_group, 16), model, params)
         if implementation not in (None, "model", *decode.IMPLEMENTATIONS):
@@ -113,14 +118,23 @@ class Decoder:
             raise ValueError(f"int8_group must be None with implementation='model', got {int8_group}")
         self.model, self.implementation = model, implementation
         self.state_dtype = _state_dtype(state_dtype, model)
+        self._made_of = [_reference(leaf) for leaf in jax.tree.leaves(params)]
         self.step: ModelStep | FastStep
         if implementation == "model":
-            self.step, self.weights = ModelStep(model), params
+            self.step = ModelStep(model)
+            self.weights = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
         else:
-            self.step, self.weights = FastStep(model, implementation), prepare(model, params, int8_group)
+            self.step = FastStep(model, implementation)
+            self.weights = prepare(model, params, int8_group)
 
     def state(self, state: RWKVState) -> RWKVState:
-        """``state`` with the dtype that is decoded with."""
+        """``state`` with the dtype that is decoded with.
+
+        Raises:
+            TypeError: ``state`` is not an `RWKVState`.
+        """
+        if not isinstance(state, RWKVState):
+            raise TypeError(f"state must be an RWKVState, got {type(state).__name__}")
         if state.wkv.dtype == self.state_dtype:
             return state
         return state.replace(wkv=state.wkv.astype(self.state_dtype))
@@ -144,7 +158,8 @@ class Decoder:
             ``(logits [B, V], state)``; logits are NaN where a token is not one of the model's.
 
         Raises:
-            ValueError: ``tokens``, ``state`` or ``alive`` has another shape or dtype.
+            ValueError: ``tokens``, ``state`` or ``alive`` has another shape or dtype, or ``state`` or the
+                parameters hold deleted arrays: they were donated to an earlier call.
         """
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -154,16 +169,33 @@ class Decoder:
         if alive.shape != tokens.shape or alive.dtype != bool:
             want = f"alive must be booleans {list(tokens.shape)}, one for each of tokens"
             raise ValueError(f"{want}, got {alive.dtype}{list(alive.shape)}")
-        return _call(self.step, self.weights, tokens, self.state(state), alive)
+        check_deleted(state=state)
+        with explain_deleted(params=self.weights):
+            return _call(self.step, self.weights, tokens, self.state(state), alive)
 
 
-def check_decoder(decoder: Any, model: Any) -> Decoder:
-    """``decoder``, if it decodes with ``model``."""
+def check_decoder(decoder: Any, model: Any, params: Any) -> Decoder:
+    """``decoder``, if it was made with ``model`` and ``params``, which must not be deleted."""
     if not isinstance(decoder, Decoder):
         raise TypeError(f"decoder must be a Decoder or None, got {shown(decoder)}")
     if decoder.model != model:
         raise ValueError("decoder must be one of the same model")
+    leaves, made_of = jax.tree.leaves(params), decoder._made_of
+    if len(leaves) != len(made_of) or any(made() is not leaf for made, leaf in zip(made_of, leaves)):
+        raise ValueError(
+            "decoder was made with arrays other than those of params and would decode with the old ones: "
+            "create a new one, Decoder(model, params), or pass the parameters that it was made with"
+        )
+    check_deleted(params=params)
     return decoder
+
+
+def _reference(leaf: Any) -> Callable[[], Any]:
+    """Returns ``leaf`` while something else refers to it: a decoder does not keep parameters alive."""
+    try:
+        return weakref.ref(leaf)
+    except TypeError:  # Python's numbers have no weak references
+        return lambda: leaf
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)

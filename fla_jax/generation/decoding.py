@@ -13,6 +13,7 @@ from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
 from ..models.config import check_model
 from .decoder import Decoder, check_decoder
+from .deleted import check_deleted, explain_deleted
 from .engine import Engine
 from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
 from .prompts import check_prompts, prefill
@@ -79,8 +80,8 @@ def generate(
         slots: how many rows are decoded at a time, None for all. With fewer slots than prompts a row that is
             over makes room for the next prompt (`fla_jax.generation.Engine`): for more prompts than memory
             has room for, and for lengths that differ.
-        decoder: what decodes, of the same model and parameters: prepared once for many calls, or with options
-            (`Decoder`); None to make one.
+        decoder: a `Decoder` made with this ``model`` and these very arrays ``params``, prepared once for many
+            calls or with options; None to make one.
 
     Returns:
         The new tokens of each row, and the state after them; None in place of the state where there are fewer
@@ -162,7 +163,8 @@ def stream(
     results = Results()
     for i in range(max_tokens + 1):
         if i < max_tokens:
-            carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(1), None)
+            with explain_deleted(params=params):  # the caller may donate them between two tokens
+                carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(1), None)
             results.add(out, 1, i)
         for call in results.ready(late=int(i < max_tokens)):
             tokens = _checked(*call)[0]
@@ -180,6 +182,7 @@ def _check(model: Any, params: Any, sampling: Any, state: Any) -> None:
     check_model(model)
     if not isinstance(sampling, Sampling | None):
         raise TypeError(f"sampling must be a Sampling or None, got {shown(sampling)}")
+    check_deleted(state=state)
 
 
 def _start(
@@ -195,7 +198,7 @@ def _start(
     """Reads the prompts: the loop's carry, and what else it is called with."""
     rules = (sampling or Sampling()).arrays(model.config.vocab_size)
     keys = row_keys(row_seeds(seed, len(rows)))
-    decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model)
+    decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model, params)
     logits, state = prefill(model, params, rows, state)
     return begin(params, logits, decoder.state(state), keys, max_tokens), decoder, rules
 
@@ -218,7 +221,12 @@ def _in_slots(
     for i, (row, own) in enumerate(zip(rows, row_seeds(seed, len(rows)))):
         before = None if state is None else jax.tree.map(lambda x, i=i: x[:, i : i + 1], state)
         engine.put(row, max_tokens, seed=own, state=before)
-    return [result.tokens for result in sorted(engine.results())]
+    finished = {}
+    for result in engine.results():
+        if result.error is not None:
+            raise result.error
+        finished[result.number] = result.tokens
+    return [finished[number] for number in range(len(rows))]
 
 
 def _checked(tokens: np.ndarray, start: int) -> np.ndarray:

@@ -16,6 +16,7 @@ import numpy as np
 from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
 from .decoder import Decoder, check_decoder
+from .deleted import check_deleted, deleted, explain_deleted, is_deleted
 from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
 from .prompts import beside, check_params, check_prompts, reading, take_rows
 from .sampling import UNDEFINED, Sampling
@@ -39,7 +40,10 @@ class Finished(NamedTuple):
     Attributes:
         number: what `Engine.put` returned for it.
         tokens: its new tokens, int32, without prompt and stop token.
-        state: after them, for one row ([L, 1, ...]); None unless the engine keeps states.
+        state: after them, for one row ([L, 1, ...]); None unless the engine keeps states, and after an error.
+        error: None, or the reason why the row ended early: a FloatingPointError if the logits after
+            ``tokens`` hold NaN or have no finite largest one, a ValueError if the row's initial state was
+            donated elsewhere before the prompt was read.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -57,6 +61,7 @@ class Finished(NamedTuple):
     number: int
     tokens: np.ndarray
     state: RWKVState | None
+    error: Exception | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,7 +92,10 @@ class Engine:
     row's slot is given away as soon as its last possible step has been started, before its tokens are read;
     after a stop token one call later.
 
+    A row whose logits become NaN ends with the error in its result (`Finished`); other rows are unaffected.
+
     Attributes:
+        params: the model's parameters, read-only: create a new engine for other parameters.
         slots: number of rows that decode together.
         started: slots times decoding steps that have been started.
         chosen: tokens that came out of them. ``chosen / started`` is the share of the slots that is used.
@@ -125,15 +133,16 @@ class Engine:
             slots: number of rows that decode together.
             sampling: how tokens are chosen, of all rows; None for `Sampling`'s default values.
             states: whether results come with their row's state, which takes memory until they are dropped.
-            decoder: of the same model and parameters; None to make one.
+            decoder: made with this ``model`` and these very arrays ``params``; None to make one.
         """
         check_params(model, params)
         if not isinstance(sampling, Sampling | None):
             raise TypeError(f"sampling must be a Sampling or None, got {shown(sampling)}")
         self.slots = check_integer("slots", slots, 1)
         self.started = self.chosen = 0
-        self._model, self._params, self._states = model, params, states
-        self._decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model)
+        self._decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model, params)
+        self._params = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
+        self._model, self._states = model, states
         self._rules = (sampling or Sampling()).arrays(model.config.vocab_size)
         self._waiting: collections.deque[_Row] = collections.deque()
         self._rows: list[_Row | None] = [None] * self.slots
@@ -142,6 +151,18 @@ class Engine:
         self._results = Results()
         self._finished: collections.deque[Finished] = collections.deque()
         self._next = 0
+
+    @property
+    def params(self) -> Any:
+        """See the class."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Any) -> None:
+        raise AttributeError(
+            "params of an Engine cannot be replaced, since its decoder and its states are made from them: "
+            "create a new engine, Engine(model, params, slots)"
+        )
 
     def put(self, prompt: Any, max_tokens: int, *, seed: int = 0, state: RWKVState | None = None) -> int:
         """Takes a prompt to be continued; starts nothing. May be called between results.
@@ -154,6 +175,9 @@ class Engine:
 
         Returns:
             The row's number, counted from 0: results come in the order in which rows end.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         if isinstance(prompt, str | bytes) or np.ndim(prompt) == 0:
             raise TypeError(f"prompt must be a sequence of tokens, got {shown(prompt)}")
@@ -163,6 +187,7 @@ class Engine:
             raise type(error)(str(error).replace("prompts[0]", "prompt")) from None
         if state is not None:
             check_state(state, jax.eval_shape(lambda: self._model.init_state(1)))
+            check_deleted(state=state)
         limit = check_integer("max_tokens", max_tokens, 0)
         (seed,) = row_seeds([seed], 1)
         self._waiting.append(_Row(self._next, row, limit, seed, state))
@@ -170,23 +195,28 @@ class Engine:
         return self._next - 1
 
     def results(self) -> Iterator[Finished]:
-        """Runs until no row is left, and yields every row as it ends.
+        """Runs until no row is left, and yields every row as it ends, also rows that end with an error.
 
         Raises:
-            FloatingPointError: the logits of a row are not to be chosen from, see `generate`; the message
-                names the row by its number. The engine is then of no more use.
+            ValueError: ``params`` contains deleted arrays, which were donated to another call. The engine
+                cannot continue.
         """
         while True:
             while self._finished:
                 yield self._finished.popleft()
             if not (self._waiting or self._reading or any(self._rows) or len(self._results)):
                 return
-            self._advance()
+            with explain_deleted(params=self._params):
+                self._advance()
 
     def _advance(self) -> None:
         """Starts a piece of the prompts that wait and a call of the loop, and reads the call before."""
         if self._reading is None:
             joining = self._next_rows(self._rows.count(None))
+            for row in joining:
+                if is_deleted(row.initial):
+                    self._finish(row, ValueError(f"row {row.number}: {deleted('state')}"))
+            joining = [row for row in joining if not row.over]
             if joining:
                 self._reading = self._read(joining), joining
         if self._reading is not None:
@@ -279,8 +309,7 @@ class Engine:
                 continue
             own = tokens[:, slot]
             lost = np.flatnonzero(own == UNDEFINED)
-            if lost.size:
-                raise undefined(row.number, row.count + int(lost[0]))
+            error = undefined(row.number, row.count + int(lost[0])) if lost.size else None
             ends = np.flatnonzero(own < 0)
             new = own[: ends[0]] if ends.size else own
             row.tokens.append(new)
@@ -289,12 +318,13 @@ class Engine:
             if ends.size or row.count == row.limit:
                 if self._rows[slot] is row:
                     self._leave(slot, row)
-                self._finish(row)
+                self._finish(row, error)
 
-    def _finish(self, row: _Row) -> None:
+    def _finish(self, row: _Row, error: Exception | None = None) -> None:
         row.over = True
+        state = None if error else row.state
         tokens = np.concatenate([np.empty(0, np.int32), *row.tokens])
-        self._finished.append(Finished(row.number, tokens, row.state))
+        self._finished.append(Finished(row.number, tokens, state, error))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

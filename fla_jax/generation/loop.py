@@ -87,7 +87,7 @@ def decode(
     all rows are over.
 
     [``fixed`` or STEPS_PER_CALL, B]: -1 where a row is over, and after the last step; `UNDEFINED` where a row
-    has no logits to choose from, which ends all.
+    has no logits to choose from, which ends that row.
     """
     rows = STEPS_PER_CALL if fixed is None else fixed
 
@@ -102,7 +102,7 @@ def decode(
         own = jax.random.wrap_key_data(mine, impl=jax.random.key_impl(carry.keys))
         tokens, occurrences = sample(rules, carry.logits, carry.occurrences, own, step.sampling)
         tokens = jnp.where(carry.done, 0, tokens)
-        over = carry.done | rules.stop[tokens] | jnp.any(tokens == UNDEFINED)
+        over = carry.done | rules.stop[tokens] | (tokens == UNDEFINED)
         logits, state = step(weights, tokens, carry.state, ~over)
         new = carry.step + 1
         carry = carry.replace(

@@ -16,6 +16,7 @@ import numpy as np
 from ..core.arguments import shown
 from ..layers.state import RWKVState, check_state
 from ..models.config import check_model
+from .deleted import explain_deleted
 from .steps import of_rows
 
 # What a piece costs besides its tokens, as a number of tokens of all rows. Launching the kernels of a layer
@@ -79,8 +80,8 @@ def prefill(
         model), and the state there. NaN in the parameters or in ``state`` gives NaN.
 
     Raises:
-        ValueError, TypeError: a prompt is empty, or is not made of integers from 0 to V - 1, or ``state``
-            does not fit; the message names it.
+        ValueError, TypeError: a prompt is empty, or is not made of integers from 0 to V - 1, ``state`` does
+            not fit, or ``params`` or ``state`` holds deleted arrays; the message names it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -94,11 +95,12 @@ def prefill(
     """
     check_params(model, params)
     rows = check_prompts(prompts, model.config.vocab_size)
-    if state is not None:
-        like = jax.eval_shape(lambda: model.init_state(len(rows)))
-        check_state(state, like)
-        state = jax.tree.map(lambda x, zero: jnp.asarray(x, zero.dtype), state, like)
-    *_, result = reading(model, params, rows, len(rows), state)
+    with explain_deleted(params=params, state=state):
+        if state is not None:
+            like = jax.eval_shape(lambda: model.init_state(len(rows)))
+            check_state(state, like)
+            state = jax.tree.map(lambda x, zero: jnp.asarray(x, zero.dtype), state, like)
+        *_, result = reading(model, params, rows, len(rows), state)
     assert result is not None
     return result
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from ..core.arguments import check_integer, shown
+from ..core.arguments import as_integer, check_integer, shown
 
 WORLD_VOCABULARY = "rwkv_vocab_v20230424"
 _UNKNOWN = "\ufffd"
@@ -138,7 +138,7 @@ def load_tokenizer(name: str | os.PathLike[str] | None = None, *, vocab_size: in
     return _HuggingFace(path)
 
 
-def decode_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+def decode_stream(tokenizer: Tokenizer, tokens: Iterable[Any]) -> Iterator[str]:
     """Text as its tokens come: pieces whose concatenation is the text of all tokens.
 
     A character of several tokens comes whole. The time for a token does not grow with the text: once a piece
@@ -147,10 +147,15 @@ def decode_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 
     Args:
         tokenizer: from `load_tokenizer`, or anything that decodes as `Tokenizer` says.
-        tokens: one after the other, such as ``int(t[0]) for t in fla_jax.generation.stream(...)``.
+        tokens: integers, or arrays [1] such as `fla_jax.generation.stream` yields for one prompt. For several
+            prompts pass the tokens of one row: ``(t[0] for t in stream(...))``. Negative ones, which
+            `fla_jax.generation.stream` yields for a row that has ended, are skipped.
 
     Yields:
         A non-empty piece of text.
+
+    Raises:
+        TypeError: a token is neither an integer nor an array [1].
 
     Example:
         >>> from fla_jax.generation import decode_stream, load_tokenizer
@@ -163,6 +168,9 @@ def decode_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
     text, done = "", 0  # their text, and how much of it was yielded
     unknown = 0  # U+FFFD between the two that will not change, but may end the text
     for token in tokens:
+        token = _single(token)
+        if token < 0:
+            continue
         waiting.append(token)
         text = tokenizer.decode(before + waiting)[known:]
         ready = len(text.rstrip(_UNKNOWN))  # what ends in U+FFFD may be the beginning of a character
@@ -185,6 +193,17 @@ def decode_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
                     break
     if unknown or len(text) > done:
         yield _UNKNOWN * unknown + text[done:]
+
+
+def _single(token: Any) -> int:
+    """An integer, or an array [1] of one."""
+    number = as_integer(token[0] if getattr(token, "shape", None) == (1,) else token)
+    if number is None:
+        raise TypeError(
+            f"tokens must be integers or arrays [1], got {shown(token)}. For a stream of several rows pass "
+            "the tokens of one row: (t[0] for t in stream(...))"
+        )
+    return number
 
 
 def uncounted(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

@@ -1,11 +1,15 @@
 """Flax linen layers of RWKV-6 and RWKV-7."""
 
+from .base import Attention, FeedForward, Layer
 from .rwkv6 import RWKV6Attention, RWKV6FeedForward
 from .rwkv7 import RWKV7Attention, RWKV7FeedForward
 from .shift import token_shift
 from .state import RWKVState
 
 __all__ = [
+    "Attention",
+    "FeedForward",
+    "Layer",
     "RWKV6Attention",
     "RWKV6FeedForward",
     "RWKV7Attention",

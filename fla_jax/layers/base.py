@@ -40,6 +40,13 @@ class Layer(nn.Module):
         param_dtype: dtype of the parameters.
         logical_axes: whether `init` returns parameters boxed with the names of their axes
             (`flax.linen.LogicallyPartitioned`) instead of plain arrays.
+
+    Example:
+        >>> from fla_jax.layers import Layer, RWKV6FeedForward, RWKV7Attention
+        >>> issubclass(RWKV7Attention, Layer), issubclass(RWKV6FeedForward, Layer)
+        (True, True)
+        >>> RWKV7Attention(hidden_size=64, head_dim=16, layer_index=1, num_layers=4).num_layers
+        4
     """
 
     hidden_size: int
@@ -208,6 +215,14 @@ class FeedForward(Layer):
 
     Attributes:
         intermediate_size: width of the hidden layer; None for the official one.
+
+    The other fields: `Layer`.
+
+    Example:
+        >>> from fla_jax.layers import FeedForward, RWKV7FeedForward
+        >>> layer = RWKV7FeedForward(hidden_size=64, intermediate_size=96)
+        >>> isinstance(layer, FeedForward), layer.intermediate_size
+        (True, 96)
     """
 
     intermediate_size: int | None = None
@@ -225,6 +240,10 @@ class FeedForward(Layer):
         want = (x.shape[0], self.hidden_size)
         if shift is None:
             return x, jnp.zeros(want, x.dtype)
+        if isinstance(shift, RWKVState):
+            raise TypeError("shift must be an array [B, C] such as state.ffn_shift, got an RWKVState")
+        if not hasattr(shift, "shape"):
+            raise TypeError(f"shift must be an array [B, C], got {type(shift).__name__}")
         if shift.shape != want:
             raise ValueError(f"shift must have shape [B, C] = {list(want)}, got {list(shift.shape)}")
         return x, shift
@@ -237,6 +256,14 @@ class Attention(Layer):
         head_dim: channels per head, K = V.
         chunk_size: tokens per chunk of the op; None for the implementation's own choice.
         implementation: which implementation of the op runs; None for the best that qualifies.
+
+    The other fields: `Layer`.
+
+    Example:
+        >>> from fla_jax.layers import Attention, RWKV7Attention
+        >>> layer = RWKV7Attention(hidden_size=64, head_dim=16, implementation="xla")
+        >>> isinstance(layer, Attention), layer.init_state(batch=2).wkv.shape
+        (True, (2, 4, 16, 16))
     """
 
     head_dim: int = 64

@@ -62,6 +62,8 @@ def check_state(state: Any, like: RWKVState) -> None:
     if not isinstance(state, RWKVState):
         raise TypeError(f"state must be an RWKVState (see init_state), got {type(state).__name__}")
     for name in ("att_shift", "ffn_shift", "wkv"):
-        want, got = getattr(like, name).shape, getattr(state, name).shape
+        want, got = getattr(like, name).shape, getattr(getattr(state, name), "shape", None)
+        if got is None:
+            raise TypeError(f"state.{name} must be an array, got {type(getattr(state, name)).__name__}")
         if want != got:
             raise ValueError(f"state.{name} must have shape {list(want)}, got {list(got)}")

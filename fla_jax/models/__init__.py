@@ -3,7 +3,7 @@
 from ..layers.state import RWKVState
 from .blocks import RWKV6Block, RWKV7Block
 from .causal_lm import RWKV6ForCausalLM, RWKV7ForCausalLM
-from .config import RWKV6Config, RWKV7Config
+from .config import RWKV6Config, RWKV7Config, RWKVConfig
 from .stacking import initial_params, stack_layers, unstack_layers
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "RWKV7Block",
     "RWKV7Config",
     "RWKV7ForCausalLM",
+    "RWKVConfig",
     "RWKVState",
     "initial_params",
     "stack_layers",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import jax.numpy as jnp
 
@@ -24,8 +25,8 @@ class RWKVConfig:
         head_dim: channels per head, at most 256; a divisor of ``hidden_size``.
         intermediate_size: width of the feed-forward; None for the official one.
         dtype: compute dtype: float16, bfloat16, float32, or float64, which needs ``jax_enable_x64`` when the
-            configuration is made. Arithmetic on decays and norms,
-            wkv states and logits have at least float32.
+            configuration is made. Stored as its name, such as ``'float32'``, which JAX takes for a dtype and
+            which equals it. Arithmetic on decays and norms, wkv states and logits have at least float32.
         param_dtype: dtype of the parameters, one of the same. For training keep float32, also with
             ``dtype=bfloat16``: the optimizer's small steps vanish in bfloat16.
         scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters lie
@@ -46,7 +47,16 @@ class RWKVConfig:
 
     Raises:
         ValueError, TypeError: a field does not fit; the message names it.
+
+    Example:
+        >>> import dataclasses
+        >>> from fla_jax.models import RWKV7Config, RWKVConfig
+        >>> config = RWKV7Config(vocab_size=65536, hidden_size=768, num_layers=12)
+        >>> isinstance(config, RWKVConfig), dataclasses.replace(config, remat=True).remat
+        (True, True)
     """
+
+    model_type: ClassVar[str | None] = None
 
     vocab_size: int
     hidden_size: int
@@ -65,11 +75,52 @@ class RWKVConfig:
         fields.check_fields(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         # one spelling of a dtype, so that equal configurations are equal
         for name in ("dtype", "param_dtype"):
-            object.__setattr__(self, name, fields.check_dtype(name, getattr(self, name)))
+            dtype = fields.check_dtype(name, getattr(self, name))
+            object.__setattr__(self, name, DtypeName(dtype.name))
         for name, word in (("remat", "dense"), ("scan_layers", "unroll")):
             value = getattr(self, name)
             if not isinstance(value, bool | str) or value not in (False, True, word):
                 raise ValueError(f"{name} must be False, True or {word!r}, got {value!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, and the version as ``model_type``; `json.dumps` takes all of them."""
+        kind = {} if self.model_type is None else {"model_type": self.model_type}
+        return {**kind, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The configuration that `to_dict` or `dataclasses.asdict` made ``values`` of.
+
+        Fields that ``values`` lacks have their default values. `RWKVConfig.from_dict` finds the version by
+        ``model_type``, which is optional for `RWKV6Config.from_dict` and `RWKV7Config.from_dict`.
+
+        Raises:
+            ValueError, TypeError: ``values`` is not a mapping, has another ``model_type``, has a field that
+                there is not or lacks one without a default value, or a field does not fit; the message names
+                it.
+
+        Example:
+            >>> import json
+            >>> from fla_jax.models import RWKV7Config, RWKVConfig
+            >>> config = RWKV7Config(vocab_size=65536, hidden_size=768, num_layers=12, dtype="bfloat16")
+            >>> text = json.dumps(config.to_dict())
+            >>> RWKVConfig.from_dict(json.loads(text)) == config
+            True
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"values must be a mapping such as to_dict makes, got {shown(values)}")
+        values = dict(values)
+        kind = values.pop("model_type", cls.model_type)
+        known = {sub.model_type: sub for sub in (cls, *cls.__subclasses__()) if sub.model_type is not None}
+        if not isinstance(kind, str) or kind not in known:
+            raise ValueError(f"model_type must be {' or '.join(map(repr, known))}, got {shown(kind)}")
+        made = known[kind]
+        names = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(made)}
+        if unknown := sorted(map(str, values.keys() - names.keys())):
+            raise ValueError(f"values must have only fields of {made.__name__}, got {', '.join(unknown)}")
+        if missing := [name for name, needed in names.items() if needed and name not in values]:
+            raise ValueError(f"values must have {', '.join(missing)}: {made.__name__} has no default")
+        return made(**values)
 
     def _pick(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*_RUN, *names)}
@@ -102,6 +153,8 @@ class RWKV6Config(RWKVConfig):
         64
     """
 
+    model_type = "rwkv6"
+
     proj_low_rank_dim: int | None = None
     decay_low_rank_dim: int | None = None
 
@@ -122,10 +175,13 @@ class RWKV7Config(RWKVConfig):
     The other fields: `RWKVConfig`.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> from fla_jax.models import RWKV7Config
-        >>> RWKV7Config(vocab_size=65536, hidden_size=768, num_layers=12, dtype="bfloat16").dtype
-        dtype(bfloat16)
+        >>> RWKV7Config(vocab_size=65536, hidden_size=768, num_layers=12, dtype=jnp.bfloat16).dtype
+        'bfloat16'
     """
+
+    model_type = "rwkv7"
 
     decay_low_rank_dim: int | None = None
     a_low_rank_dim: int | None = None
@@ -137,6 +193,24 @@ class RWKV7Config(RWKVConfig):
     def attention(self) -> dict[str, Any]:
         """Fields of the attention layers."""
         return {**super().attention, "rate_scale": self.rate_scale}
+
+
+class DtypeName(str):
+    """The name of a dtype: text for JSON, a dtype for JAX and NumPy, and equal to that dtype."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: Any) -> bool:
+        if isinstance(other, str) or other is None:  # NumPy takes None for float64
+            return str.__eq__(self, other)
+        try:
+            return jnp.dtype(other) == jnp.dtype(str(self))
+        except (TypeError, ValueError):
+            return False
+
+    def __ne__(self, other: Any) -> bool:
+        return not self == other
 
 
 def check_model(model: Any) -> None:

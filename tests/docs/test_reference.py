@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -21,6 +22,16 @@ def test_every_public_name_is_described():
     there = {id(names[name]) for name in pages if name in names}
     missing = [name for name, value in names.items() if id(value) not in there]
     assert not missing, f"docs/reference lacks {missing}"
+
+
+def test_classes_that_public_classes_refer_to_are_public():
+    """Such as `Layer`, which has the fields that its subclasses do not explain again."""
+    names = public.names()
+    known = {name.rpartition(".")[2] for name in names}
+    for name, value in names.items():
+        text = (value.__doc__ or "").partition("Example:")[0] if inspect.isclass(value) else ""
+        missing = set(re.findall(r"(?<!`)`([A-Z]\w*)`(?!`)", text)) - known
+        assert not missing, f"{name} refers to {missing}, which docs/reference does not describe"
 
 
 def test_nothing_else_is_described_and_nothing_twice():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import NamedTuple
 
 import jax
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.generation import Decoder, Sampling, decoder, generate
+from fla_jax.generation import Decoder, Engine, Sampling, decoder, generate, prefill, stream
 from fla_jax.models import stack_layers
 from fla_jax.ops.decode import Matrix
 
@@ -255,11 +257,77 @@ def test_errors_of_decoders():
         generate(narrow, small.params(narrow), [[1]], 1, decoder=Decoder(model, params))
     with pytest.raises(TypeError, match="decoder must be a Decoder or None"):
         generate(model, params, [[1]], 1, decoder="plain")
+    state = model.init_state(2)
+    for run in (
+        lambda state: Decoder(model, params)(jnp.ones(2, jnp.int32), state),
+        Decoder(model, params).state,
+    ):
+        with pytest.raises(TypeError, match=r"state must be an RWKVState.*, got tuple"):
+            run((state.att_shift, state.ffn_shift, state.wkv))
     with pytest.raises(ValueError, match=r"tokens must be integers \[B\], got int32\[1, 1\]"):
         Decoder(model, params)(jnp.ones((1, 1), jnp.int32), model.init_state(1))
     for alive, got in (([True, False, True], r"bool\[3\]"), (jnp.ones(2, jnp.int32), r"int32\[2\]")):
         with pytest.raises(ValueError, match=rf"alive must be booleans \[2\], one for each.*, got {got}"):
             Decoder(model, params)(jnp.ones(2, jnp.int32), model.init_state(2), alive)
+
+
+@pytest.mark.parametrize("implementation", ["model", "plain"])
+def test_a_decoder_of_other_parameters_is_refused(implementation):
+    """By the identity of the arrays: other dictionaries around the same ones are the same parameters."""
+    model, params = setup(7)
+    decoder = Decoder(model, params, implementation=implementation)
+    same = jax.tree.map(lambda x: x, params)
+    generate(model, same, [[1]], 1, decoder=decoder)
+    head = {**params, "head": jax.tree.map(jnp.copy, params["head"])}
+    for other in (jax.tree.map(jnp.copy, params), head):
+        for run in (
+            lambda other: generate(model, other, [[1]], 1, decoder=decoder),
+            lambda other: generate(model, other, [[1], [2]], 1, decoder=decoder, slots=1),
+            lambda other: next(stream(model, other, [[1]], 1, decoder=decoder)),
+            lambda other: Engine(model, other, 1, decoder=decoder),
+        ):
+            with pytest.raises(ValueError, match=r"decoder was made with arrays.*Decoder\(model, params\)"):
+                run(other)
+    if implementation == "plain":  # its weights are copies: it keeps nothing else alive
+        mine = jax.tree.map(jnp.copy, params)
+        alive = weakref.ref(mine["emb"]["embedding"])
+        decoder = Decoder(model, mine, implementation=implementation)
+        del mine
+        gc.collect()
+        assert alive() is None
+        with pytest.raises(ValueError, match="decoder was made with arrays"):
+            generate(model, params, [[1]], 1, decoder=decoder)
+
+
+def test_donated_parameters_are_named():
+    model, params = setup(7)
+    mine = jax.tree.map(jnp.copy, params)
+    decoder = Decoder(model, mine)
+    streaming = stream(model, mine, [[1], [2]], 9)
+    next(streaming)
+    jax.jit(lambda params: jax.tree.map(lambda x: x + 1, params), donate_argnums=0)(mine)
+    tokens = jnp.array([1])
+    for run in (
+        lambda: generate(model, mine, [[1]], 1),
+        lambda: generate(model, mine, [[1]], 1, decoder=decoder),
+        lambda: list(stream(model, mine, [[1]], 1)),
+        lambda: list(streaming),
+        lambda: prefill(model, mine, [[1]]),
+        lambda: Decoder(model, mine),
+        lambda: Engine(model, mine, 1),
+        lambda: decoder(tokens, model.init_state(1)),
+    ):
+        with pytest.raises(ValueError, match=r"^params contains deleted arrays: they were donated to"):
+            run()
+    decoder, state = Decoder(model, params), model.init_state(1)
+    decoder(tokens, state)
+    for run in (
+        lambda: decoder(tokens, state),
+        lambda: prefill(model, params, [[1]], state),
+        lambda: generate(model, params, [[1]], 1, state=state),
+    ):
+        with pytest.raises(ValueError, match=r"^state contains deleted arrays"):
+            run()
 
 
 @pytest.mark.parametrize("version", small.VERSIONS)

@@ -118,14 +118,91 @@ def test_nothing_waits_for_the_device(setup, monkeypatch):
     assert events == ["start", "start", "read", "start", "read", "read"]
 
 
-def test_not_a_number_names_the_row(setup):
+def test_a_row_that_becomes_nan_fails_alone(setup, alone):
+    """Rows with NaN in their initial state end with an error, rows beside and after them as they do alone."""
+    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), setup[0].init_state(1))
+    engine = Engine(*setup, 3, SAMPLING, states=True)
+    bad = [engine.put([1, 2], 9, state=nan)]
+    good = {
+        engine.put(prompt, limit, seed=seed, state=state): i
+        for i, (prompt, limit, seed, state, _) in enumerate(alone[:3])
+    }
+    bad.append(engine.put([3], 1, state=nan))  # leaves its slot before its tokens are read
+    done = {result.number: result for result in engine.results()}
+    good |= {
+        engine.put(prompt, limit, seed=seed, state=state): i
+        for i, (prompt, limit, seed, state, _) in enumerate(alone[3:], 3)
+    }
+    done |= {result.number: result for result in engine.results()}
+    assert sorted(done) == sorted([*bad, *good]) and len(good) == len(alone)
+    for number in bad:
+        assert len(done[number].tokens) == 0 and done[number].state is None
+        with pytest.raises(FloatingPointError, match=f"row {number}: the logits for new token 0 hold NaN"):
+            raise done[number].error
+    for number, i in good.items():
+        want = alone[i][-1]
+        assert done[number].error is None
+        np.testing.assert_array_equal(done[number].tokens, want.tokens[0])
+        jax.tree.map(
+            lambda a, b: np.testing.assert_array_less(small.error(a, b), 1e-5), done[number].state, want.state
+        )
+
+
+@pytest.mark.parametrize("implementation", ["model", "plain"])
+def test_a_row_that_becomes_nan_later_keeps_its_tokens(setup, implementation):
+    """A token whose embedding is NaN: rows that choose it end with the next one, other rows go on."""
+    model = setup[0] if implementation == "model" else small.model(7, hidden_size=64)
+    params, greedy = small.params(model), Sampling(temperature=0.0, presence_penalty=2.0)
+    prompts = [[1], [2], [4], [5]]
+    decoder = Decoder(model, params, implementation=implementation)
+    whole = generate(model, params, prompts, 12, greedy, slots=3, decoder=decoder).tokens
+    whole = [row.tolist() for row in whole]
+    inside = lambda token: [token in row[:-1] for row in whole]
+    token = next(t for t in range(6, 24) if any(inside(t)) and not all(inside(t)))
+    broken = {**params, "emb": {"embedding": params["emb"]["embedding"].at[token].set(jnp.nan)}}
+    decoder = Decoder(model, broken, implementation=implementation)
+    engine = Engine(model, broken, 3, greedy, decoder=decoder)
+    for prompt in prompts:
+        engine.put(prompt, 12)
+    for number, tokens, _, error in engine.results():
+        ends = whole[number].index(token) + 1 if token in whole[number][:-1] else 12
+        assert tokens.tolist() == whole[number][:ends]
+        assert (error is None) == (ends == 12) and (error is None or f"new token {ends} hold" in str(error))
+    with pytest.raises(FloatingPointError, match=r"row \d: the logits for new token \d+ hold NaN"):
+        generate(model, broken, prompts, 12, greedy, slots=3, decoder=decoder)
+
+
+def test_a_row_whose_state_was_donated_fails_alone(setup):
     model, params = setup
-    engine = Engine(model, params, 2)
-    state = model.init_state(1)
-    for i in range(3):
-        broken = state.replace(wkv=state.wkv.at[0].set(jnp.nan)) if i == 2 else None
-        engine.put([1], 4, state=broken)
-    with pytest.raises(FloatingPointError, match="row 2: the logits for new token 0 hold NaN"):
+    engine, state = Engine(*setup, 2, Sampling(temperature=0.0)), small.random_state(model, 1)
+    numbers = [engine.put([1, 2], 3), engine.put([1, 2], 3, state=state)]
+    jax.tree.map(lambda x: x.delete(), state)
+    with pytest.raises(ValueError, match=r"^state contains deleted arrays: they were donated to an earlier"):
+        engine.put([1], 3, state=state)
+    done = {result.number: result for result in engine.results()}
+    assert "row 1: state contains deleted arrays" in str(done[numbers[1]].error)
+    want = generate(model, params, [[1, 2]], 3, Sampling(temperature=0.0)).tokens[0]
+    np.testing.assert_array_equal(done[numbers[0]].tokens, want)
+
+
+def test_parameters_of_an_engine_stay(setup):
+    """Set, changed in place, and donated while rows wait."""
+    model, params = setup
+    mine = jax.tree.map(jnp.copy, params)
+    engine = Engine(model, mine, 1, Sampling(temperature=0.0))
+    with pytest.raises(
+        AttributeError, match=r"params of an Engine cannot be replaced.* Engine\(model, params, s"
+    ):
+        engine.params = params
+    assert engine.params["emb"]["embedding"] is mine["emb"]["embedding"]
+    mine["head"] = jax.tree.map(jnp.zeros_like, mine["head"])
+    engine.put([1, 2], 6)
+    (result,) = engine.results()
+    want = generate(model, params, [[1, 2]], 6, Sampling(temperature=0.0)).tokens[0]
+    np.testing.assert_array_equal(result.tokens, want)
+    engine.put([1, 2], 6)
+    jax.tree.map(lambda x: x.delete(), engine.params)
+    with pytest.raises(ValueError, match=r"^params contains deleted arrays"):
         list(engine.results())
 
 

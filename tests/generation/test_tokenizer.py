@@ -8,6 +8,7 @@ import functools
 import json
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -129,6 +130,20 @@ def test_bytes_that_are_no_text():
     tokenizer = load_tokenizer("bytes")
     broken = [72, 0xFF, 105, 0xE4, 0xB8]
     assert "".join(decode_stream(tokenizer, broken)) == tokenizer.decode(broken) == "H\ufffdi\ufffd"
+
+
+@pytest.mark.parametrize("as_row", [np.array, jnp.array])
+def test_tokens_of_a_stream(as_row):
+    """One row as `stream` yields it; of several rows a single one, which may have ended before the others."""
+    tokenizer = load_tokenizer("bytes")
+    rows = [as_row([byte, other]) for byte, other in zip("né!".encode(), [72, 105, -1, -1])]
+    assert list(decode_stream(tokenizer, (row[:1] for row in rows))) == ["n", "é", "!"]
+    assert "".join(decode_stream(tokenizer, (row[1] for row in rows))) == "Hi"
+    for wrong, shown in ((rows, r".*\[110,  72\].*"), ([[72]], r"\[72\]"), ("text", "'t'"), ([7.0], "7.0")):
+        with pytest.raises(
+            TypeError, match=f"tokens must be integers or arrays .1., got {shown}. For a stream"
+        ):
+            list(decode_stream(tokenizer, wrong))
 
 
 def test_world_tokens_without_bytes():

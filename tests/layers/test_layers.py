@@ -241,6 +241,12 @@ def test_errors_name_the_argument(change, error, message):
 def test_feed_forward_errors():
     with pytest.raises(ValueError, match="shift must have shape"):
         RWKV7FeedForward(**FIELDS).init(jax.random.key(0), X, X)
+    with pytest.raises(
+        TypeError, match=r"shift must be an array \[B, C\] such as state.ffn_shift, got an RWK"
+    ):
+        RWKV7FeedForward(**FIELDS).init(jax.random.key(0), X, STATE)
+    with pytest.raises(TypeError, match=r"shift must be an array \[B, C\], got tuple"):
+        RWKV6FeedForward(**FIELDS).init(jax.random.key(0), X, (X[:, 0],))
 
 
 @pytest.mark.parametrize(

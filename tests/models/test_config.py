@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.models import RWKV6Config, RWKV7Config, RWKVState
+from fla_jax.models import RWKV6Config, RWKV7Config, RWKVConfig, RWKVState
 from fla_jax.ops import Implementation
 from fla_jax.ops.rwkv7.api import CHUNK
 
@@ -19,6 +21,58 @@ def test_configurations_are_values():
     assert a == b and hash(a) == hash(b) and a != dataclasses.replace(a, remat=True)
     with pytest.raises(dataclasses.FrozenInstanceError):
         a.remat = True
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype("float32"), jnp.float16])
+@pytest.mark.parametrize("cls", [RWKV6Config, RWKV7Config])
+def test_configurations_go_through_json(cls, dtype):
+    """By `dataclasses.asdict` and by `to_dict`; a dtype is its name, and equal to what was given."""
+    config = cls(10, 64, 2, dtype=dtype, scan_layers="unroll", remat=True, decay_low_rank_dim=8)
+    assert config.dtype == dtype and dtype == config.dtype and config.dtype == jnp.dtype(dtype)
+    assert jnp.zeros(1, config.dtype).dtype == dtype and config.dtype in (jnp.float32, dtype)
+    assert config.dtype != jnp.float64 and config.dtype is not None and config.dtype != None  # noqa: E711
+    text = json.dumps(dataclasses.asdict(config))
+    assert json.loads(text)["dtype"] == jnp.dtype(dtype).name
+    assert cls.from_dict(json.loads(text)) == config
+    values = json.loads(json.dumps(config.to_dict()))
+    again = RWKVConfig.from_dict(values)
+    assert again == config and hash(again) == hash(config) and type(again) is cls
+    assert values == {"model_type": cls.__name__.removesuffix("Config").lower(), **json.loads(text)}
+
+
+@pytest.mark.parametrize(
+    "cls, change, error, message",
+    [
+        (RWKV7Config, {"model_type": "rwkv6"}, ValueError, "model_type must be 'rwkv7', got 'rwkv6'"),
+        (
+            RWKVConfig,
+            {"model_type": ["rwkv7"]},
+            ValueError,
+            r"model_type must be 'rwkv6' or 'rwkv7', got \['rw",
+        ),
+        (
+            RWKVConfig,
+            {"width": 3, 4: 5},
+            ValueError,
+            "values must have only fields of RWKV7Config, got 4, width",
+        ),
+        (RWKVConfig, {"dtype": "int8"}, TypeError, "dtype must be a floating-point dtype"),
+    ],
+)
+def test_errors_of_from_dict(cls, change, error, message):
+    with pytest.raises(error, match=message):
+        cls.from_dict({**RWKV7Config(10, 64, 2).to_dict(), **change})
+
+
+def test_what_from_dict_needs():
+    with pytest.raises(ValueError, match="model_type must be 'rwkv6' or 'rwkv7', got None"):
+        RWKVConfig.from_dict(dataclasses.asdict(RWKV7Config(10, 64, 2)))
+    with pytest.raises(
+        ValueError, match="values must have hidden_size, num_layers: RWKV6Config has no default"
+    ):
+        RWKV6Config.from_dict({"vocab_size": 10})
+    with pytest.raises(TypeError, match="values must be a mapping such as to_dict makes, got 7"):
+        RWKVConfig.from_dict(7)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +172,12 @@ TOKENS = jnp.zeros((2, 3), jnp.int32)
         ((TOKENS, None, TOKENS[:1]), ValueError, "segment_ids must have the shape of tokens"),
         ((TOKENS, None, TOKENS * 1.0), TypeError, "segment_ids must be an integer array"),
         ((TOKENS, "zero"), TypeError, "state must be an RWKVState"),
+        (
+            (TOKENS, tuple(jnp.zeros(1) for _ in range(3))),
+            TypeError,
+            "state must be an RWKVState.*, got tuple",
+        ),
+        ((TOKENS, RWKVState(None, None, None)), TypeError, "state.att_shift must be an array, got NoneType"),
         ((TOKENS, RWKVState(*(jnp.zeros(1),) * 3)), ValueError, "state.att_shift must have shape"),
         (
             (TOKENS, small.model(7).init_state(1)),

@@ -1,0 +1,44 @@
+"""Deleted arrays, named by the argument that they came in: JAX's own errors name a shape."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+def check_deleted(**arguments: Any) -> None:
+    """Raises a ValueError that names the first argument with a deleted array."""
+    for name, tree in arguments.items():
+        if is_deleted(tree):
+            raise ValueError(deleted(name))
+
+
+def deleted(name: str) -> str:
+    """What is wrong with an argument that has deleted arrays."""
+    return (
+        f"{name} contains deleted arrays: they were donated to an earlier call (donate_argnums of jax.jit, a "
+        "training step). Use what that call returned"
+    )
+
+
+def is_deleted(tree: Any) -> bool:
+    """Whether a `jax.Array` of ``tree`` is deleted."""
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    return any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in arrays)
+
+
+@contextlib.contextmanager
+def explain_deleted(**arguments: Any) -> Iterator[None]:
+    """Turns JAX's error for a deleted array into one that names the argument.
+
+    Unlike `check_deleted` it looks at the arrays only after an error. Looking at all parameters takes 0.1 ms,
+    in which a GPU would wait.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError):  # eager operations raise the first, compiled ones either
+        check_deleted(**arguments)
+        raise
