@@ -16,7 +16,6 @@ import heads_cases
 import jax
 import numpy as np
 import pytest
-import scales
 from layer_ops import norm_mix_cases
 
 from fla_jax.pallas.layer.norm_mix import launcher as norm_mix_launcher
@@ -64,24 +63,6 @@ ENTRIES = [entry for place in places.here() for entry in _entries(place)]
 FIRST = {(entry.place, entry.name.split()[0]): entry for entry in reversed(ENTRIES)}
 
 
-# see `scales.UNFIXED`; those of an interpreter
-UNFIXED = frozenset(
-    {
-        "chunk_rwkv6 huge float32",
-        "chunk_rwkv6 channels float32",
-        "chunk_rwkv6 mixed segments",
-        "chunk_rwkv6 mixed packed",
-        "chunk_rwkv6 strong  above -20.0",
-        "chunk_rwkv6 strong  above -20.0, segments",
-        "chunk_rwkv7 strong float32",
-        "chunk_rwkv7 huge float32",
-        "chunk_rwkv7 forget float32",
-        "chunk_rwkv7 channels float32",
-        "chunk_rwkv7 strong  above -20.0, segments",
-    }
-)
-
-
 def each(entries: Any) -> Any:
     return pytest.mark.parametrize("entry", [pytest.param(e, id=f"{e.place} {e.name}") for e in entries])
 
@@ -92,8 +73,6 @@ def once(entry: Entry) -> Any:
     """
     more = re.fullmatch(r"\S+ (T|K \d+ V|chunk|segments|packed) \d+", entry.name)
     marks = [pytest.mark.once] if more or entry.place is TRITON_INTERPRETER else []
-    if entry.place is TRITON_INTERPRETER and entry.name in UNFIXED:
-        marks.append(scales.UNFIXED)
     return pytest.param(entry, id=f"{entry.place} {entry.name}", marks=marks)
 
 

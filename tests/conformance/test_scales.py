@@ -13,7 +13,7 @@ import pytest
 import scales
 
 from . import places, recurrences
-from .places import PALLAS_GPU, PALLAS_INTERPRETER, TRITON_GPU, TRITON_INTERPRETER
+from .places import PALLAS_GPU, PALLAS_INTERPRETER
 
 
 def _calls() -> Iterator[Any]:
@@ -29,13 +29,8 @@ def _calls() -> Iterator[Any]:
                 # the recurrent kernels have float32 products for 16 bits too
                 exact = dtype == "float32" or place is PALLAS_GPU
                 tol = scales.FLOAT32 if exact else places.RECURRENCE[place][dtype]
-                by_chunks = place is PALLAS_GPU and op == "rwkv7" and dtype == "bfloat16"
-                unfixed = place in (TRITON_INTERPRETER, TRITON_GPU) or by_chunks
-                marks = [scales.UNFIXED] if unfixed else []
                 exponents = (-60, 40) if interpreted else scales.EXPONENTS
-                yield pytest.param(
-                    case, place, form, exponents, tol, id=f"{place} {form}_{op} {dtype}", marks=marks
-                )
+                yield pytest.param(case, place, form, exponents, tol, id=f"{place} {form}_{op} {dtype}")
 
 
 @pytest.mark.parametrize("case, place, form, exponents, tol", _calls())

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-import scales
 import small_models as small
 import whole_model
 
@@ -28,7 +27,6 @@ def model():
     return params, tokens, whole_model.exact_gradients(OPTIONS, params, tokens)
 
 
-@scales.UNFIXED
 @pytest.mark.parametrize("dtype, least", [(jnp.float32, 1e-5), (jnp.bfloat16, 1e-4)])
 def test_gradients_of_all_parameters_are_as_exact_as_those_of_plain_jax(dtype, least):
     """In float32 products of the dense layers are TF32, as anywhere on such a GPU."""

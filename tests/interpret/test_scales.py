@@ -82,7 +82,7 @@ def parameters():
     for op in cases.OPS:
         for options, kinds in [*CALLS, *(MORE if op == "rwkv7" else ()), *SLOW]:
             said = " ".join(f"{name} {value}" for name, value in options.items() if name != "lengths")
-            marks = [scales.UNFIXED, *([pytest.mark.slow] if (options, kinds) in SLOW else ())]
+            marks = [pytest.mark.slow] if (options, kinds) in SLOW else []
             yield pytest.param(op, options, kinds, id=f"{op} {kinds} {said}".strip(), marks=marks)
 
 
@@ -98,10 +98,10 @@ def test_forms_of_the_chunked_kernels(op, options, kinds):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=scales.UNFIXED),
-        pytest.param(SEGMENTS, marks=scales.UNFIXED),
-        pytest.param(PACKED, marks=scales.UNFIXED),
-        pytest.param(dict(K=24, V=72), marks=[scales.UNFIXED, pytest.mark.slow]),
+        {},
+        SEGMENTS,
+        PACKED,
+        pytest.param(dict(K=24, V=72), marks=pytest.mark.slow),
     ],
     ids=str,
 )

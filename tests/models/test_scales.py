@@ -4,7 +4,6 @@ interpreter, which has no products of bfloat16; tests/gpu/test_scales_gpu.py has
 
 import jax.numpy as jnp
 import pytest
-import scales
 import small_models as small
 import whole_model
 
@@ -17,7 +16,7 @@ OPTIONS = dict(num_layers=12, hidden_size=32, head_dim=16)
 @pytest.mark.parametrize(
     "implementation, dtype, least",
     [
-        pytest.param("triton", jnp.float32, 1e-5, marks=scales.UNFIXED),
+        pytest.param("triton", jnp.float32, 1e-5),
         pytest.param("reference", jnp.bfloat16, 1e-3, marks=pytest.mark.slow),
     ],
 )
