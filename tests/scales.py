@@ -16,6 +16,15 @@ from cases import Case, Outputs, Tolerances
 # of each array's own norm, in float32 at every scale
 FLOAT32 = Tolerances(o=1e-5, state=1e-5, grad=1e-5, dw=4e-5)
 ROUNDING = Tolerances(o=0, state=0, grad=2e-6, dw=8e-6)  # between two scales
+
+
+def of_one_head(tol: Tolerances) -> Tolerances:
+    """For products of 16 bits, from the tolerances of whole arrays: in one head of few tokens a score may come
+    out far below its terms, and what is rounded away is relative to these.
+    """
+    return tol._replace(o=8 * tol.o, state=8 * tol.state, grad=8 * tol.grad, dw=8 * tol.dw)
+
+
 # values of 1e-6 are right for decays of at least -4 and cotangents from 2^LOWEST_OF_SMALL up
 SMALL, LOWEST_OF_SMALL = ("-0.6", "-2.0", "-4.0"), -20
 BOUNDED = ("-0.6", "-2.0", "-4.0", "-4.9", "-5.0", "mild")

@@ -116,10 +116,10 @@ def one_gradients(
     start, end = there.token[:, None], there.token[:, None]
     read_r, read_a = scaled.r.state, scaled.a.state
     if LEAVING:
-        # what the walks of the recurrent form have made has no factor of the form
-        back = in_form(ranges.form, mode, True)
-        post = decays.post[None, :] * back
-        written, passed = (written[0] * post, written[1] * post), passed * (decays.post * back)
+        # what the walks of the recurrent form have made has no factor of the form; that one first, then the
+        # decay: so neither leaves float32's range
+        back, post = in_form(ranges.form, mode, True), decays.post[None, :]
+        written, passed = (written[0] * back * post, written[1] * back * post), passed * back * decays.post
         if not mode.any_decay:
             state = in_form(ranges.form, mode, False)
             read, passed = (read[0] * state, read[1] * state), passed * state
