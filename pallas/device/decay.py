@@ -1,7 +1,7 @@
 """Decay factors of a chunk and the scores made with them, shared by the chunked Triton kernels.
 
-In the bounded form (16 * |w| <= 80) exp(G) and exp(-G) from the chunk's start on serve scores and state
-alike. In the form for any decay (docs/maths.md, section 7) decays may be as strong as they like:
+In the bounded form exp(G) and exp(-G) from the chunk's start on, times the form's gauge and divided by it, serve
+scores and state alike. In the form for any decay (docs/maths.md, section 7) decays may be as strong as they like:
 
 * Exact is what the entering state hands to the chunk's tokens and to the leaving state, and what their
   gradients hand back to it: exponentials of sums of the log decays themselves, LOG_ZERO in place of -inf.
@@ -69,8 +69,7 @@ def lowest_logs(w, mode: tl.constexpr, SPREAD: tl.constexpr):
     The sums below are over the four tokens of a quarter, of log decays counted down to LOG_MIN, of which
     later ones count 21 / 32. With n strong ones the sums of these are -26.5 and -32 (n = 2), -37, -42.5 and
     -48 (n = 3), -47.5 or less (n = 4), and less by what the mild ones add. So down to LOG_FEW are counted one
-    or two strong ones and the first of three. With four of them not one is: what a column takes on its way to
-    the second middle must stay in range, as the gradients of such decays show in no other place.
+    or two strong ones and the first of three, and of four not one, so that exponents stay below 69.
     """
     t, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     quarter = tl.where(j // 4 == t // 4, tl.where(j <= t, 1.0, 0.65625), 0.0)
