@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .call import Recurrence
+from .sharding import vary_alike
 
 
 class Chunks(NamedTuple):
@@ -132,9 +133,7 @@ def zeros(like: jax.Array, varying: jax.Array, dtype: Any = None) -> jax.Array:
     """Zeros to start a scan's carry with, sharded like ``like``; inside `jax.shard_map` they vary over the
     same mesh axes as ``varying``.
     """
-    z = jnp.zeros_like(like, dtype)
-    axes = tuple(jax.typeof(varying).manual_axis_type.varying - jax.typeof(z).manual_axis_type.varying)
-    return jax.lax.pcast(z, axes, to="varying") if axes else z
+    return vary_alike(jnp.zeros_like(like, dtype), varying)
 
 
 def group_size(tokens: Any) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.names import remat_policy
-from ..core.sharding import entries, is_explicit, mesh_axes, place
+from ..core.sharding import entries, is_explicit, mesh_axes, place, vary_alike
 from ..layers import RWKVState
 from ..layers.base import LAYER_NORM_EPS, before_end, check_lengths, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
@@ -141,6 +141,7 @@ class RWKVForCausalLM(nn.Module):
             state = jax.tree.map(functools.partial(_beside_rows, tokens), state)
         carry: Carry = (x, self._no_values(x) if isinstance(config, RWKV7Config) else None)
         if config.scan_layers:
+            carry = vary_alike(carry, self.variables, state, segment_ids, lengths)
             carry, state = self.blocks(carry, state, jnp.arange(config.num_layers), segment_ids, lengths)
         else:
             states = []
