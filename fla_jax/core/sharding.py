@@ -58,6 +58,23 @@ def is_explicit() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
+def check_mesh(name: str, *trees: Any) -> None:
+    """Raises ValueError where arrays lie on a mesh with explicit axes and no mesh is in context.
+
+    ``name`` says whose arguments they are.
+    """
+    if not jax.sharding.get_abstract_mesh().empty:
+        return
+    for x in jax.tree.leaves(trees):
+        mesh = jax.typeof(x).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            raise ValueError(
+                f"{name}: an argument lies on a mesh with explicit axes {mesh.axis_names}, and no mesh is in "
+                "context: call it within `with jax.set_mesh(mesh):`, or make the mesh with "
+                f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+            )
+
+
 def entries(x: jax.Array) -> tuple[Any, ...]:
     """On a mesh with explicit axes, the mesh axis (or axes, or None) that each axis of ``x`` is split
     over.

@@ -127,7 +127,23 @@ def _over_devices(
     whole = functools.partial(on, dataclasses.replace(call, sequence=None))
     name = op.name if any(one.sequences for one in op.implementations) else ""
     own = functools.partial(on, call)
-    return sharded(own, left, right, op.shardable, call.sequence, whole, name, implementation.opaque)
+    run = sharded(own, left, right, op.shardable, call.sequence, whole, name, implementation.opaque)
+    return _differentiated_once(op, implementation, run) if implementation.opaque else run
+
+
+def _differentiated_once(op: Any, implementation: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, a kernel that a rule calls: to differentiate the rule is an error in words."""
+    kernel = jax.custom_jvp(fn)
+
+    @kernel.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        plain = " or ".join(repr(one.name) for one in op.implementations if not one.opaque)
+        raise TypeError(
+            f"{op.name}: implementation={implementation.name!r} has first derivatives only; second "
+            f"derivatives, by reverse mode or by forward mode over it, want implementation={plain}"
+        )
+
+    return kernel
 
 
 def _summed_axes(call: Call, axes: list[str]) -> str:
