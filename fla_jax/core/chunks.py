@@ -194,6 +194,18 @@ class Segments(NamedTuple):
         return self.ids == jnp.swapaxes(self.ids, -1, -2)
 
 
+def ends(seg: Segments | None) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """The masks of `select`: tokens that see the entering state, tokens that the leaving state sees, chunks
+    that the state passes through. None without segments.
+    """
+    return (None, None, None) if seg is None else (seg.start, seg.end, seg.through)
+
+
+def select(mask: jax.Array | None, x: jax.Array) -> jax.Array:
+    """``x`` where ``mask``, else 0; all of ``x`` without a mask. Not a product: 0 times NaN is NaN."""
+    return x if mask is None else jnp.where(mask, x, 0)
+
+
 def segments(chunks: Chunks, segment_ids: jax.Array | None) -> Segments | None:
     """Restart masks from ``segment_ids`` [B, T] (None without them)."""
     if segment_ids is None:

@@ -129,10 +129,13 @@ def chunk_rwkv7(
     counts a log decay down to -28 at most, 7e-13, where one or two of four neighbours (0..3, 4..7, ..) are
     below -16; of three the later ones, and all of four, down to -16, 1.1e-7, until the chunk ends.
 
-    NaN and infinity in an input of one token reach, in the chunked form, every output of its chunk (16 tokens
-    unless ``chunk_size`` says otherwise), those of earlier tokens and of another document under
-    ``segment_ids`` included: masks multiply by zero. Token by token, and between sequences of ``cu_seqlens``,
-    they stay where they belong. `fla_jax.checked` names the array and the position.
+    NaN and infinity in an input of a token reach the later tokens of its document, in any form. In the
+    chunked form they reach all other tokens of each chunk that they enter (16 tokens unless ``chunk_size``
+    says otherwise) as well, earlier ones and those of another document under ``segment_ids``: matrix products
+    multiply by zero. A document that begins in the chunk of the token is reached to its end; with
+    ``"triton"`` every later document of the row is.
+    Token by token, and between sequences of ``cu_seqlens``, they stay in their document. `fla_jax.checked`
+    names the array and the position.
 
     Args:
         r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which
