@@ -128,13 +128,13 @@ class RWKVForCausalLM(nn.Module):
         """
         config = self.config
         _check_tokens(tokens, segment_ids, lengths)
-        check_mesh(type(self).__name__, tokens, self.variables, state, segment_ids, lengths)
         if not self.is_initializing():
             check_layers(self.variables.get("params", {}), config)
         zeros = self.init_state(tokens.shape[0])
         if state is None:
             state = zeros
         check_state(state, zeros)
+        check_mesh(type(self).__name__, tokens, self.variables, state, segment_ids, lengths)
         # one dtype in and out, whatever came (float32 states under a bfloat16 model, say)
         state = jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
         x = self.ln0(before_end(self.emb(tokens), lengths))

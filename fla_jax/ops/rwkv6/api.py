@@ -112,9 +112,9 @@ def chunk_rwkv6(
 
     Differentiable in reverse mode in every array, u and the initial state included, from the cotangents of
     ``o`` and of the final state; the rule is written by hand and keeps states of chunks,
-    and what the implementation needs besides.
-    Forward mode (``jax.jvp``, ``jax.linearize``) raises a TypeError. Devices may share rows and heads (B, H),
-    in every sharding mode without communication but for the sum of u's gradient, and the tokens of rows, T,
+    and what the implementation needs besides. Plain JAX forms have second derivatives, kernels have not.
+    Forward mode (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may share rows
+    and heads (B, H), in every sharding mode without communication but for the sum of u's gradient, and the tokens of rows, T,
     which takes one gather of two small matrices for each head, forward and backward (``sequence_axis``). K
     and V must be whole: with automatic axes XLA gathers them, explicit ones are refused.
 
