@@ -114,10 +114,10 @@ def chunk_rwkv7(
     Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o``
     and of the final state; the rule is written by hand and keeps states of chunks, and what the
     implementation needs besides. Plain JAX forms have second derivatives, kernels have not. Forward mode
-    (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may share rows and heads
-    (B, H), in every sharding mode and without communication, and the tokens of rows, T, which takes one gather of two small
-    matrices for each head, forward and backward (``sequence_axis``). K and V must be whole: with automatic
-    axes XLA gathers them, explicit ones are refused.
+    (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may share rows and heads (B,
+    H), in every sharding mode and without communication, and the tokens of rows, T, which takes one gather of
+    two small matrices for each head, forward and backward (``sequence_axis``). K and V must be whole: with
+    automatic axes XLA gathers them, explicit ones are refused.
 
     Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6
     whatever the decays, the gradient of w channel by channel included. ``"reference"``, ``"pallas"`` and,
