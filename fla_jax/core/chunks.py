@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .call import Recurrence
+from .sharding import vary_alike
 
 
 class Chunks(NamedTuple):
@@ -132,9 +133,7 @@ def zeros(like: jax.Array, varying: jax.Array, dtype: Any = None) -> jax.Array:
     """Zeros to start a scan's carry with, sharded like ``like``; inside `jax.shard_map` they vary over the
     same mesh axes as ``varying``.
     """
-    z = jnp.zeros_like(like, dtype)
-    axes = tuple(jax.typeof(varying).manual_axis_type.varying - jax.typeof(z).manual_axis_type.varying)
-    return jax.lax.pcast(z, axes, to="varying") if axes else z
+    return vary_alike(jnp.zeros_like(like, dtype), varying)
 
 
 def group_size(tokens: Any) -> int:
@@ -193,6 +192,18 @@ class Segments(NamedTuple):
     def pairs(self) -> jax.Array:
         """[n, B, 1, C, C]: two tokens are in one segment."""
         return self.ids == jnp.swapaxes(self.ids, -1, -2)
+
+
+def ends(seg: Segments | None) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """The masks of `select`: tokens that see the entering state, tokens that the leaving state sees, chunks
+    that the state passes through. None without segments.
+    """
+    return (None, None, None) if seg is None else (seg.start, seg.end, seg.through)
+
+
+def select(mask: jax.Array | None, x: jax.Array) -> jax.Array:
+    """``x`` where ``mask``, else 0; all of ``x`` without a mask. Not a product: 0 times NaN is NaN."""
+    return x if mask is None else jnp.where(mask, x, 0)
 
 
 def segments(chunks: Chunks, segment_ids: jax.Array | None) -> Segments | None:

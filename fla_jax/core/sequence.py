@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .call import Call
-from .sharding import vary, varying_axes
+from .sharding import vary_alike
 
 
 class Part(NamedTuple):
@@ -131,7 +131,7 @@ def _walk(
     def step(S: jax.Array, one: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _apply(one[..., :own], S) + one[..., own:], S
 
-    start = vary(start, varying_axes(maps, start))
+    start = vary_alike(start, maps)
     # a loop costs more than a step
     end, entering = jax.lax.scan(step, start, maps, reverse=reverse, unroll=8)
     return jax.lax.dynamic_index_in_dim(entering, jax.lax.axis_index(axis), keepdims=False), end

@@ -58,6 +58,23 @@ def is_explicit() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
+def check_mesh(name: str, *trees: Any) -> None:
+    """Raises ValueError where arrays lie on a mesh with explicit axes and no mesh is in context.
+
+    ``name`` says whose arguments they are.
+    """
+    if not jax.sharding.get_abstract_mesh().empty:
+        return
+    for x in jax.tree.leaves(trees):
+        mesh = jax.typeof(x).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            raise ValueError(
+                f"{name}: an argument lies on a mesh with explicit axes {mesh.axis_names}, and no mesh is in "
+                "context: call it within `with jax.set_mesh(mesh):`, or make the mesh with "
+                f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+            )
+
+
 def entries(x: jax.Array) -> tuple[Any, ...]:
     """On a mesh with explicit axes, the mesh axis (or axes, or None) that each axis of ``x`` is split
     over.
@@ -101,12 +118,15 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(x, more, to="varying") if more else x
 
 
-def reduce_like(gradient: jax.Array, primal: jax.Array) -> jax.Array:
-    """Inside a checked `jax.shard_map`: ``gradient`` summed over the mesh axes that ``primal`` does not vary
-    over.
+def vary_alike(tree: Any, *others: Any) -> Any:
+    """``tree``, all its arrays said to vary over every axis of a checked `jax.shard_map` that an array of it
+    or of ``others`` varies over.
+
+    A scan wants one type for what it carries, and a custom gradient one for each input and its gradient.
+    JAX's transpose of this sums cotangents over the axes that an array did not vary over.
     """
-    axes = tuple(_varying(gradient) - _varying(primal))
-    return jax.lax.psum(gradient, axes) if axes else gradient
+    axes = varying_axes(*jax.tree.leaves((tree, others)))
+    return jax.tree.map(lambda x: vary(x, axes), tree)
 
 
 def devices_in_mesh() -> int:
@@ -221,8 +241,8 @@ def _partitioned(
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.empty and AxisType.Manual in mesh.axis_types:
             # results vary over what any operand varies over, which a kernel does not say
-            axes = varying_axes(*args)
-            return jax.tree.map(lambda y: vary(y, axes), fn(*args))
+            args = vary_alike(args)
+            return vary_alike(fn(*args), args)
         if not mesh.empty and AxisType.Explicit in mesh.axis_types:
             owners = _owners(left, [jax.typeof(x).sharding.spec for x in args], shardable, sequence)
             ins, outs = _specs(left, owners), _specs(right, owners)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
-from ..core.sharding import beside
+from ..core.sharding import beside, check_mesh
 from ..ops.layer import norm_shift_mix
 from .fields import check_fields
 from .init import ByDepth, Initializer, computed
@@ -175,6 +175,7 @@ class Layer(nn.Module):
             raise TypeError(f"x must have a floating-point dtype, got {x.dtype}")
         if x.shape[1] == 0:
             raise ValueError("x must hold at least one token, got T = 0")
+        check_mesh(type(self).__name__, x, self.variables)
         check_sequence("x", x, lengths)
         if segment_ids is not None:
             if segment_ids.shape != x.shape[:2]:

@@ -235,7 +235,7 @@ def _wide_dot(dot: Any, wide: Any, x: jax.Array, weight: jax.Array) -> jax.Array
 
 
 def _wide_dot_forward(dot: Any, wide: Any, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
-    return _wide_dot(dot, wide, x, weight), (x, weight)
+    return dot(x, weight, preferred_element_type=wide), (x, weight)
 
 
 def _wide_dot_backward(dot: Any, wide: Any, kept: Any, dy: jax.Array) -> Any:

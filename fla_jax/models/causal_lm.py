@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.names import remat_policy
-from ..core.sharding import entries, is_explicit, mesh_axes, place
+from ..core.sharding import check_mesh, entries, is_explicit, mesh_axes, place, vary_alike
 from ..layers import RWKVState
 from ..layers.base import LAYER_NORM_EPS, before_end, check_lengths, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
@@ -84,7 +84,7 @@ class RWKVForCausalLM(nn.Module):
             unroll = config.scan_layers == "unroll" and not self.is_initializing()
             self.blocks = nn.scan(
                 block,
-                variable_axes={"params": 0},
+                variable_axes={"params": 0, "intermediates": 0},
                 split_rngs={"params": True},
                 in_axes=(0, 0, nn.broadcast, nn.broadcast),
                 length=config.num_layers,
@@ -134,6 +134,7 @@ class RWKVForCausalLM(nn.Module):
         if state is None:
             state = zeros
         check_state(state, zeros)
+        check_mesh(type(self).__name__, tokens, self.variables, state, segment_ids, lengths)
         # one dtype in and out, whatever came (float32 states under a bfloat16 model, say)
         state = jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
         x = self.ln0(before_end(self.emb(tokens), lengths))
@@ -141,6 +142,7 @@ class RWKVForCausalLM(nn.Module):
             state = jax.tree.map(functools.partial(_beside_rows, tokens), state)
         carry: Carry = (x, self._no_values(x) if isinstance(config, RWKV7Config) else None)
         if config.scan_layers:
+            carry = vary_alike(carry, self.variables, state, segment_ids, lengths)
             carry, state = self.blocks(carry, state, jnp.arange(config.num_layers), segment_ids, lengths)
         else:
             states = []
@@ -165,6 +167,7 @@ class RWKVForCausalLM(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """The head: [..., C] -> float32 logits [..., V]."""
+        check_mesh(type(self).__name__, hidden, self.variables)
         logits = self.head(hidden)
         # whole along V: losses pick from them and sampling sorts them
         return place(logits, *entries(logits)[:-1], None) if is_explicit() else logits

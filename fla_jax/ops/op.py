@@ -38,7 +38,7 @@ from jax.sharding import AxisType
 from ..core.call import Call, abstract
 from ..core.checked import is_checked
 from ..core.gpu import Mendable, platform_of
-from ..core.sharding import ROWS, TOKENS, devices_in_mesh, is_explicit, is_manual, mesh_axes
+from ..core.sharding import ROWS, TOKENS, check_mesh, devices_in_mesh, is_explicit, is_manual, mesh_axes
 from .rule import run
 
 Inputs = TypeVar("Inputs", bound=tuple)
@@ -136,11 +136,13 @@ class Op(Generic[Inputs, Outputs]):
 
         Raises:
             ValueError: ``implementation`` is unknown or cannot run this call here, an axis that must stay
-                whole is sharded over an explicit mesh axis, or ``sequence_axis`` does not fit.
+                whole is sharded over an explicit mesh axis, arrays lie on a mesh with explicit axes that is
+                not in context, or ``sequence_axis`` does not fit.
             TypeError: the call is differentiated in forward mode.
         """
         arrays = jax.tree.leaves(x)
         self._refuse_forward_mode(arrays)
+        check_mesh(self.name, x)
         sequence_axis = self._sequence_axis(x, sequence_axis)
         self._refuse_sharded(x, sequence_axis)
         shards = 1 if sequence_axis is None else self._shards(x, sequence_axis)

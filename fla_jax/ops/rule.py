@@ -18,7 +18,7 @@ from jax.interpreters.ad import zeros_like_aval
 
 from ..core.call import Call
 from ..core.names import name_arrays
-from ..core.sharding import ROWS, TOKENS, is_explicit, is_manual, reduce_like, sharded
+from ..core.sharding import ROWS, TOKENS, is_explicit, is_manual, sharded, vary_alike
 
 Arrays = dict[str, jax.Array]
 
@@ -127,7 +127,23 @@ def _over_devices(
     whole = functools.partial(on, dataclasses.replace(call, sequence=None))
     name = op.name if any(one.sequences for one in op.implementations) else ""
     own = functools.partial(on, call)
-    return sharded(own, left, right, op.shardable, call.sequence, whole, name, implementation.opaque)
+    run = sharded(own, left, right, op.shardable, call.sequence, whole, name, implementation.opaque)
+    return _differentiated_once(op, implementation, run) if implementation.opaque else run
+
+
+def _differentiated_once(op: Any, implementation: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, a kernel that a rule calls: to differentiate the rule is an error in words."""
+    kernel = jax.custom_jvp(fn)
+
+    @kernel.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        plain = " or ".join(repr(one.name) for one in op.implementations if not one.opaque)
+        raise TypeError(
+            f"{op.name}: implementation={implementation.name!r} has first derivatives only; second "
+            f"derivatives, by reverse mode or by forward mode over it, want implementation={plain}"
+        )
+
+    return kernel
 
 
 def _summed_axes(call: Call, axes: list[str]) -> str:
@@ -146,9 +162,15 @@ def _with_axes(call: Call, gradient: jax.Array, axes: list[str], rows: int) -> j
     return gradient[None] if split else gradient
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def run(op: Any, implementation: Any, call: Call, x: Any) -> Any:
     """The outputs of an `Op` by one of its implementations; differentiable in reverse mode."""
+    # JAX has no rule for symbolic zeros in a `jax.shard_map` that is not jitted
+    by = _run_jitted if is_manual() else _run
+    return by(op, implementation, call, vary_alike(x))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _run(op: Any, implementation: Any, call: Call, x: Any) -> Any:
     return _forward(op, implementation, dataclasses.replace(call, keep=False), x)[0]
 
 
@@ -163,12 +185,11 @@ def _run_fwd(op: Any, implementation: Any, call: Call, x: Any) -> tuple[Any, Any
 
 def _run_bwd(op: Any, implementation: Any, call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
     x, kept = residuals
-    cotangents = _without_zeros(implementation.load(), cotangents)
+    cotangents = vary_alike(_without_zeros(implementation.load(), cotangents), x)
     leaves, tree = jax.tree.flatten(x)
     gradients = _backward(op, implementation, call, x, kept, cotangents)
     gradients = _summed(tree.flatten_up_to(gradients), leaves)  # type: ignore[attr-defined]
-    gradients = [None if g is None else reduce_like(g, primal) for g, primal in zip(gradients, leaves)]
-    return (jax.tree.unflatten(tree, gradients),)
+    return (jax.tree.unflatten(tree, vary_alike(gradients, x)),)
 
 
 def _without_zeros(module: Any, cotangents: Any) -> Any:
@@ -202,4 +223,5 @@ def _summed(gradients: list[Any], primals: list[jax.Array]) -> list[Any]:
     return summed
 
 
-run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
+_run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
+_run_jitted = jax.jit(_run, static_argnums=(0, 1, 2), inline=True)

@@ -48,7 +48,7 @@ def tuned(model, params, tokens, mask):
     return tune_states(model, params, [(np.asarray(tokens), np.asarray(mask))] * 2, 2, learning_rate=0.1)
 
 
-def in_shard_map(model, params, tokens, mesh):
+def in_shard_map(model, params, tokens, mesh, check):
     """Hidden states, and the gradients of their sum of squares, with the tokens of rows over four devices."""
 
     def read(params, tokens):
@@ -60,7 +60,7 @@ def in_shard_map(model, params, tokens, mesh):
 
     split = P("fsdp", "sequence")
     with jax.set_mesh(mesh), nn.logical_axis_rules((("length", "sequence"),)):
-        inside = jax.shard_map(read, in_specs=(P(), split), out_specs=split, check_vma=False)
+        inside = jax.shard_map(read, in_specs=(P(), split), out_specs=split, check_vma=check)
         got = jax.device_get(jax.jit(jax.grad(functools.partial(loss, inside), has_aux=True))(params))
     return got, jax.jit(jax.grad(functools.partial(loss, read), has_aux=True))(params)
 
@@ -93,6 +93,8 @@ def report(version):
             found[f"generated, {name}"] = largest(got.state, text.state)
     with jax.enable_x64(True):  # what float32 rounds differently would say little of one layer's gradients
         short = small.model(version, vocab_size=32, num_layers=1, **exact)
-        inside = in_shard_map(short, small.params(short), tokens[:, :8], make_mesh(fsdp=2, sequence=4))
-    found["in shard_map, float64"] = largest(*inside)
+        for name, check in (("unchecked", False), ("checked", True)):
+            mesh = make_mesh(fsdp=2, sequence=4)
+            inside = in_shard_map(short, small.params(short), tokens[:, :8], mesh, check)
+            found[f"in shard_map, {name}, float64"] = largest(*inside)
     return found

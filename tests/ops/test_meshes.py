@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_models as small
 from cases import OPS, Case
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fla_jax.core.gpu import platform_of
+from fla_jax.layers import RWKV6Attention, RWKV7Attention
 
 each_op = pytest.mark.parametrize("op", OPS)
 each_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -54,6 +56,33 @@ def test_an_axis_of_one_device(op):
             assert jax.typeof(o).sharding.spec == P(None, "seq", None, None)
             cases.assert_close("o", o, cases.expected(case).o, 3e-6)
             cases.assert_close("final state", final, cases.expected(case).final, 3e-6)
+
+
+@each_op
+def test_an_explicit_mesh_that_is_not_in_context(op):
+    """Types then name shardings that nothing here can follow; JAX's errors spoke of its own operations."""
+    arrays = cases.build(Case(op, B=2, T=4, H=2, K=16, V=16)).arrays
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    put = {
+        n: jax.device_put(x, NamedSharding(mesh, P() if n == "u" else P("data"))) for n, x in arrays.items()
+    }
+    version = int(op[-1])
+    model, attention = small.model(version), (RWKV6Attention, RWKV7Attention)[version - 6](32, head_dim=16)
+    tokens, x = (
+        jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (small.tokens(2, 3), np.ones((2, 3, 32)))
+    )
+    calls = {
+        f"chunk_{op}": (lambda arrays: cases.call(op, arrays), put),
+        type(model).__name__: (model.init, jax.random.key(0), tokens),
+        type(attention).__name__: (attention.init, jax.random.key(0), x),
+    }
+    for name, (call, *args) in calls.items():
+        wanted = rf"{name}: an argument lies on a mesh with explicit axes \('data',\).* jax.set_mesh\(mesh\)"
+        for run in (call, jax.jit(call)):
+            with pytest.raises(ValueError, match=wanted):
+                run(*args)
+        with jax.set_mesh(mesh):
+            jax.eval_shape(call, *args)
 
 
 def test_the_platform_of_a_traced_call():

@@ -107,6 +107,26 @@ def test_rematerialisation_keeps_what_the_forward_made():
     assert products == {"kept": 2, "made again": 3}  # one of the backward
 
 
+@pytest.mark.parametrize("again", [jax.grad, jax.jacfwd, jax.jit])
+def test_second_derivatives(again):
+    """Those of a plain implementation are right; a kernel has none, and says which implementation has."""
+
+    def along(implementation, x):
+        first = jax.grad(lambda x: jnp.sum(jnp.sin(toy.running_sum(x, SCALE, implementation))))
+        if again is jax.jit:  # forward over reverse, in a jitted function
+            return jax.jit(lambda x: jax.jvp(first, (x,), (X,))[1])(x)
+        return again(lambda x: jnp.vdot(first(x), X))(x)
+
+    y, dy = want(X, SCALE), want(X, SCALE)  # sums are linear: their change along X is themselves
+    expected = np.cumsum((-np.sin(y) * dy)[:, ::-1], 1)[:, ::-1] * np.asarray(SCALE)
+    np.testing.assert_allclose(along("plain", X), expected, rtol=1e-4, atol=1e-4)
+    message = (
+        "running_sum: implementation='kernel' has first derivatives only; .* want implementation='plain'"
+    )
+    with pytest.raises(TypeError, match=message):
+        along("kernel", X)
+
+
 def test_checked_mode():
     with pytest.raises(ValueError, match="running_sum: x is negative"):
         fla_jax.checked(lambda x: toy.running_sum(x, SCALE))(-jnp.ones((1, 2, 5)))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ...core.call import Call, Outputs, Recurrence
 from ...core.sequence import part_of
-from ...core.sharding import vary, varying_axes
+from ...core.sharding import vary_alike
 
 Kept = dict[str, jax.Array]
 
@@ -57,9 +57,7 @@ class OverSequence:
         _, states = self.module.forward(call, x)
         if part is None:
             return self.module.backward(call, x, states, cotangents)
-        nothing = vary(
-            jnp.zeros_like(cotangents.final_state), varying_axes(*jax.tree.leaves((x, cotangents)))
-        )
+        nothing = vary_alike(jnp.zeros_like(cotangents.final_state), x)
         alone = cotangents._replace(final_state=nothing)
         D = self.module.backward(call, x, states, alone).initial_state
         leaving = part.enter_backward(kept["M"], D[:, None], cotangents.final_state)
@@ -71,7 +69,7 @@ class OverSequence:
         """(M, N) of the tokens here, [B, H, K, K] and [B, H, K, V]."""
         s0, V = x.initial_state, x.v.shape[-1]
         eye = jnp.broadcast_to(jnp.eye(s0.shape[2], dtype=s0.dtype), (*s0.shape[:2], *(s0.shape[2],) * 2))
-        start = vary(jnp.concatenate([jnp.zeros_like(s0), eye], -1), varying_axes(*jax.tree.leaves(x)))
+        start = vary_alike(jnp.concatenate([jnp.zeros_like(s0), eye], -1), x)
         wide = jnp.concatenate([x.v, jnp.zeros_like(x.k, x.v.dtype)], -1)
         both = self.module.forward(call, x._replace(v=wide, initial_state=start))[0].final_state
         return both[..., V:], both[..., :V]

@@ -33,22 +33,27 @@ def rwkv6_decay(x: jax.Array, base: jax.Array, dtype: Any = None) -> jax.Array:
         >>> rwkv6_decay(jnp.array([[0.0, 30.0]]), jnp.array([0.0, 0.0])).round().tolist()
         [[-1.0, -485165184.0]]
     """
-    return _decay(base.astype(x.dtype) + x, jnp.dtype(x.dtype if dtype is None else dtype), x.dtype)
+    return _differentiable(base.astype(x.dtype) + x, jnp.dtype(x.dtype if dtype is None else dtype), x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _decay(x: jax.Array, dtype: jnp.dtype, wide: jnp.dtype) -> jax.Array:
+def _decay(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return (-jnp.exp(jnp.minimum(x, MOST))).astype(dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _differentiable(x: jax.Array, dtype: jnp.dtype, wide: jnp.dtype) -> jax.Array:
+    return _decay(x, dtype)
+
+
+# What the rule calls is plain: derivatives of gradients, in either mode, go through it.
 def _forward(x: jax.Array, dtype: jnp.dtype, wide: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    w = _decay(x, dtype, wide)
+    w = _decay(x, dtype)
     return w, w
 
 
 def _backward(dtype: jnp.dtype, wide: jnp.dtype, w: jax.Array, dw: jax.Array) -> tuple[jax.Array]:
-    least = _decay(jnp.asarray(MOST, wide), dtype, wide)
+    least = _decay(jnp.asarray(MOST, wide), dtype)
     return (jnp.where(w > least, dw.astype(wide) * w.astype(wide), 0),)
 
 
-_decay.defvjp(_forward, _backward)
+_differentiable.defvjp(_forward, _backward)

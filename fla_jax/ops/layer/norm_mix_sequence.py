@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from ...core.call import Call, Mix, Mixed, MixInputs
 from ...core.sequence import Part, from_left, from_right, part_of
-from ...core.sharding import vary, varying_axes
 from .norm_mix_plain import norm, summed
 
 Kept = dict[str, jax.Array]
@@ -45,7 +44,6 @@ class OverSequence:
         part = part_of(call, x.segment_ids)
         if part is None:
             return self.module.forward(call, x)
-        x = _varying(x, x)
         entering, _ = _entering(call.settings, part, x)
         outputs, kept = self.module.forward(call, x._replace(last=entering))
         last = jnp.where(part.is_last, outputs.last, 0)
@@ -56,7 +54,6 @@ class OverSequence:
         part = part_of(call, x.segment_ids)
         if part is None:
             return self.module.backward(call, x, kept, cotangents)
-        x, cotangents = _varying(x, x), _varying(cotangents, x)
         entering, pull = _entering(call.settings, part, x)
         last = jnp.where(part.is_last, cotangents.last, 0)
         own = self.module.backward(call, x._replace(last=entering), kept, cotangents._replace(last=last))
@@ -78,12 +75,6 @@ class OverSequence:
             bias=bias,
             last=None if x.last is None else jnp.where(part.is_first, own.last, 0).astype(x.last.dtype),
         )
-
-
-def _varying(tree: Any, x: MixInputs) -> Any:
-    """In a checked `jax.shard_map`: every array as each device's own, so that gradients are, too."""
-    axes = varying_axes(*jax.tree.leaves(x))
-    return jax.tree.map(lambda array: vary(array, axes), tree)
 
 
 def _entering(settings: Mix, part: Part, x: MixInputs) -> tuple[jax.Array, Any]:

@@ -111,11 +111,11 @@ def chunk_rwkv6(
         S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T
 
     Differentiable in reverse mode in every array, u and the initial state included, from the cotangents of
-    ``o`` and of the final state; the rule is written by hand and keeps states of chunks,
-    and what the implementation needs besides.
-    Forward mode (``jax.jvp``, ``jax.linearize``) raises a TypeError. Devices may share rows and heads (B, H),
-    in every sharding mode without communication but for the sum of u's gradient, and the tokens of rows, T,
-    which takes one gather of two small matrices for each head, forward and backward (``sequence_axis``). K
+    ``o`` and of the final state; the rule is written by hand and keeps states of chunks, and what the
+    implementation needs besides. Plain JAX forms have second derivatives, kernels have not. Forward mode
+    (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may share rows and heads (B,
+    H), in every sharding mode without communication but for the sum of u's gradient, and the tokens of rows,
+    T, which takes one gather of two small matrices for each head, forward and backward (``sequence_axis``). K
     and V must be whole: with automatic axes XLA gathers them, explicit ones are refused.
 
     Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6
@@ -127,10 +127,13 @@ def chunk_rwkv6(
     tokens. Between the chunk's own tokens it counts a log decay down to -16 at most: 1.1e-7 of
     what a token wrote outlives a stronger one until the chunk ends.
 
-    NaN and infinity in an input of one token reach, in the chunked form, every output of its chunk (16 tokens
-    unless ``chunk_size`` says otherwise), those of earlier tokens and of another document under
-    ``segment_ids`` included: masks multiply by zero. Token by token, and between sequences of ``cu_seqlens``,
-    they stay where they belong. `fla_jax.checked` names the array and the position.
+    NaN and infinity in an input of a token reach the later tokens of its document, in any form. In the
+    chunked form they reach all other tokens of each chunk that they enter (16 tokens unless ``chunk_size``
+    says otherwise) as well, earlier ones and those of another document under ``segment_ids``: matrix products
+    multiply by zero. Of documents that begin in a later chunk no other token is reached. ``"triton"``
+    carries them to the end of a document that begins in the chunk of the token.
+    Token by token, and between sequences of ``cu_seqlens``, they stay in their document. `fla_jax.checked`
+    names the array and the position.
 
     Args:
         r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which

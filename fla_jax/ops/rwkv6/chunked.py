@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.call import Call, Outputs, Recurrence, RWKV6Inputs
-from ...core.chunks import Segments, chunk_plan, segments, zeros
+from ...core.chunks import Segments, chunk_plan, ends, segments, select, zeros
 from ..common import tree
 from ..common.bounded import Scores, build, by_strength
 from ..common.tree import dot
@@ -27,12 +27,9 @@ def _reach(x: Scores, seg: Segments | None):
     """Rows from the entering state, columns to the leaving one [..., C, K], and what passes through
     [..., K, 1], cut at restarts.
     """
+    start, end, passes = ends(seg)
     rows, cols, through = tree.pick(x.rows_in, 0), tree.pick(x.cols_out, 0), jnp.swapaxes(x.total, -1, -2)
-    return (
-        (rows, cols, through)
-        if seg is None
-        else (jnp.where(seg.start, rows, 0), jnp.where(seg.end, cols, 0), jnp.where(seg.through, through, 0))
-    )
+    return select(start, rows), select(end, cols), select(passes, through)
 
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
@@ -52,17 +49,17 @@ def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, 
         A = decayed.scores() if seg is None else jnp.where(seg.pairs, decayed.scores(), 0)
         A = jnp.where(np.eye(chunks.size, dtype=bool), jnp.sum(r * u * k, -1, keepdims=True), A)
         rows, cols, through = _reach(decayed, seg)
+        start, end, passes = ends(seg)
 
         def step(carry, chunk):
-            sequence, rows, cols, v, through = chunk
+            sequence, rows, cols, v, through, passes = chunk
             S = chunks.read(carry, sequence)
-            return chunks.write(carry, through * S + dot("bhck,bhcv->bhkv", cols, v), sequence), (
-                S,
-                dot("bhck,bhkv->bhcv", rows, S),
-            )
+            new = select(passes, through * S) + dot("bhck,bhcv->bhkv", cols, v)
+            return chunks.write(carry, new, sequence), (S, dot("bhck,bhkv->bhcv", rows, S))
 
-        carry, (states, y) = chunks.each(step, carry, (sequences, rows, cols, v, through))
-        return carry, (y + dot("...ij,...jv->...iv", A, v),), (states, A)
+        each = (sequences, rows, cols, select(end, v), through, passes)
+        carry, (states, y) = chunks.each(step, carry, each)
+        return carry, (select(start, y) + dot("...ij,...jv->...iv", A, v),), (states, A)
 
     xs = (chunks.sequence, segments(chunks, x.segment_ids))
     step = by_strength(cfg, chunks, group, 3)
@@ -83,26 +80,28 @@ def backward(
         r = r * cfg.scale
         decayed = build(mild, w, (r,), (k,), INCLUSIVE)
         rows, cols, through = _reach(decayed, seg)
+        start, end, passes = ends(seg)
 
         def step(carry, chunk):
-            sequence, S, rows, cols, v, through, dy = chunk
+            sequence, S, rows, cols, v, through, passes, dy = chunk
             dS = chunks.read(carry, sequence)
-            new = through * dS + dot("bhck,bhcv->bhkv", rows, dy)
+            new = select(passes, through * dS) + dot("bhck,bhcv->bhkv", rows, dy)
             return chunks.write(carry, new, sequence), (
                 dot("bhck,bhkv->bhcv", cols, dS),
                 dot("bhjv,bhkv->bhjk", v, dS),
                 jnp.sum(S * dS, -1),
             )
 
-        carry, (dv, dk, passed) = chunks.each(
-            step, carry, (sequences, states, rows, cols, v, through, dy), reverse=True
-        )
-        dv = dv + dot("...ij,...iv->...jv", A, dy)
+        each = (sequences, states, rows, cols, v, through, passes, select(start, dy))
+        carry, (dv, dk, passed) = chunks.each(step, carry, each, reverse=True)
+        dv = select(end, dv) + dot("...ij,...iv->...jv", A, dy)
         dA, dr = dot("...iv,...jv->...ij", dy, v), dot("...iv,...kv->...ik", dy, states)
         own = jnp.sum(dy * v, -1, keepdims=True)
         if seg is not None:
-            dA, dr, dk = jnp.where(seg.pairs, dA, 0), jnp.where(seg.start, dr, 0), jnp.where(seg.end, dk, 0)
-        dg = jnp.broadcast_to(jnp.swapaxes(through, -1, -2) * passed[..., None, :], w.shape)
+            dA = jnp.where(seg.pairs, dA, 0)
+        dr, dk = select(start, dr), select(end, dk)
+        dg = select(passes, jnp.swapaxes(through, -1, -2) * passed[..., None, :])
+        dg = jnp.broadcast_to(dg, w.shape)
         (dr,), (dk,), dw = decayed.gradients(dA, dr[..., None, :, :], dk[..., None, :, :], dg)
         dr, dk = (dr + own * bonus * k) * cfg.scale, dk + own * bonus * r
         return (carry, du + jnp.sum(own * r * k, (0, 1, 3))), (dr, dk, dv, dw), None

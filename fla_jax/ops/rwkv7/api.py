@@ -113,11 +113,11 @@ def chunk_rwkv7(
 
     Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o``
     and of the final state; the rule is written by hand and keeps states of chunks, and what the
-    implementation needs besides. Forward mode
-    (``jax.jvp``, ``jax.linearize``) raises a TypeError. Devices may share rows and heads (B, H), in every
-    sharding mode and without communication, and the tokens of rows, T, which takes one gather of two small
-    matrices for each head, forward and backward (``sequence_axis``). K and V must be whole: with automatic
-    axes XLA gathers them, explicit ones are refused.
+    implementation needs besides. Plain JAX forms have second derivatives, kernels have not. Forward mode
+    (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may share rows and heads (B,
+    H), in every sharding mode and without communication, and the tokens of rows, T, which takes one gather of
+    two small matrices for each head, forward and backward (``sequence_axis``). K and V must be whole: with
+    automatic axes XLA gathers them, explicit ones are refused.
 
     Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6
     whatever the decays, the gradient of w channel by channel included. ``"reference"``, ``"pallas"`` and,
@@ -129,10 +129,13 @@ def chunk_rwkv7(
     counts a log decay down to -28 at most, 7e-13, where one or two of four neighbours (0..3, 4..7, ..) are
     below -16; of three the later ones, and all of four, down to -16, 1.1e-7, until the chunk ends.
 
-    NaN and infinity in an input of one token reach, in the chunked form, every output of its chunk (16 tokens
-    unless ``chunk_size`` says otherwise), those of earlier tokens and of another document under
-    ``segment_ids`` included: masks multiply by zero. Token by token, and between sequences of ``cu_seqlens``,
-    they stay where they belong. `fla_jax.checked` names the array and the position.
+    NaN and infinity in an input of a token reach the later tokens of its document, in any form. In the
+    chunked form they reach all other tokens of each chunk that they enter (16 tokens unless ``chunk_size``
+    says otherwise) as well, earlier ones and those of another document under ``segment_ids``: matrix products
+    multiply by zero. A document that begins in the chunk of the token is reached to its end; with
+    ``"triton"`` every later document of the row is.
+    Token by token, and between sequences of ``cu_seqlens``, they stay in their document. `fla_jax.checked`
+    names the array and the position.
 
     Args:
         r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ...core.call import Call, Outputs, Recurrence, RWKV7Inputs
-from ...core.chunks import Segments, chunk_plan, segments
+from ...core.chunks import Segments, chunk_plan, ends, segments, select
 from ..common import tree
 from ..common.bounded import Scores, build, by_strength
 from ..common.tree import dot
@@ -40,16 +40,24 @@ class _Intra(NamedTuple):
 def _intra(cfg: Recurrence, mild: bool, r, w, k, a, b, seg: Segments | None) -> _Intra:
     x = build(mild, w, (r * cfg.scale, a), (k, b), INCLUSIVE)
     A, rows, cols, through = x.scores(), x.rows_in, x.cols_out, jnp.swapaxes(x.total, -1, -2)
+    start, end, passes = ends(seg)
     if seg is not None:
-        A, through = jnp.where(jnp.tile(seg.pairs, (2, 2)), A, 0), jnp.where(seg.through, through, 0)
-        rows, cols = (
-            jnp.where(seg.start[..., None, :, :], rows, 0),
-            jnp.where(seg.end[..., None, :, :], cols, 0),
-        )
+        A = jnp.where(jnp.tile(seg.pairs, (2, 2)), A, 0)
+    rows, cols, through = select(_kinds(start), rows), select(_kinds(end), cols), select(passes, through)
     C = w.shape[-2]
     T = tree.inverse(A[..., C:, C:])
     readers = tree.stack([tree.pick(rows, 0), dot("...ij,...jk->...ik", T, tree.pick(rows, 1))])
-    return _Intra(x, rows, cols, through, A, T, tree.flat(readers))
+    return _Intra(x, rows, cols, through, A, T, select(_twice(start), tree.flat(readers)))
+
+
+def _kinds(mask: jax.Array | None) -> jax.Array | None:
+    """[..., C, 1] for arrays [..., 2, C, K]."""
+    return None if mask is None else mask[..., None, :, :]
+
+
+def _twice(mask: jax.Array | None) -> jax.Array | None:
+    """[..., C, 1] for arrays [..., 2C, K]."""
+    return None if mask is None else jnp.concatenate([mask, mask], -2)
 
 
 def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
@@ -66,17 +74,18 @@ def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, 
         (r, w, k, v, a, b), (sequences, seg) = tokens, xs
         _, _, cols, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
         own = dot("...ij,...jv->...iv", T, dot("...ij,...jv->...iv", A[..., C:, :C], v))  # T A_ak V
+        start, end, passes = ends(seg)
 
         def step(carry, chunk):
-            sequence, readers, own, v, cols, through = chunk
+            sequence, readers, own, v, cols, through, start, end, passes = chunk
             S = chunks.read(carry, sequence)
-            y, U = jnp.split(dot("bhck,bhkv->bhcv", readers, S), 2, -2)
+            y, U = jnp.split(select(start, dot("bhck,bhkv->bhcv", readers, S)), 2, -2)
             vu = jnp.concatenate([v, own + U], -2)
-            return chunks.write(carry, through * S + dot("bhck,bhcv->bhkv", cols, vu), sequence), (S, y, vu)
+            new = select(passes, through * S) + dot("bhck,bhcv->bhkv", cols, select(end, vu))
+            return chunks.write(carry, new, sequence), (S, y, vu)
 
-        carry, (states, y, vu) = chunks.each(
-            step, carry, (sequences, readers, own, v, tree.flat(cols), through)
-        )
+        each = (sequences, readers, own, v, tree.flat(cols), through, _twice(start), _twice(end), passes)
+        carry, (states, y, vu) = chunks.each(step, carry, each)
         return carry, (y + dot("...ij,...jv->...iv", A[..., :C, :], vu),), (states, vu[..., C:, :])
 
     xs = (chunks.sequence, segments(chunks, x.segment_ids))
@@ -98,19 +107,22 @@ def backward(
         scores, rows, cols, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
         from_y = dot("...ij,...iv->...jv", A[..., :C, :], dy)  # to v and U, within the chunk
         vu = tree.flat(tree.stack([v, U]))
+        start, end, passes = ends(seg)
 
         def step(carry, chunk):
-            sequence, S, readers, cols, vu, through, dy, from_y = chunk
+            sequence, S, readers, cols, vu, through, dy, from_y, start, end, passes = chunk
             dS = chunks.read(carry, sequence)
-            dvu = from_y + dot("bhck,bhkv->bhcv", cols, dS)
-            new = through * dS + dot("bhck,bhcv->bhkv", readers, jnp.concatenate([dy, dvu[..., C:, :]], -2))
+            dvu = from_y + select(end, dot("bhck,bhkv->bhcv", cols, dS))
+            new = select(passes, through * dS)
+            new += dot("bhck,bhcv->bhkv", readers, select(start, jnp.concatenate([dy, dvu[..., C:, :]], -2)))
             return chunks.write(carry, new, sequence), (
                 dvu,
                 dot("bhjv,bhkv->bhjk", vu, dS),
                 jnp.sum(S * dS, -1),
             )
 
-        each = (sequences, states, readers, tree.flat(cols), vu, through, dy, from_y)
+        masks = (_twice(start), _twice(end), passes)
+        each = (sequences, states, readers, tree.flat(cols), vu, through, dy, from_y, *masks)
         carry, (dvu, dcols, passed) = chunks.each(step, carry, each, reverse=True)
         dZ = dot("...ij,...iv->...jv", T, dvu[..., C:, :])
         dv = dvu[..., :C, :] + dot("...ij,...iv->...jv", A[..., C:, :C], dZ)
@@ -119,11 +131,9 @@ def backward(
         drows, dcols = dot("...iv,...kv->...ik", dout, states).reshape(rows.shape), dcols.reshape(cols.shape)
         if seg is not None:
             dA = jnp.where(jnp.tile(seg.pairs, (2, 2)), dA, 0)
-            drows, dcols = (
-                jnp.where(seg.start[..., None, :, :], drows, 0),
-                jnp.where(seg.end[..., None, :, :], dcols, 0),
-            )
-        dg = jnp.broadcast_to(jnp.swapaxes(through, -1, -2) * passed[..., None, :], w.shape)
+        drows, dcols = select(_kinds(start), drows), select(_kinds(end), dcols)
+        dg = select(passes, jnp.swapaxes(through, -1, -2) * passed[..., None, :])
+        dg = jnp.broadcast_to(dg, w.shape)
         (dr, da), (dk, db), dw = scores.gradients(dA, drows, dcols, dg)
         return carry, (dr * cfg.scale, dw, dk, dv, da, db), None
 
