@@ -8,7 +8,7 @@
     options: --only ptx|hlo|params|interpret, --match TEXT, --workers N
 
 Four nets: the PTX of every Triton kernel with its registers (launches.py), StableHLO of ops, models and
-decoding (programs.py), initial parameters and the results of every kernel variant in interpreters (values.py).
+decoding (programs.py), initial parameters, and results of every kernel variant in interpreters (values.py).
 Every call is described by its public arguments; adapter.py alone names internals. Digests hold for one
 version of JAX, Triton and NumPy and for one kind of CPU: record and check in one environment.
 """
@@ -33,8 +33,8 @@ TESTS = pathlib.Path(__file__).parents[1]
 ROOT = TESTS.parent
 sys.path[:0] = [str(ROOT), str(TESTS)]
 
-from nets.work import processes, work  # noqa: E402
 from nets.work import keys as keys_of  # noqa: E402
+from nets.work import processes, work  # noqa: E402
 
 NETS = ("ptx", "hlo", "params", "interpret")
 PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "numpy", "flax", "optax")

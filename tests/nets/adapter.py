@@ -6,7 +6,6 @@ The rest of the nets calls public functions and describes calls by their argumen
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,21 +70,22 @@ def sample(sampling: Any, logits: jax.Array, keys: jax.Array, implementation: st
     return sample(sampling.arrays(logits.shape[1]), logits, none, keys, implementation)
 
 
-# What forces a kernel variant that the inputs of an interpreter (float32, small) would not select: dotted
-# attribute, and its new value. "{op}" is rwkv6 or rwkv7.
-_CHUNK = "fla_jax.pallas.{op}.chunked.launcher"
-_PLAN = "fla_jax.pallas.plan.chunked"
+# What forces a kernel variant that the inputs of an interpreter (float32, small) would not select: module and
+# attribute, and its new value.
 _MIX = "fla_jax.pallas.layer.norm_mix.launcher"
 FORCED: dict[str, tuple[tuple[str, Any], ...]] = {
     "bf16 kernels": (("fla_jax.pallas.rwkv7.chunked.launcher:has_half", lambda x: True),),
-    "key-major tiles": ((_CHUNK + ":_keys_as_rows", lambda plan, *arrays: True),),
+    "key-major tiles": (
+        ("fla_jax.pallas.rwkv6.chunked.launcher:_keys_as_rows", lambda plan, *arrays: True),
+        ("fla_jax.pallas.rwkv7.chunked.launcher:_keys_as_rows", lambda plan, *arrays: True),
+    ),
     "no wgmma": (("fla_jax.pallas.rwkv7.chunked.launcher:has_warp_groups", lambda: False),),
-    "tf32x3 products": ((_PLAN + ":INTERPRET", False),),
-    "splits of 16 tokens": ((_PLAN + ":SHORTEST", 16),),
+    "tf32x3 products": (("fla_jax.pallas.plan.chunked:INTERPRET", False),),
+    "splits of 16 tokens": (("fla_jax.pallas.plan.chunked:SHORTEST", 16),),
     "recurrent gradients by chunks": (
         ("fla_jax.pallas.rwkv7.recurrent.launcher:_by_chunks", lambda call, x: True),
     ),
-    "mix: token blocks of 4": ((_MIX + ":SHORTEST", 4),),
+    "mix: token blocks of 4": (("fla_jax.pallas.layer.norm_mix.launcher:SHORTEST", 4),),
     "mix: channel tiles of 128": (
         (_MIX + ":WHOLE", {}),
         (_MIX + ":TILES", lambda old: {n: x._replace(channels=min(x.channels, 128)) for n, x in old.items()}),
@@ -99,13 +99,13 @@ _COMPUTED = ("mix: channel tiles of 128", "mix: two tokens at once")  # function
 
 
 @contextlib.contextmanager
-def forced(*names: str, op: str = "rwkv7") -> Iterator[None]:
+def forced(*names: str) -> Iterator[None]:
     """Context in which calls take other kernels than they would select; nothing traced elsewhere is used."""
     jax.clear_caches()
     with contextlib.ExitStack() as undo:
         for name in names:
             for place, value in FORCED[name]:
-                module, attribute = place.format(op=op).split(":")
+                module, attribute = place.split(":")
                 module = importlib.import_module(module)
                 old = getattr(module, attribute)
                 new = value(old) if name in _COMPUTED and callable(value) else value
@@ -113,8 +113,3 @@ def forced(*names: str, op: str = "rwkv7") -> Iterator[None]:
                 undo.callback(setattr, module, attribute, old)
         yield
     jax.clear_caches()
-
-
-def replaced(config: Any, **fields: Any) -> Any:
-    """A model's config with other fields."""
-    return dataclasses.replace(config, **fields)

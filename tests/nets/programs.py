@@ -179,7 +179,7 @@ def forward(version: int, mesh: str, explicit: bool) -> Any:
         tokens = jax.ShapeDtypeStruct((8, 8), jnp.int32, sharding=NamedSharding(on, P(("data", "fsdp"))))
 
         def run(params: Any, tokens: Any) -> Any:
-            logits, state = made.apply({"params": params}, tokens)
+            _, state = made.apply({"params": params}, tokens)
             return made.apply({"params": params}, tokens[:, :1], state)
 
         return _lower(run, params, tokens)

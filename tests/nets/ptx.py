@@ -63,7 +63,7 @@ def kernels(module: Any) -> list[Kernel]:
 
 
 def _fields(data: bytes) -> dict[int, Any]:
-    """The fields of a protobuf message: numbers, and bytes of what has a length (of repeated ones the last)."""
+    """The fields of a protobuf message: numbers, or bytes; of repeated ones the last."""
     found, i = {}, 0
 
     def varint() -> int:
@@ -149,9 +149,10 @@ def resources(kernel: Kernel) -> str:
     """Registers and spilled bytes of a thread, by Triton's own ptxas."""
     import triton
 
-    exe = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     target = re.search(r"\.target (\w+)", kernel.ptx)
     assert target is not None
+    new = int(re.sub(r"\D", "", target[1])) >= 100  # Triton brings an assembler of its own for these
+    exe = pathlib.Path(triton.__file__).parent / f"backends/nvidia/bin/ptxas{'-blackwell' if new else ''}"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(kernel.ptx)
         file.flush()

@@ -176,7 +176,7 @@ def _recurrence(call: Call) -> Found:
         out, pull = jax.vjp(f, x)
         return out | {f"d{name}": g for name, g in pull(cotangents)[0].items()}
 
-    with adapter.forced(*call.forced, op=call.op):
+    with adapter.forced(*call.forced):
         return _found(jax.device_get(jax.jit(run)(x, cotangents)), apart=True)
 
 
