@@ -57,8 +57,8 @@ def kernels(module: Any) -> list[Kernel]:
             if "mhlo.backend_config" in attributes
             else attributes["backend_config"]
         )
-        aliases = attributes["output_operand_aliases"] if "output_operand_aliases" in attributes else ()
-        found.append(_kernel(zlib.decompress(ir.StringAttr(packed).value_bytes), len(aliases)))
+        aliased = [attributes[name] for name in attributes if name == "output_operand_aliases"]
+        found.append(_kernel(zlib.decompress(ir.StringAttr(packed).value_bytes), sum(map(len, aliased))))
     return found
 
 
