@@ -19,8 +19,8 @@ ROUNDING = Tolerances(o=0, state=0, grad=2e-6, dw=8e-6)  # between two scales
 
 
 def of_one_head(tol: Tolerances) -> Tolerances:
-    """For products of 16 bits, from the tolerances of whole arrays: in one head of few tokens a score may come
-    out far below its terms, and what is rounded away is relative to these.
+    """For products of 16 bits, from the tolerances of whole arrays: in one head of few tokens a score may be
+    far below its terms, and the rounding is relative to the terms.
     """
     return tol._replace(o=8 * tol.o, state=8 * tol.state, grad=8 * tol.grad, dw=8 * tol.dw)
 

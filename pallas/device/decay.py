@@ -1,7 +1,8 @@
 """Decay factors of a chunk and the scores made with them, shared by the chunked Triton kernels.
 
-In the bounded form exp(G) and exp(-G) from the chunk's start on, times the form's gauge and divided by it, serve
-scores and state alike. In the form for any decay (docs/maths.md, section 7) decays may be as strong as they like:
+In the bounded form exp(G) and exp(-G) from the chunk's start on, times the form's gauge and divided by it,
+serve scores and state alike. In the form for any decay (docs/maths.md, section 7) decays may be as strong as
+they like:
 
 * Exact is what the entering state hands to the chunk's tokens and to the leaving state, and what their
   gradients hand back to it: exponentials of sums of the log decays themselves, LOG_ZERO in place of -inf.
