@@ -214,6 +214,7 @@ def kept() -> dict[str, object]:
 KERNELS = (
     *(f"rwkv6_{name}_kernel" for name in ("fwd", "transfer", "bwd")),
     *(f"rwkv7_{name}_kernel" for name in ("fwd", "transfer", "bwd", "carry", "gradients")),
+    "cotangent_scale_kernel",
     "combine_kernel",
     "gather_kernel",
     "reads_kernel",

@@ -88,7 +88,8 @@ def test_large_heads_take_two_backward_kernels():
 
 def test_gradients_of_the_recurrent_form_come_from_the_chunked_kernel():
     """Where all of them have 16 bits."""
-    assert report()["rwkv7"]["token by token"] == {"rwkv7_gradients_kernel": 1}
+    want = {"cotangent_scale_kernel": 1, "rwkv7_gradients_kernel": 1}
+    assert report()["rwkv7"]["token by token"] == want
     assert report()["rwkv7"]["token by token, float32 decays"] == {}
 
 

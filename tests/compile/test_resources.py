@@ -21,7 +21,7 @@ HERE = pathlib.Path(__file__).parent
 KERNELS = {
     *(f"rwkv6_{name}_kernel" for name in ("fwd", "transfer", "bwd")),
     *(f"rwkv7_{name}_kernel" for name in ("scores", "fwd", "transfer", "bwd", "carry", "gradients")),
-    *("combine_kernel", "gather_kernel", "reads_kernel"),
+    *("cotangent_scale_kernel", "combine_kernel", "gather_kernel", "reads_kernel"),
 }
 
 
