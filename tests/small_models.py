@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,3 +67,13 @@ def error(got, want):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, (got.shape, want.shape)
     return np.abs(got - want).max() / max(1.0, np.abs(want).max())
+
+
+@contextlib.contextmanager
+def float64():
+    """For all threads, where `jax.enable_x64` is for one: XLA partitions ops in threads of its own."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)

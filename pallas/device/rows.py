@@ -36,22 +36,6 @@ def twice(x):
 
 
 @triton.jit
-def early(x):
-    """The tokens 0..7 of two tiles that lie beside each other, ``x`` [K, 32], as [K, 16]."""
-    N: tl.constexpr = x.shape[1] // 2
-    x = tl.permute(tl.reshape(x, (x.shape[0], 2, 2, N // 2)), (0, 1, 3, 2))
-    return tl.reshape(tl.split(x)[0], (x.shape[0], N))
-
-
-@triton.jit
-def among_late(x):
-    """``x`` [K, 16] where `early` finds it, and zeros for tokens 8..15: [K, 32]."""
-    N: tl.constexpr = x.shape[1]
-    x = tl.reshape(x, (x.shape[0], 2, N // 2))
-    return tl.reshape(tl.permute(tl.join(x, tl.zeros_like(x)), (0, 1, 3, 2)), (x.shape[0], 2 * N))
-
-
-@triton.jit
 def either(x, y):
     """`beside` for what becomes an operand of small products: after `tl.join` Triton orders those as if they
     were to be made of numbers of 8 bits, and each instruction takes six moves.

@@ -2,8 +2,6 @@
 largest differences. For test_optimizers.py.
 """
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,16 +52,6 @@ OPTIMIZERS = {
 }
 
 
-@contextlib.contextmanager
-def float64():
-    """For all threads, where `jax.enable_x64` is for one: XLA partitions ops in threads of its own."""
-    jax.config.update("jax_enable_x64", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", False)
-
-
 def loss(params, rows):
     """Of a mean over rows: it compiles in no time, and gradients of models are in parallel_run.py."""
     target = jnp.mean(rows)
@@ -93,7 +81,9 @@ def largest(got, want):
 
 def report(name):
     found = {}
-    with float64():  # what float32 rounds differently is a whole step where only a gradient's sign counts
+    with (
+        small.float64()
+    ):  # what float32 rounds differently is a whole step where only a gradient's sign counts
         model = small.model(7, num_layers=1, dtype="float64", param_dtype="float64")
         params = small.params(model)
         batches = np.random.default_rng(0).normal(size=(2, 8))

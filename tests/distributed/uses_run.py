@@ -20,16 +20,6 @@ GREEDY = Sampling(temperature=0.0, presence_penalty=0.0, frequency_penalty=0.0)
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8]]
 
 
-@contextlib.contextmanager
-def float64():
-    """For all threads, where `jax.enable_x64` is for one: XLA partitions ops in threads of its own."""
-    jax.config.update("jax_enable_x64", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", False)
-
-
 def largest(got, want):
     return max(jax.tree.leaves(jax.tree.map(small.error, jax.device_get(got), jax.device_get(want))))
 
@@ -73,7 +63,7 @@ def report(version):
     tokens = small.tokens(4, 9, seed=2)
     mask = np.random.default_rng(0).uniform(0.5, 1, size=(4, 8)).astype(np.float32)
     want = long(model, params, tokens, mask, state)
-    with float64():
+    with small.float64():
         wide = small.model(version, vocab_size=32, scan_layers=True, **exact)
         wide_params = small.params(wide)
         want_tuned = tuned(wide, wide_params, tokens, mask)
@@ -83,7 +73,7 @@ def report(version):
     put = jax.device_put(params, parameter_shardings(model, mesh))
     with jax.set_mesh(mesh), nn.logical_axis_rules(axis_rules(model, mesh)):
         found["long"] = largest(long(model, put, tokens, mask, state), want)
-        with float64():
+        with small.float64():
             put_wide = jax.device_put(wide_params, parameter_shardings(wide, mesh))
             found["tuned, float64"] = largest(tuned(wide, put_wide, tokens, mask), want_tuned)
     for name, rules in (("no rules", ()), ("rules", axis_rules(model, mesh, rows=len(PROMPTS)))):

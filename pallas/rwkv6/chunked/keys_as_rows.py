@@ -169,9 +169,8 @@ def walk_backward_by_rows(
             near = only(dA, t == j + 1).to(mode.operand)
             dA = only(dA, t > j + 1).to(mode.operand)
             early = in_first_half(t, 1)
-            dA = beside(
-                tl.where(early, 0.0, dA).to(dA.dtype), only(dA, early)
-            )  # pairs with high and with low columns
+            # pairs with high and with low columns
+            dA = beside(tl.where(early, 0.0, dA).to(dA.dtype), only(dA, early))
             columns = beside(high_k, low_k)
         else:
             dA, columns = dA.to(mode.operand), high_k

@@ -68,8 +68,8 @@ def matrices_of_sums(mode: tl.constexpr):
 
 @triton.jit
 def decays_of_tiles(w, matrices, form, mode: tl.constexpr):
-    """Factors of rows for scores [K, 32], of high and of low columns [K, 16]; the state's, before and after
-    the chunk's writes [K, 1]; what clamping took [K, 16]: see `factors`.
+    """Factors of rows for scores [K, 32], of high and of low columns [K, 16]; the state's, of the whole chunk
+    and after its writes [K, 1]; what clamping took [K, 16]: see `factors`.
 
     Low columns are of use for tokens 0..7 only; the bounded form has one kind of column and one factor of the
     state, ``post``.
@@ -87,10 +87,10 @@ def decays_of_tiles(w, matrices, form, mode: tl.constexpr):
         R, columns = halves(sums_over_tokens(counted_w, of_counted, mode) * LOG2E)
         high, low = halves(columns)
         post = tl.sum(tl.where(j >= 12, counted, 0.0), 1)[:, None]
-        pre = tl.exp2(tl.sum(plain, 1)[:, None] * LOG2E)
+        total = tl.exp2(tl.sum(plain, 1)[:, None] * LOG2E)
         low = tl.exp2(low)
         cut = tl.exp2((plain - counted) * LOG2E)
-        return tl.exp2(R), tl.exp2(high), low, pre, tl.exp2(post * LOG2E), cut
+        return tl.exp2(R), tl.exp2(high), low, total, tl.exp2(post * LOG2E), cut
     else:
         G = sums_over_tokens(w, of_whole, mode) * LOG2E + form
         incl = halves(G)[0]
@@ -167,7 +167,7 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
         S = tl.trans(tl.load(kept + place, mask=there_kept, other=0.0).to(mode.operand))
         inv, Aak, Aq = scores_of_tiles(given.scores_, (here.chunk0 + n) * mode.H + h, mode)
 
-        rows, high, low, pre, post, cut = decays_of_tiles(w, matrices, ranges.form, mode)
+        rows, high, low, total, post, cut = decays_of_tiles(w, matrices, ranges.form, mode)
         rows *= tl.where(is_r, mode.scale, 1.0)
         # Arrays that are operands as they are come to where products of a warp group read them. In the form
         # for any decay that is further below, in the bounded one it takes the identity, which also casts.
@@ -211,7 +211,7 @@ def walk_backward_by_rows(tokens, ranges, given, out, mode: tl.constexpr, ARRAYS
         writers = tl.trans(tl.where(half[:, None] == 0, tl.trans(twice(vt)), tl.trans(twice(U))))
 
         dstate = (dS * post).to(mode.operand)
-        dS *= pre
+        dS *= total
         passed = tl.sum(S.to(tl.float32) * dS, 1)[:, None]
         if mode.segments:
             passed, dS = tl.where(passing(segments), passed, 0.0), masked(dS, passing(segments), segments)
