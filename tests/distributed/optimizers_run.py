@@ -81,9 +81,8 @@ def largest(got, want):
 
 def report(name):
     found = {}
-    with (
-        small.float64()
-    ):  # what float32 rounds differently is a whole step where only a gradient's sign counts
+    # what float32 rounds differently is a whole step where only a gradient's sign counts
+    with small.float64():
         model = small.model(7, num_layers=1, dtype="float64", param_dtype="float64")
         params = small.params(model)
         batches = np.random.default_rng(0).normal(size=(2, 8))
