@@ -85,13 +85,7 @@ def make(version: int, size: str, vocab: int, dtype: str, scan: bool | str = Fal
     import jax
     import jax.numpy as jnp
 
-    from fla_jax.models import (
-        RWKV6Config,
-        RWKV6ForCausalLM,
-        RWKV7Config,
-        RWKV7ForCausalLM,
-        unstack_layers,
-    )
+    from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM, unstack_layers
 
     layers, width = map(int, size.split("x"))
     config, kind = {6: (RWKV6Config, RWKV6ForCausalLM), 7: (RWKV7Config, RWKV7ForCausalLM)}[version]

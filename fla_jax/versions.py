@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .core.call import Call
+from .core.context import Context
 from .core.gpu import platform_of
+from .core.op import Op
 from .ops.layer import keys, norm_mix, readout
-from .ops.op import Op
 from .ops.rwkv6 import api as rwkv6
 from .ops.rwkv7 import api as rwkv7
 
@@ -90,11 +90,11 @@ def _implementations(op: Op) -> str:
         arrays[name] = None
     if "mixes" in arrays:
         arrays["mixes"] = (arrays["mixes"],)
-    call = Call(op.name, op.inputs(**arrays), None, platform_of([]))
+    call = Context(op.name, op.inputs(**arrays), None, platform_of([]))
     said, chosen = [], False
     for one in op.implementations:
         reason = one.supports(call)
-        if reason is None and not chosen and one.automatic(call):
+        if reason is None and not chosen and one.preferred(call):
             chosen = True
             said.append(f"{one.name} (chosen)")
         else:

@@ -20,7 +20,7 @@ import numpy as np
 import oracle
 
 from fla_jax import ops
-from fla_jax.core.call import Call, Recurrence, RWKV6Inputs, RWKV7Inputs, abstract
+from fla_jax.core.context import Context, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs, abstract
 
 OPS = ("rwkv6", "rwkv7")
 IMPLEMENTATIONS = ("reference", "xla")  # every implementation that the shared suite runs
@@ -242,15 +242,15 @@ def fresh_traces():
         forget()
 
 
-def call_of(case: Case, devices: int = 1) -> Call:
+def call_of(case: Case, devices: int = 1) -> Context:
     """What launchers know of a case."""
     x = build(case)
     inputs = {"rwkv6": RWKV6Inputs, "rwkv7": RWKV7Inputs}[case.op]
     arrays = inputs(**x.arrays, segment_ids=x.segment_ids, cu_seqlens=x.cu_seqlens)
-    return Call(
+    return Context(
         f"chunk_{case.op}",
         abstract(arrays),
-        Recurrence(case.scale, case.chunk_size, case.lower_bound),
+        RecurrenceConfig(case.scale, case.chunk_size, case.lower_bound),
         "gpu",
         devices,
     )

@@ -14,7 +14,7 @@ RECORDS = json.loads((blocks.ROOT / "benchmarks" / "results" / "nvidia-h200.json
 
 
 @pytest.mark.slow
-@pytest.mark.once
+@pytest.mark.one_python
 def test_python():
     names = blocks.run("README.md")
     assert names["o2"].shape == (2, 1024, 4, 64) and [len(row) for row in names["rows"]] == [20]

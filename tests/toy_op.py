@@ -22,21 +22,21 @@ class Outputs(NamedTuple):
     y: Any  # [B, T, C]
 
 
-def forward(call, x):
+def fwd(ctx, x):
     return Outputs(jnp.einsum("ts,bsc->btc", jnp.tri(x.x.shape[1]), x.x * x.scale)), {}
 
 
-def kept_axes(call):
+def residual_axes(ctx):
     return {}
 
 
-def backward(call, x, kept, cotangents):
+def bwd(ctx, x, residuals, cotangents):
     later = jnp.einsum("ts,btc->bsc", jnp.tri(x.x.shape[1]), cotangents.y)
     return Inputs(later * x.scale, jnp.sum(later * x.x, 1))  # the gradient of scale per row: the op sums it
 
 
-def check(call, x, outputs):
-    checkify.check(jnp.all(x.x >= 0), f"{call.op}: x is negative")
+def check(ctx, x, outputs):
+    checkify.check(jnp.all(x.x >= 0), f"{ctx.op}: x is negative")
 
 
 THIS = sys.modules[__name__]

@@ -14,7 +14,7 @@ import pytest
 import small_models as small
 
 from fla_jax.models import stack_layers
-from fla_jax.pallas.run import triton
+from fla_jax.pallas.backend import triton
 from fla_jax.training import cross_entropy
 
 TOKENS = 2**15  # that the loss is a mean over

@@ -35,10 +35,10 @@ def options(piece: Piece, shape: Shape, passes: str, quick: bool) -> list[Option
 
 def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]:
     """On whole tokens, where a program's registers may hold them, and by tiles of channels."""
-    from fla_jax.pallas.layer.norm_mix import launcher
+    from fla_jax.pallas.layer import norm_shift_mix_host
 
     M, padded = sum(name.startswith("mu") for name in piece.inputs(shape)), 1 << (shape[2] - 1).bit_length()
-    key = (kernel, "few" if M <= launcher.FEW else "many", padded)
+    key = (kernel, "few" if M <= norm_shift_mix_host.FEW else "many", padded)
     norm = "scale" in piece.inputs(shape)  # else nothing is summed over channels
     spans, stages, tokens = ((64,), (2,), (1,)) if quick else ((8, 32, 128), (1, 3), (1, 2, 4))
     # as many warps altogether, whatever the stretch
@@ -51,22 +51,22 @@ def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]
         # 4, 8 or 16 channels a thread
         for warps in (w for w in (padded // 128, padded // 256, padded // 512) if 1 <= w <= 32):
             for rest in rests:
-                launch = launcher.Launch(padded, warps, *rest)
-                found.append(Option(f"whole {launch}", ((launcher.WHOLE, key, launch),)))
+                launch = norm_shift_mix_host.Launch(padded, warps, *rest)
+                found.append(Option(f"whole {launch}", ((norm_shift_mix_host.WHOLE, key, launch),)))
     tiled = "sums" if norm and kernel == "backward" else kernel
     for channels, rest in itertools.product((256, 512, 1024), rests):
-        launch = launcher.Launch(channels, channels // 256, *rest)
-        entries = ((launcher.WHOLE, key, None), (launcher.TILES, tiled, launch))
+        launch = norm_shift_mix_host.Launch(channels, channels // 256, *rest)
+        entries = ((norm_shift_mix_host.WHOLE, key, None), (norm_shift_mix_host.TILES, tiled, launch))
         found.append(Option(f"tiles {launch}", entries))
     return found
 
 
 def _heads(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]:
     """Tokens and heads of a tile, warps, stages, programs; for heads of 64 channels."""
-    from fla_jax.pallas.layer import keys_launcher, readout_launcher
-    from fla_jax.pallas.plan.heads import Tile
+    from fla_jax.pallas.common.headwise_host import Tile
+    from fla_jax.pallas.layer import keys_host, readout_host
 
-    table = (keys_launcher if piece.op == "rwkv7_keys" else readout_launcher).LAUNCH
+    table = (keys_host if piece.op == "rwkv7_keys" else readout_host).LAUNCH
     tiles = [(4, 1, 4), (8, 1, 4), (16, 1, 4), (32, 1, 4), (8, 2, 4), (16, 1, 8), (8, 1, 2)]
     stages, programs = ((2,), (2112,)) if quick else ((1, 2, 3), (1056, 2112, 4224))
     made = [Tile(*one, *rest) for one, *rest in itertools.product(tiles, stages, programs)]

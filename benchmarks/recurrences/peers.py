@@ -87,7 +87,7 @@ def our_name(task: Task) -> str:
     """
     import jax
 
-    from fla_jax.pallas.run import triton
+    from fla_jax.pallas.backend import triton
 
     gpu = jax.default_backend() == "gpu"
     if task.form == "chunk":

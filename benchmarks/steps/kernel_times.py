@@ -16,7 +16,7 @@ STEPS = 3
 # the first that matches; names of cuBLAS's and XLA's kernels, then of this library's
 KINDS = {
     "products": r"gemm|nvjet|cutlass|cublas|xmma|splitK",
-    "recurrences": r"rwkv[67]_|combine_kernel|gather_kernel",
+    "recurrences": r"rwkv[67]_|state_passing_kernel|state_grad_kernel",
     "fused pieces": r"^(mix|norm|statistics|keys|readout)\w*_kernel",
     "collectives": r"nccl",
     "copies": r"memcpy|memset|copy",

@@ -21,7 +21,7 @@ from . import tree
 from .files import as_path
 from .formats import FORMATS
 from .hub import located
-from .namings import Naming, identify
+from .param_maps import ParamMap, identify
 from .tensors import StoredTensor, quoted, stored
 
 _OPTIONS = ("dtype", "param_dtype", "scan_layers", "remat", "logical_axes", "chunk_size", "implementation")
@@ -85,20 +85,20 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
             raise TypeError(f"load_checkpoint takes no option {name!r}: {what}; {known}")
     RWKVConfig(vocab_size=1, hidden_size=1, num_layers=1, head_dim=1, **options)  # checks them before reading
     path = located(path)
-    naming, tensors = _open(path)
+    param_map, tensors = _open(path)
     try:
         for tensor in tensors.values():
             if "param_dtype" not in options and jax.dtypes.canonicalize_dtype(tensor.dtype) != tensor.dtype:
                 hint = "give param_dtype, or set jax_enable_x64"
                 raise ValueError(f"{quoted(tensor.name)} is {tensor.dtype}: {hint}")
-        sizes: dict[str, Any] = tree.sizes(naming, tensors)
-        embedding = tensors[naming.place("emb/embedding").name]
-        config = naming.family.config(**sizes, **{"param_dtype": embedding.dtype, **options})
-        planned = tree.plan(naming, tensors, config)
+        sizes: dict[str, Any] = tree.sizes(param_map, tensors)
+        embedding = tensors[param_map.place("emb/embedding").name]
+        config = param_map.family.config(**sizes, **{"param_dtype": embedding.dtype, **options})
+        planned = tree.plan(param_map, tensors, config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     params = tree.read(planned, config.param_dtype if "param_dtype" in options else None)
-    return naming.family.model(config), params
+    return param_map.family.model(config), params
 
 
 def save_checkpoint(
@@ -161,19 +161,19 @@ def save_checkpoint(
     if form is None:
         known = " or ".join(form.name for form in FORMATS)
         raise ValueError(f"path must name {known}, got {path}")
-    naming = next(naming for naming in form.namings if isinstance(model, naming.family.model))
-    tensors = tree.from_tree(naming, params, config)
-    sizes: dict[str, Any] = tree.sizes(naming, {name: stored(name, x) for name, x in tensors.items()})
-    embedding = tensors[naming.place("emb/embedding").name]
+    param_map = next(param_map for param_map in form.param_maps if isinstance(model, param_map.family.model))
+    tensors = tree.from_tree(param_map, params, config)
+    sizes: dict[str, Any] = tree.sizes(param_map, {name: stored(name, x) for name, x in tensors.items()})
+    embedding = tensors[param_map.place("emb/embedding").name]
     _warn_of_mixed_dtypes(tensors)
     for name, x in (extras or {}).items():
-        if not isinstance(name, str) or not naming.is_extra(name):
+        if not isinstance(name, str) or not param_map.is_extra(name):
             what = f"is no tensor that {form.name} may have beside the parameters"
             raise ValueError(f"extras: {quoted(name)} {what}")
         tensors[name] = tree.as_array(f"extras: {name}", x)
-        naming.check_extra(name, tensors[name].shape, config)
-    fields = naming.fields(dataclasses.replace(config, **sizes), embedding.dtype)
-    form.write(path, naming.joined(tensors), fields)
+        param_map.check_extra(name, tensors[name].shape, config)
+    fields = param_map.fields(dataclasses.replace(config, **sizes), embedding.dtype)
+    form.write(path, param_map.joined(tensors), fields)
 
 
 def _warn_of_mixed_dtypes(tensors: Mapping[str, np.ndarray]) -> None:
@@ -218,11 +218,11 @@ def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         ...     sorted(load_extras(folder + "/tuned.pth"))
         ['blocks.0.att.time_state', 'blocks.1.att.time_state']
     """
-    naming, tensors = _open(located(path))
-    return {name: tensor.read() for name, tensor in tensors.items() if naming.is_extra(name)}
+    param_map, tensors = _open(located(path))
+    return {name: tensor.read() for name, tensor in tensors.items() if param_map.is_extra(name)}
 
 
-def _open(path: Path) -> tuple[Naming, dict[str, StoredTensor]]:
+def _open(path: Path) -> tuple[ParamMap, dict[str, StoredTensor]]:
     """A checkpoint's naming, and its tensors by plain name."""
     path.stat()  # whether there is anything does not depend on its format
     form = next((form for form in reversed(FORMATS) if form.reads(path)), None)
@@ -236,7 +236,7 @@ def _open(path: Path) -> tuple[Naming, dict[str, StoredTensor]]:
             if tensor.dtype.name not in DTYPES:
                 known = ", ".join(DTYPES)
                 raise ValueError(f"{quoted(name)} must have a dtype of {known}, got {tensor.dtype}")
-        naming = identify(tensors)
-        return naming, naming.plain(tensors)
+        param_map = identify(tensors)
+        return param_map, param_map.plain(tensors)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

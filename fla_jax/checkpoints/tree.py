@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..layers.fields import DTYPES
 from ..models.config import RWKVConfig
-from .namings.naming import Layout, Naming
+from .param_maps.param_map import ParamMap, Transform
 from .tensors import StoredTensor, copy_into, quoted, read_ahead
 
 
@@ -24,25 +24,25 @@ class Parameter(NamedTuple):
     """Where a parameter comes from: its shape, and {row: (tensor, layout)}, rows being layers or 0 alone."""
 
     shape: tuple[int, ...]
-    rows: dict[int, tuple[StoredTensor, Layout]]
+    rows: dict[int, tuple[StoredTensor, Transform]]
 
 
-def sizes(naming: Naming, tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+def sizes(param_map: ParamMap, tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     """The fields of the configuration that tensors tell.
 
     Raises:
         ValueError: a tensor that tells one is missing or has a wrong number of axes, or a whole layer is
             missing.
     """
-    layers = {layer for name in tensors if (layer := naming.layer_of(name)) is not None}
+    layers = {layer for name in tensors if (layer := param_map.layer_of(name)) is not None}
     if lost := set(range(len(layers))) - layers:
         raise ValueError(f"has no tensor of layer {min(lost)}, but some of layer {max(layers)}")
 
     def shape(path: str, layer: int | None = None) -> tuple[int, ...]:
-        place = naming.place(path, layer)
+        place = param_map.place(path, layer)
         tensor = find(tensors, place.name)
         try:
-            shape = place.layout.load(np.broadcast_to(np.uint8(0), tensor.shape)).shape
+            shape = place.transform.load(np.broadcast_to(np.uint8(0), tensor.shape)).shape
         except (ValueError, IndexError):
             shape = ()
         if len(shape) != 2:
@@ -51,7 +51,7 @@ def sizes(naming: Naming, tensors: Mapping[str, StoredTensor]) -> dict[str, int]
 
     vocab_size, hidden_size = shape("emb/embedding")
     found = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_layers": len(layers)}
-    for field, size in naming.family.sizes.items():
+    for field, size in param_map.family.sizes.items():
         if size.layer < len(layers):
             found[field] = shape(size.path, size.layer)[size.axis] // size.parts
     return found
@@ -69,28 +69,30 @@ def find(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor:
 
 
 @functools.lru_cache(16)
-def _shapes(naming: Naming, config: RWKVConfig) -> dict[str, tuple[int, ...]]:
+def _shapes(param_map: ParamMap, config: RWKVConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters; those of a layer, under "blocks/...", without an axis of layers."""
     # the scanned form traces one layer, however many there are; which implementation will run plays no role
     config = dataclasses.replace(config, remat=False, logical_axes=False, scan_layers=True)
-    model = naming.family.model(dataclasses.replace(config, chunk_size=None, implementation=None))
+    model = param_map.family.model(dataclasses.replace(config, chunk_size=None, implementation=None))
     tree = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     shapes = {path: x.shape for path, x in flatten_dict(tree, sep="/").items()}
-    if missing := shapes.keys() - naming.places.keys():
-        raise KeyError(f"the naming {naming.name!r} has no place for {min(missing)}")
+    if missing := shapes.keys() - param_map.places.keys():
+        raise KeyError(f"the naming {param_map.name!r} has no place for {min(missing)}")
     return {path: shape[1:] if path.startswith("blocks/") else shape for path, shape in shapes.items()}
 
 
-def plan(naming: Naming, tensors: Mapping[str, StoredTensor], config: RWKVConfig) -> dict[str, Parameter]:
+def plan(
+    param_map: ParamMap, tensors: Mapping[str, StoredTensor], config: RWKVConfig
+) -> dict[str, Parameter]:
     """Where every parameter comes from, by its path in the tree that ``config`` asks for. Reads nothing.
 
     Raises:
         ValueError: a tensor is missing, surplus, of a wrong shape, or shares its values where it may not.
     """
-    shapes, used = _shapes(naming, config), set()
+    shapes, used = _shapes(param_map, config), set()
 
-    def source(path: str, layer: int | None = None) -> tuple[StoredTensor, Layout]:
-        (name, layout), shape = naming.place(path, layer), shapes[path]
+    def source(path: str, layer: int | None = None) -> tuple[StoredTensor, Transform]:
+        (name, layout), shape = param_map.place(path, layer), shapes[path]
         tensor = find(tensors, name)
         want = layout.save(np.broadcast_to(np.uint8(0), shape)).shape
         # axes of size 1 around vectors come and go between files
@@ -105,16 +107,16 @@ def plan(naming: Naming, tensors: Mapping[str, StoredTensor], config: RWKVConfig
         if not path.startswith("blocks/"):
             planned[path] = Parameter(shape, {0: source(path)})
             continue
-        layers = {i: source(path, i) for i in naming.layers_of(path, config)}
+        layers = {i: source(path, i) for i in param_map.layers_of(path, config)}
         if config.scan_layers:
             planned[path] = Parameter((config.num_layers, *shape), layers)
         else:
             planned |= {layer_path(path, i): Parameter(shape, {0: row}) for i, row in layers.items()}
     for name in tensors.keys() - used:
-        if not naming.is_extra(name):
-            what = f"which {naming.family.name} has not: another variant?"
+        if not param_map.is_extra(name):
+            what = f"which {param_map.family.name} has not: another variant?"
             raise ValueError(f"holds the tensor {quoted(tensors[name].name)}, {what}")
-        naming.check_extra(name, tensors[name].shape, config)
+        param_map.check_extra(name, tensors[name].shape, config)
     _check_shared(planned)
     return planned
 
@@ -164,7 +166,7 @@ def read(planned: Mapping[str, Parameter], dtype: Any) -> dict[str, Any]:
     return unflatten_dict(params, sep="/")
 
 
-def from_tree(naming: Naming, params: Any, config: RWKVConfig) -> dict[str, np.ndarray]:
+def from_tree(param_map: ParamMap, params: Any, config: RWKVConfig) -> dict[str, np.ndarray]:
     """The tensors that hold the parameters, by name, in the order of the places; views where possible.
 
     Raises:
@@ -172,7 +174,7 @@ def from_tree(naming: Naming, params: Any, config: RWKVConfig) -> dict[str, np.n
             dtype.
     """
     flat = {"/".join(map(str, path)): nn.meta.unbox(x) for path, x in flatten_dict(params).items()}
-    shapes, stacks = _shapes(naming, config), {}
+    shapes, stacks = _shapes(param_map, config), {}
 
     def take(path: str, shape: tuple[int, ...]) -> np.ndarray:
         if path not in flat:
@@ -183,7 +185,7 @@ def from_tree(naming: Naming, params: Any, config: RWKVConfig) -> dict[str, np.n
         return x
 
     tensors = {}
-    for path, layer in naming.order(config):
+    for path, layer in param_map.order(config):
         if layer is None:
             x = take(path, shapes[path])
         elif config.scan_layers:
@@ -192,7 +194,7 @@ def from_tree(naming: Naming, params: Any, config: RWKVConfig) -> dict[str, np.n
             x = stacks[path][layer]
         else:
             x = take(layer_path(path, layer), shapes[path])
-        name, layout = naming.place(path, layer)
+        name, layout = param_map.place(path, layer)
         tensors[name] = layout.save(x)
     if config.scan_layers:  # of one layer, some are in no file
         for path in shapes.keys() - stacks.keys():

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import jax
 
-from .call import Call
+from .context import Context
 
 OLDEST = 8.0  # compute capability of Ampere
 
 
-class Mendable(str):
+class Fixable(str):
     """A reason not to run that the user can do something about: an op that goes without says so in a
     warning.
     """
@@ -73,13 +73,13 @@ def _canonical(platform: str) -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
-def unfit_inputs(call: Call) -> str | None:
+def unfit_inputs(ctx: Context) -> str | None:
     """None where kernels can take the arrays of ``call``, wherever it runs; else the reason."""
-    arrays = jax.tree.leaves(call.inputs)
+    arrays = jax.tree.leaves(ctx.inputs)
     if any(x.dtype == "float64" for x in arrays):
         return "its kernels have no float64"
     if not all(isinstance(n, int) for x in arrays for n in x.shape):
-        return Mendable("its kernels are made for a known number of rows, and this call's is symbolic")
+        return Fixable("its kernels are made for a known number of rows, and this call's is symbolic")
     return None
 
 

@@ -6,7 +6,7 @@ gathering it.
 Axes are named, einsum-like: ``"b t h k"`` are rows, tokens, heads and keys. Devices may own slices of the
 axes that an op calls shardable (rows and heads, which never see each other in a recurrence); every other axis
 stays whole, but for `ALONG` where a call is told which mesh axis splits its rows. Differentiation happens
-outside (ops/op.py), so the kernel sees no tangents.
+outside (core/op.py), so the kernel sees no tangents.
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ def check_mesh(name: str, *trees: Any) -> None:
             )
 
 
-def entries(x: jax.Array) -> tuple[Any, ...]:
+def spec_of(x: jax.Array) -> tuple[Any, ...]:
     """On a mesh with explicit axes, the mesh axis (or axes, or None) that each axis of ``x`` is split
     over.
     """
     return tuple(jax.typeof(x).sharding.spec)
 
 
-def place(x: jax.Array, *wanted: Any) -> jax.Array:
-    """``x`` with these `entries`, on a mesh with explicit axes."""
-    return x if entries(x) == wanted else jax.sharding.reshard(x, P(*wanted))
+def reshard(x: jax.Array, *wanted: Any) -> jax.Array:
+    """``x`` with these `spec_of`, on a mesh with explicit axes."""
+    return x if spec_of(x) == wanted else jax.sharding.reshard(x, P(*wanted))
 
 
-def beside(x: jax.Array, like: jax.Array, *axes: int | None) -> jax.Array:
+def shard_like(x: jax.Array, like: jax.Array, *axes: int | None) -> jax.Array:
     """``x``, each of its axes split like the given axis of ``like`` (None: whole); ``x`` itself on other
     meshes.
 
@@ -95,8 +95,8 @@ def beside(x: jax.Array, like: jax.Array, *axes: int | None) -> jax.Array:
     """
     if not is_explicit():
         return x
-    split = entries(like)
-    return place(x, *(None if axis is None else split[axis] for axis in axes))
+    split = spec_of(like)
+    return reshard(x, *(None if axis is None else split[axis] for axis in axes))
 
 
 def _specs(names: Names, owners: dict[str, Any]) -> tuple[P, ...]:
@@ -143,7 +143,7 @@ def is_manual() -> bool:
     return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
-def sharded(
+def per_shard(
     fn: Kernel,
     operands: Axes,
     results: Axes,
@@ -178,7 +178,7 @@ def sharded(
         if not opaque:
             axis = f"map{sum(axis.startswith('map') for axis in shardable)}"
             over = functools.partial(jax.vmap, in_axes=[0 if m else None for m in mapped])
-            again = sharded(
+            again = per_shard(
                 over(fn),
                 [f"{axis} {axes}" if m else axes for axes, m in zip(operands, mapped)],
                 [f"{axis} {axes}" for axes in results],

@@ -15,9 +15,9 @@ from ..core.gpu import platform_of
 from ..layers.state import RWKVState, check_state
 from ..models import RWKV6ForCausalLM, RWKV7ForCausalLM
 from ..ops import decode
-from ..pallas.run import triton
+from ..pallas.backend import triton
+from .decode_weights import prepare_decode_weights
 from .deleted import check_deleted, explain_deleted
-from .prepared import prepare
 from .prompts import check_params
 from .steps import FastStep, ModelStep
 
@@ -29,11 +29,12 @@ class Decoder:
 
     A call of the model with one token is the definition. On an NVIDIA GPU a fast path computes the same, to
     rounding, in five kernels a layer (RWKV-6: seven) from weights that are laid out anew here, once, as
-    `fla_jax.generation.prepared` says: they take as much memory as the parameters in the compute dtype, and
-    are made anew by every `Decoder`. Create one and pass it to every call of `generate`. The parameters of
-    the call must be the arrays that the decoder was made with: `generate`, `stream` and `Engine` refuse
-    others. The fast path needs parameters on one device, no mesh in context, and float32, bfloat16 or
-    float16. It is selected automatically where it can run and the device's memory has room for its weights.
+    `fla_jax.generation.decode_weights` says: they take as much memory as the parameters in the compute
+    dtype, and are made anew by every `Decoder`. Create one and pass it to every call of `generate`. The
+    parameters of the call must be the arrays that the decoder was made with: `generate`, `stream` and
+    `Engine` refuse others. The fast path needs parameters on one device, no mesh in context, and float32,
+    bfloat16 or float16. It is selected automatically where it can run and the device's memory has room for
+    its weights.
 
     States of 16 bits halve what a large batch reads and writes, weights of 8 bits what a small one reads.
     What they cost (``benchmarks/decode_precision.py``: RWKV-7, 3 x 128, trained on the reference that Python
@@ -125,7 +126,7 @@ class Decoder:
             self.weights = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
         else:
             self.step = FastStep(model, implementation)
-            self.weights = prepare(model, params, int8_group)
+            self.weights = prepare_decode_weights(model, params, int8_group)
 
     def state(self, state: RWKVState) -> RWKVState:
         """``state`` with the dtype that is decoded with.
@@ -144,7 +145,7 @@ class Decoder:
         return self.state(self.model.init_state(batch))
 
     def __call__(
-        self, tokens: jax.Array, state: RWKVState, alive: jax.Array | None = None
+        self, tokens: jax.Array, state: RWKVState, active: jax.Array | None = None
     ) -> tuple[jax.Array, RWKVState]:
         """Reads one token of every row.
 
@@ -165,13 +166,13 @@ class Decoder:
         if tokens.ndim != 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers [B], got {tokens.dtype}{list(tokens.shape)}")
         check_state(state, jax.eval_shape(lambda: self.model.init_state(tokens.shape[0])))
-        alive = jnp.ones(tokens.shape, bool) if alive is None else jnp.asarray(alive)
-        if alive.shape != tokens.shape or alive.dtype != bool:
+        active = jnp.ones(tokens.shape, bool) if active is None else jnp.asarray(active)
+        if active.shape != tokens.shape or active.dtype != bool:
             want = f"alive must be booleans {list(tokens.shape)}, one for each of tokens"
-            raise ValueError(f"{want}, got {alive.dtype}{list(alive.shape)}")
+            raise ValueError(f"{want}, got {active.dtype}{list(active.shape)}")
         check_deleted(state=state)
         with explain_deleted(params=self.weights):
-            return _call(self.step, self.weights, tokens, self.state(state), alive)
+            return _call(self.step, self.weights, tokens, self.state(state), active)
 
 
 def check_decoder(decoder: Any, model: Any, params: Any) -> Decoder:
@@ -199,10 +200,10 @@ def _reference(leaf: Any) -> Callable[[], Any]:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _call(step: Any, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array) -> Any:
+def _call(step: Any, weights: Any, tokens: jax.Array, state: RWKVState, active: jax.Array) -> Any:
     # a table is read from its end on for negative numbers; only beyond it there is NaN
     tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
-    return step(weights, jnp.where(tokens < 0, step.model.config.vocab_size, tokens), state, alive)
+    return step(weights, jnp.where(tokens < 0, step.model.config.vocab_size, tokens), state, active)
 
 
 def _state_dtype(dtype: Any, model: Any) -> Any:

@@ -15,9 +15,9 @@ from ..models.config import check_model
 from .decoder import Decoder, check_decoder
 from .deleted import check_deleted, explain_deleted
 from .engine import Engine
-from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
+from .loop import STEPS_PER_CALL, DecodeState, Results, begin, decode, row_keys, row_seeds, undefined
 from .prompts import check_prompts, prefill
-from .sampling import UNDEFINED, Rules, Sampling
+from .sampling import UNDEFINED, Sampling, SamplingParams
 
 _FEW_TOKENS = 16
 
@@ -194,7 +194,7 @@ def _start(
     seed: Any,
     state: Any,
     decoder: Any,
-) -> tuple[Carry, Decoder, Rules]:
+) -> tuple[DecodeState, Decoder, SamplingParams]:
     """Reads the prompts: the loop's carry, and what else it is called with."""
     rules = (sampling or Sampling()).arrays(model.config.vocab_size)
     keys = row_keys(row_seeds(seed, len(rows)))

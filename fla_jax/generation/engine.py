@@ -17,8 +17,8 @@ from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
 from .decoder import Decoder, check_decoder
 from .deleted import check_deleted, deleted, explain_deleted, is_deleted
-from .loop import STEPS_PER_CALL, Carry, Results, begin, decode, row_keys, row_seeds, undefined
-from .prompts import beside, check_params, check_prompts, reading, take_rows
+from .loop import STEPS_PER_CALL, DecodeState, Results, begin, decode, row_keys, row_seeds, undefined
+from .prompts import check_params, check_prompts, prefill_chunks, put_like, take_rows
 from .sampling import UNDEFINED, Sampling
 
 # Steps of a call while prompts wait, where their number is not fixed: a slot whose row ends inside a call
@@ -147,7 +147,7 @@ class Engine:
         self._waiting: collections.deque[_Row] = collections.deque()
         self._rows: list[_Row | None] = [None] * self.slots
         self._reading: tuple[Iterator[Any], list[_Row]] | None = None
-        self._carry: Carry | None = None
+        self._carry: DecodeState | None = None
         self._results = Results()
         self._finished: collections.deque[Finished] = collections.deque()
         self._next = 0
@@ -255,7 +255,7 @@ class Engine:
             if row.initial is not None:
                 initial = jax.tree.map(lambda x, y, i=i: x.at[:, i].set(y[:, 0]), initial, row.initial)
                 row.initial = None
-        return reading(self._model, self._params, [row.prompt for row in rows], batch, initial)
+        return prefill_chunks(self._model, self._params, [row.prompt for row in rows], batch, initial)
 
     def _join(self, rows: list[_Row], logits: jax.Array, state: RWKVState) -> None:
         """Puts rows whose prompts are read into free slots."""
@@ -275,12 +275,12 @@ class Engine:
                 self._leave(slot, row)
                 self._finish(row)
 
-    def _empty(self, like: Carry) -> Carry:
+    def _empty(self, like: DecodeState) -> DecodeState:
         """A carry of slots that are over."""
-        state = beside(self._params, self._decoder.init_state(self.slots))
+        state = put_like(self._params, self._decoder.init_state(self.slots))
         logits = jnp.zeros((self.slots, like.logits.shape[1]), like.logits.dtype)
         keys = row_keys([0] * self.slots)
-        return begin(self._params, beside(self._params, logits), state, keys, 0)
+        return begin(self._params, put_like(self._params, logits), state, keys, 0)
 
     def _decode(self) -> None:
         step, weights = self._decoder.step, self._decoder.weights
@@ -328,7 +328,7 @@ class Engine:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _insert(carry: Carry, new: Carry, slots: jax.Array) -> Carry:
+def _insert(carry: DecodeState, new: DecodeState, slots: jax.Array) -> DecodeState:
     """``carry`` with the rows of ``new`` in ``slots`` [n]; those beyond the last slot are left out."""
 
     def put(x: jax.Array, y: jax.Array) -> jax.Array:

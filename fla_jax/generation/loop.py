@@ -27,8 +27,8 @@ from flax import struct
 
 from ..core.arguments import as_integer, as_integers, shown
 from ..layers.state import RWKVState
-from .prompts import beside
-from .sampling import UNDEFINED, Occurrences, Rules, sample
+from .prompts import put_like
+from .sampling import UNDEFINED, SamplingParams, TokenCounts, sample
 
 STEPS_PER_CALL = 32
 _SEEDS = -(2**63), 2**64 - 1
@@ -53,36 +53,36 @@ class Step(Hashable, Protocol):
         """See the class."""
 
     def __call__(
-        self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array
+        self, weights: Any, tokens: jax.Array, state: RWKVState, active: jax.Array
     ) -> tuple[jax.Array, RWKVState]:
         """See the class."""
 
 
-class Carry(struct.PyTreeNode):
+class DecodeState(struct.PyTreeNode):
     """What the loop hands on: the logits [B, V] of the next token and all that its choice depends on."""
 
     logits: jax.Array
     state: RWKVState
-    occurrences: Occurrences  # those of rows that are over mean nothing
+    token_counts: TokenCounts  # those of rows that are over mean nothing
     keys: jax.Array  # [B]
     step: jax.Array  # [B] int32, tokens that the row has chosen
     limit: jax.Array  # [B] int32, tokens that it may have
     done: jax.Array  # [B]
 
 
-def begin(params: Any, logits: jax.Array, state: RWKVState, keys: jax.Array, limit: Any) -> Carry:
+def begin(params: Any, logits: jax.Array, state: RWKVState, keys: jax.Array, limit: Any) -> DecodeState:
     """The carry before the first new token of rows whose prompts are read, where the parameters are."""
     batch, vocab_size = logits.shape
     limit = np.broadcast_to(np.minimum(limit, 2**31 - 1).astype(np.int32), (batch,))
     step = np.zeros(batch, np.int32)
-    new = (Occurrences.none(batch, vocab_size), keys, step, limit, step >= limit)
-    return Carry(logits, state, *beside(params, new))
+    new = (TokenCounts.none(batch, vocab_size), keys, step, limit, step >= limit)
+    return DecodeState(logits, state, *put_like(params, new))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)
 def decode(
-    step: Step, weights: Any, rules: Rules, carry: Carry, most: jax.Array, fixed: int | None
-) -> tuple[Carry, jax.Array]:
+    step: Step, weights: Any, rules: SamplingParams, carry: DecodeState, most: jax.Array, fixed: int | None
+) -> tuple[DecodeState, jax.Array]:
     """More tokens a row: as many steps as are ``fixed``, or with None up to ``most`` <= STEPS_PER_CALL, until
     all rows are over.
 
@@ -100,7 +100,7 @@ def decode(
         # not keys[i]: that slice would be an operation of its own, or one with the kernel that reads it
         mine = jnp.sum(jnp.where((jnp.arange(rows) == i)[:, None, None], keys, 0), 0, dtype=keys.dtype)
         own = jax.random.wrap_key_data(mine, impl=jax.random.key_impl(carry.keys))
-        tokens, occurrences = sample(rules, carry.logits, carry.occurrences, own, step.sampling)
+        tokens, token_counts = sample(rules, carry.logits, carry.token_counts, own, step.sampling)
         tokens = jnp.where(carry.done, 0, tokens)
         over = carry.done | rules.stop[tokens] | (tokens == UNDEFINED)
         logits, state = step(weights, tokens, carry.state, ~over)
@@ -108,7 +108,7 @@ def decode(
         carry = carry.replace(
             logits=logits,
             state=state,
-            occurrences=occurrences,
+            token_counts=token_counts,
             step=new,
             done=over | (new >= carry.limit),
         )

@@ -58,7 +58,7 @@ def prefill(
     similar lengths where that saves a fifth of the time or more (`grouped`); rows that lie on several devices
     all together, which costs what the longest row costs in all rows.
 
-    The prompts are read in pieces of a few sizes (`piece_sizes`): the largest as often as it fits, then one
+    The prompts are read in pieces of a few sizes (`chunk_sizes`): the largest as often as it fits, then one
     piece that holds the rest. Every piece costs the launch of all kernels once more, which takes a GPU as
     long as thousands of tokens do, so the pieces are few and large; and every size is a program to compile,
     so the sizes are few, too. They grow so that from one to the next the time of a piece, launches included,
@@ -100,7 +100,7 @@ def prefill(
             like = jax.eval_shape(lambda: model.init_state(len(rows)))
             check_state(state, like)
             state = jax.tree.map(lambda x, zero: jnp.asarray(x, zero.dtype), state, like)
-        *_, result = reading(model, params, rows, len(rows), state)
+        *_, result = prefill_chunks(model, params, rows, len(rows), state)
     assert result is not None
     return result
 
@@ -119,7 +119,7 @@ def _some_leaves(params: Any) -> list[Any]:
     return jax.tree.leaves(params.get("emb", params))
 
 
-def reading(
+def prefill_chunks(
     model: Any, params: Any, rows: Sequence[np.ndarray], batch: int, initial: RWKVState | None
 ) -> Iterator[tuple[jax.Array, RWKVState] | None]:
     """Reads checked rows from their ``initial`` state, which is left as it is; from zero with None.
@@ -136,7 +136,7 @@ def reading(
     device = _device(place)
 
     def sizes(batch: int) -> tuple[int, ...]:
-        return piece_sizes(model.config.hidden_size, batch, device)
+        return chunk_sizes(model.config.hidden_size, batch, device)
 
     groups = [np.arange(len(rows))]
     if len(rows) > 1 and _on_one_device(place, initial):
@@ -209,7 +209,7 @@ def grouped(lengths: np.ndarray, sizes: Callable[[int], Sequence[int]], overhead
 
 
 @functools.lru_cache
-def piece_sizes(hidden_size: int, batch: int, device: Any) -> tuple[int, ...]:
+def chunk_sizes(hidden_size: int, batch: int, device: Any) -> tuple[int, ...]:
     """The lengths of the pieces that `prefill` reads, rising. It compiles a program for each that it needs.
 
     All are whole chunks of the ops, and from the smallest on all powers of two are among them.
@@ -291,7 +291,7 @@ def check_prompts(prompts: Any, vocab_size: int) -> list[np.ndarray]:
     return [row.astype(np.int32) for row in rows]
 
 
-def beside(params: Any, tree: Any) -> Any:
+def put_like(params: Any, tree: Any) -> Any:
     """A copy of ``tree`` where the parameters are, and committed to that place if they are.
 
     Results of programs that read the parameters come back the same way, and a program whose own results

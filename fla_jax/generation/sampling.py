@@ -86,7 +86,7 @@ class Sampling:
         for name in ("banned", "stop", "uncounted"):
             keep(name, _integers(name, getattr(self, name)))
 
-    def arrays(self, vocab_size: int) -> Rules:
+    def arrays(self, vocab_size: int) -> SamplingParams:
         """The same for a vocabulary, as arrays.
 
         Raises:
@@ -105,7 +105,7 @@ class Sampling:
         # What float32 has no number for is hotter or colder than makes a difference, but for 0, which has a
         # meaning.
         temperature = self.temperature and min(max(self.temperature, float(_FLOAT32.tiny)), _LARGEST)
-        return Rules(
+        return SamplingParams(
             temperature=np.float32(temperature),
             top_p=np.float32(self.top_p),
             presence_penalty=np.float32(self.presence_penalty),
@@ -124,7 +124,7 @@ def _integers(name: str, values: Any) -> tuple[int, ...]:
     return ids
 
 
-class Rules(struct.PyTreeNode):
+class SamplingParams(struct.PyTreeNode):
     """`Sampling` as arrays, an argument of compiled functions: one program serves all settings. The masks are
     [V]."""
 
@@ -139,7 +139,7 @@ class Rules(struct.PyTreeNode):
     uncounted: Any
 
 
-class Occurrences(struct.PyTreeNode):
+class TokenCounts(struct.PyTreeNode):
     """What was generated so far, [B, V] each: whether a token occurred at all, and its decayed count, which
     is 0 for those that did not.
     """
@@ -148,17 +148,17 @@ class Occurrences(struct.PyTreeNode):
     count: jax.Array
 
     @classmethod
-    def none(cls, batch: int, vocab_size: int) -> Occurrences:
+    def none(cls, batch: int, vocab_size: int) -> TokenCounts:
         """Nothing yet."""
         return cls(jnp.zeros((batch, vocab_size), bool), jnp.zeros((batch, vocab_size), jnp.float32))
 
-    def add(self, rules: Rules, tokens: jax.Array) -> Occurrences:
+    def add(self, rules: SamplingParams, tokens: jax.Array) -> TokenCounts:
         """After one more token a row, [B]: all counts decay, and then the new one grows by 1."""
         new = jnp.arange(self.seen.shape[1]) == tokens[:, None]
-        return Occurrences(self.seen | new, self.count * rules.penalty_decay + (new & ~rules.uncounted))
+        return TokenCounts(self.seen | new, self.count * rules.penalty_decay + (new & ~rules.uncounted))
 
 
-def allowed(rules: Rules, logits: jax.Array) -> jax.Array:
+def allowed(rules: SamplingParams, logits: jax.Array) -> jax.Array:
     """Which tokens top-p and top-k leave: booleans like ``logits`` [B, V], at least one a row.
 
     Top-p: the token at which the sum over falling probabilities reaches ``top_p`` is the least probable that
@@ -175,11 +175,11 @@ def allowed(rules: Rules, logits: jax.Array) -> jax.Array:
     return (logits >= by_p) & (logits >= jnp.take(falling, last, axis=-1)[..., None])
 
 
-def adjusted(rules: Rules, logits: jax.Array, occurrences: Occurrences) -> jax.Array:
+def adjusted(rules: SamplingParams, logits: jax.Array, token_counts: TokenCounts) -> jax.Array:
     """Logits whose softmax is what the next token is drawn from.
 
     Args:
-        rules: from `Sampling.arrays`.
+        rules: from `Sampling.num_buffers`.
         logits: [B, V], the model's.
         occurrences: of the tokens before.
 
@@ -187,7 +187,7 @@ def adjusted(rules: Rules, logits: jax.Array, occurrences: Occurrences) -> jax.A
         [B, V] float32 (float64 for float64 logits): 0 for the most probable token, -inf for those that cannot
         come. NaN throughout for a row with a NaN or with infinity as its largest logit.
     """
-    logits = penalised(rules, logits, occurrences)
+    logits = penalised(rules, logits, token_counts)
     largest = jnp.max(logits, -1, keepdims=True)
 
     def best(x: jax.Array) -> jax.Array:
@@ -207,16 +207,16 @@ def adjusted(rules: Rules, logits: jax.Array, occurrences: Occurrences) -> jax.A
     return jnp.where(defined, jnp.where(keep, tempered, -jnp.inf), jnp.nan)
 
 
-def penalised(rules: Rules, logits: jax.Array, occurrences: Occurrences) -> jax.Array:
+def penalised(rules: SamplingParams, logits: jax.Array, token_counts: TokenCounts) -> jax.Array:
     """Logits [B, V], float32 at least, with penalties taken off, and -inf for what is banned."""
     logits = _wide(logits)
-    penalties = occurrences.seen * rules.presence_penalty + occurrences.count * rules.frequency_penalty
+    penalties = token_counts.seen * rules.presence_penalty + token_counts.count * rules.frequency_penalty
     # penalties near float32's largest number must not add up to infinity, which is for what is forbidden
     logits = logits - jnp.clip(penalties, -_LARGEST, _LARGEST)
     return jnp.where(rules.banned, -jnp.inf, logits)
 
 
-def _tempered(rules: Rules, logits: jax.Array, largest: jax.Array) -> jax.Array:
+def _tempered(rules: SamplingParams, logits: jax.Array, largest: jax.Array) -> jax.Array:
     """The largest logit is taken off first: whatever the temperature, it stays 0, and the others at most
     overflow to -inf.
     """
@@ -232,16 +232,16 @@ def _wide(logits: jax.Array) -> jax.Array:
 
 
 def sample(
-    rules: Rules,
+    rules: SamplingParams,
     logits: jax.Array,
-    occurrences: Occurrences,
+    token_counts: TokenCounts,
     keys: jax.Array,
     implementation: str = "xla",
-) -> tuple[jax.Array, Occurrences]:
+) -> tuple[jax.Array, TokenCounts]:
     """Chooses one token a row.
 
     Args:
-        rules: from `Sampling.arrays`.
+        rules: from `Sampling.num_buffers`.
         logits: [B, V], the model's.
         occurrences: of the tokens before.
         keys: [B], from `row_keys`, one a row, so that a row's choice does not depend on its neighbours.
@@ -253,13 +253,13 @@ def sample(
         largest one, and the occurrences with the new tokens.
     """
     if implementation == "triton":
-        from ..pallas.decode.launcher import choose  # only where there is Triton
+        from ..pallas.decode.host import sample_tokens  # only where there is Triton
 
-        raw, seen, count = jax.random.key_data(keys), occurrences.seen, occurrences.count
-        tokens, seen, count = choose(rules, _wide(logits), seen, count, raw, UNDEFINED)
-        return tokens, Occurrences(seen, count)
-    scores = adjusted(rules, logits, occurrences)
+        raw, seen, count = jax.random.key_data(keys), token_counts.seen, token_counts.count
+        tokens, seen, count = sample_tokens(rules, _wide(logits), seen, count, raw, UNDEFINED)
+        return tokens, TokenCounts(seen, count)
+    scores = adjusted(rules, logits, token_counts)
     with jax.threefry_partitionable(True):  # what the kernels have, whatever is configured
         tokens = jax.vmap(jax.random.categorical)(keys, scores)
     tokens = jnp.where(jnp.isnan(scores[:, 0]), UNDEFINED, tokens).astype(jnp.int32)
-    return tokens, occurrences.add(rules, tokens)
+    return tokens, token_counts.add(rules, tokens)

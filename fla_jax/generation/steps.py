@@ -26,13 +26,13 @@ class ModelStep:
     per_call: ClassVar[int | None] = None
 
     def __call__(
-        self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array
+        self, weights: Any, tokens: jax.Array, state: RWKVState, active: jax.Array
     ) -> tuple[jax.Array, RWKVState]:
         """See `fla_jax.generation.loop.Step`; ``weights`` are the model's parameters."""
         logits, new = self.model.apply({"params": weights}, tokens[:, None], state)
 
         def kept(x: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(of_rows(alive, x), x.astype(old.dtype), old)
+            return jnp.where(of_rows(active, x), x.astype(old.dtype), old)
 
         return logits[:, -1], jax.tree.map(kept, new, state)
 
@@ -60,10 +60,10 @@ class FastStep:
         return 8 if self.implementation == "triton" else None
 
     def __call__(
-        self, weights: Any, tokens: jax.Array, state: RWKVState, alive: jax.Array
+        self, weights: Any, tokens: jax.Array, state: RWKVState, active: jax.Array
     ) -> tuple[jax.Array, RWKVState]:
-        """See `fla_jax.generation.loop.Step`; ``weights`` are what `prepare` made."""
-        pieces, rows = decode.pieces(self.implementation), alive.astype(jnp.int32)
+        """See `fla_jax.generation.loop.Step`; ``weights`` are what `prepare_decode_weights` made."""
+        pieces, rows = decode.pieces(self.implementation), active.astype(jnp.int32)
         x = jnp.take(weights.table, tokens, axis=0)  # as the model: NaN for what is no token
         layer = self._layer7 if isinstance(self.model, RWKV7ForCausalLM) else self._layer6
         first = before = None
@@ -76,12 +76,12 @@ class FastStep:
         return logits, state.replace(ffn_shift=shifts.at[-1].set(before))
 
     def _layer7(
-        self, pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, alive: Any, first: Any
+        self, pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, active: Any, first: Any
     ) -> Any:
-        at = {"layer": i, "alive": alive}
+        at = {"layer": i, "active": active}
         made, shift = pieces.project(p.into, x, norm=p.norm, mixes=p.mixes, last=state.att_shift, **at)
         first, scale = made if first is None else first, self.model.config.rate_scale
-        y, state = pieces.advance7(p, made, first, state, (shift, before), i, alive, scale, x.dtype)
+        y, state = pieces.rwkv7_step(p, made, first, state, (shift, before), i, active, scale, x.dtype)
         x, _ = pieces.project(p.output, y, add=x, dtype=x.dtype)
         hidden, ffn_shift = pieces.project(
             p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=state.ffn_shift, dtype=x.dtype, **at
@@ -90,13 +90,13 @@ class FastStep:
         return x, state, ffn_shift, made
 
     def _layer6(
-        self, pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, alive: Any, first: Any
+        self, pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, active: Any, first: Any
     ) -> Any:
-        at = {"layer": i, "alive": alive}
+        at = {"layer": i, "active": active}
         z, shift = pieces.project(p.first, x, norm=p.norm, mixes=p.mix_x, last=state.att_shift, **at)
-        mixed = pieces.moves6(p, shift, state.att_shift, i, z, x.dtype)
+        mixed = pieces.rwkv6_mix(p, shift, state.att_shift, i, z, x.dtype)
         made, _ = pieces.project(p.into, mixed)
-        y, state = pieces.advance6(p, made, state, (shift, before), i, alive, x.dtype)
+        y, state = pieces.rwkv6_step(p, made, state, (shift, before), i, active, x.dtype)
         x, _ = pieces.project(p.output, y, add=x, dtype=x.dtype)
         hidden, ffn_shift = pieces.project(
             p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=state.ffn_shift, dtype=x.dtype, **at

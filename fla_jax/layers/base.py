@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
-from ..core.sharding import beside, check_mesh
+from ..core.sharding import check_mesh, shard_like
 from ..ops.layer import norm_shift_mix
 from .fields import check_fields
 from .init import ByDepth, Initializer, computed
 from .norm import Affine, NormParameters
-from .placement import Axes, check_sequence, copies_of, gathered, hold, own_rows, product, sequence_axis
+from .sharding import Axes, check_sequence, constrain, enter_tp, product, sequence_axis, tp_size_of, unshard
 from .shift import last_token
 from .state import RWKVState, check_state, zero_state
 
@@ -80,7 +80,7 @@ class Layer(nn.Module):
         [B, T, C].
         """
         weight = self.weight(name, init, (self.hidden_size,) if shape is None else shape, axes)
-        return gathered(weight, x, axes, self.parts(axes[0]))
+        return unshard(weight, x, axes, self.parts(axes[0]))
 
     def parts(self, axis: str | None) -> int | None:
         """How many pieces an axis of a parameter consists of that devices must not cut; None for single
@@ -89,7 +89,7 @@ class Layer(nn.Module):
         return None
 
     def product(self, x: jax.Array, weight: jax.Array, axes: Axes, **options: Any) -> jax.Array:
-        """``x @ weight``, see `placement.product`."""
+        """``x @ weight``, see `placement.dot`."""
         return product(x, weight, axes, self.parts(axes[-1]), **options)
 
     def dense(
@@ -99,12 +99,12 @@ class Layer(nn.Module):
         init: Initializer,
         axes: tuple[str | None, ...],
         x: jax.Array,
-        copies: int = 1,
+        tp_size: int = 1,
     ) -> jax.Array:
-        """``x @ kernel``, kernel [in, out]; ``copies`` as in `placement.product`."""
+        """``x @ kernel``, kernel [in, out]; ``copies`` as in `placement.dot`."""
 
         def dot_general(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
-            return self.product(x, kernel, axes, copies=copies, **options)
+            return self.product(x, kernel, axes, tp_size=tp_size, **options)
 
         layer = nn.Dense(
             features,
@@ -127,29 +127,29 @@ class Layer(nn.Module):
         norm: Affine | None,
         y: jax.Array | None = None,
         normalised: bool = False,
-        copies: int = 1,
+        tp_size: int = 1,
     ):
         """`fla_jax.ops.layer.norm_shift_mix`, whose ``last`` is that of each row's last token with
         ``lengths``.
 
-        ``mixed`` are `placement.own_rows` where ``copies`` is not 1.
+        ``mixed`` are `placement.enter_tp` where ``copies`` is not 1.
         """
         scale, bias = (None, None) if norm is None else norm
-        last = beside(last, x, 0, 2)
+        last = shard_like(last, x, 0, 2)
         mixed = norm_shift_mix(
-            own_rows(x, copies),
+            enter_tp(x, tp_size),
             mixes,
-            own_rows(last, copies),
+            enter_tp(last, tp_size),
             y=y,
             scale=scale,
             bias=bias,
-            segment_ids=None if segment_ids is None else own_rows(segment_ids, copies),
+            segment_ids=None if segment_ids is None else enter_tp(segment_ids, tp_size),
             normalised=normalised,
             sequence_axis=sequence_axis(x),
         )
-        if lengths is None and copies == 1:
+        if lengths is None and tp_size == 1:
             return mixed
-        end = last_token(x if mixed.x is None or copies > 1 else mixed.x, last, lengths)
+        end = last_token(x if mixed.x is None or tp_size > 1 else mixed.x, last, lengths)
         if norm is not None:
             end = norm_shift_mix(end[:, None], mixes[:1], scale=scale, bias=bias).last
         if lengths is None:
@@ -303,14 +303,14 @@ class Attention(Layer):
         """Heads."""
         return self.hidden_size // self.head_dim if axis == "heads" else None
 
-    def copies(self, x: jax.Array) -> int:
-        """For `placement.own_rows` of ``x`` [B, T, C]."""
-        return copies_of(x, self.hidden_size // self.head_dim)
+    def tp_size(self, x: jax.Array) -> int:
+        """For `placement.enter_tp` of ``x`` [B, T, C]."""
+        return tp_size_of(x, self.hidden_size // self.head_dim)
 
     def heads(self, x: jax.Array) -> jax.Array:
         """[B, T, C] -> [B, T, H, N]."""
         x = x.reshape(*x.shape[:-1], -1, self.head_dim)
-        return hold(x, "batch", "length", "act_heads", "kv")
+        return constrain(x, "batch", "length", "activation_heads", "kv")
 
     def run(
         self,
@@ -334,8 +334,10 @@ class Attention(Layer):
             op, options = chunked, {"chunk_size": self.chunk_size, **options}
         else:
             options.pop("lower_bound", None)
-        arrays = tuple(beside(x, arrays[0], 0, 1, 2, None) if x.ndim == 4 else x for x in arrays)
-        start = hold(beside(state.wkv, arrays[0], 0, 2, None, None), "batch", "act_heads", "kv", None)
+        arrays = tuple(shard_like(x, arrays[0], 0, 1, 2, None) if x.ndim == 4 else x for x in arrays)
+        start = constrain(
+            shard_like(state.wkv, arrays[0], 0, 2, None, None), "batch", "activation_heads", "kv", None
+        )
         o, wkv = op(
             *arrays,
             initial_state=start,
@@ -347,7 +349,7 @@ class Attention(Layer):
         )
         # in the dtype of `zero_state`, also where parameters are wider than what is computed with them
         wkv = wkv.astype(jnp.promote_types(arrays[0].dtype, jnp.float32))
-        return hold(o, "batch", "length", "act_heads", "kv"), wkv
+        return constrain(o, "batch", "length", "activation_heads", "kv"), wkv
 
     def group_norm(self, x: jax.Array) -> Affine:
         """Scale and bias [H, N] of the norm of every head on its own, for use with activations like ``x``.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .init import Initializer
-from .placement import gathered
+from .sharding import unshard
 
 
 class Norm(nn.Module):
@@ -37,7 +37,7 @@ class Norm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises x [..., C]."""
         scale, bias = (
-            gathered(self.param(name, init, (x.shape[-1],), self.param_dtype), x, (None,))
+            unshard(self.param(name, init, (x.shape[-1],), self.param_dtype), x, (None,))
             for name, init in (("scale", self.scale_init), ("bias", self.bias_init))
         )
         dtype = jnp.result_type(x, scale, bias) if self.dtype is None else self.dtype
@@ -68,11 +68,11 @@ class NormParameters(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, parts: int | None = None) -> Affine:
         """``(scale, bias)`` for use with activations x [B, T, C], of heads where there are ``parts`` (see
-        `placement.gathered`).
+        `placement.unshard`).
         """
         axes = (None if parts is None else "heads",)
         scale, bias = (
-            gathered(self.param(name, init, (self.features,), self.param_dtype), x, axes, parts)
+            unshard(self.param(name, init, (self.features,), self.param_dtype), x, axes, parts)
             for name, init in (("scale", self.scale_init), ("bias", self.bias_init))
         )
         return scale, bias

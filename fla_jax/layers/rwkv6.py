@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from ..core.names import name_dense
-from ..core.sharding import beside
+from ..core.sharding import shard_like
 from ..ops import chunk_rwkv6, fused_recurrent_rwkv6
 from ..ops.layer import norm_shift_mix, rwkv6_decay, rwkv6_readout, squared_relu
 from .base import Attention, FeedForward
 from .init import ByDepth, computed, orthogonal, symmetric_uniform
 from .norm import Affine
-from .placement import own_rows, sequence_axis
+from .sharding import enter_tp, sequence_axis
 from .state import RWKVState
 
 _zeros = nn.initializers.zeros
@@ -111,27 +111,27 @@ class RWKV6Attention(Attention):
             x, [mu["x"]], state.att_shift, segment_ids, lengths, norm, normalised=norm is not None
         )
         z = self.product(first.mixed[0], w1, ("embed", "rank"))
-        copies = self.copies(x)
-        z = own_rows(jnp.tanh(name_dense(z)), copies).reshape(-1, T, 5, R)
+        tp_size = self.tp_size(x)
+        z = enter_tp(jnp.tanh(name_dense(z)), tp_size).reshape(-1, T, 5, R)
         moves = jnp.einsum("btnr,nrc->nbtc", z, w2.astype(dtype))
         mixed = norm_shift_mix(
-            own_rows(x if norm is None else first.normalised, copies),
+            enter_tp(x if norm is None else first.normalised, tp_size),
             [mu[name] for name in "wkvrg"],
-            own_rows(beside(state.att_shift, x, 0, 2), copies),
+            enter_tp(shard_like(state.att_shift, x, 0, 2), tp_size),
             moves=moves,
-            segment_ids=None if segment_ids is None else own_rows(segment_ids, copies),
+            segment_ids=None if segment_ids is None else enter_tp(segment_ids, tp_size),
             sequence_axis=sequence_axis(x),
         )
         xw, xk, xv, xr, xg = mixed.mixed
 
-        r = self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr, copies)
-        k = self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk, copies)
-        v = self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv, copies)
-        gate = self.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg, copies)
+        r = self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr, tp_size)
+        k = self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk, tp_size)
+        v = self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv, tp_size)
+        gate = self.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg, tp_size)
         d1 = self.weight("time_decay_w1", _zeros, (C, D), ("embed", "rank")).astype(dtype)
         d2 = self.weight("time_decay_w2", symmetric_uniform(0.01), (D, C), ("rank", "heads")).astype(dtype)
-        w = jnp.tanh(name_dense(self.product(xw, d1, ("embed", "rank"), copies=copies)))
-        w = self.product(w, d2, ("rank", "heads"), copies=copies, preferred_element_type=wide)
+        w = jnp.tanh(name_dense(self.product(xw, d1, ("embed", "rank"), tp_size=tp_size)))
+        w = self.product(w, d2, ("rank", "heads"), tp_size=tp_size, preferred_element_type=wide)
         # made in float32; the op takes it with the range of bfloat16, which float16 has not
         w = rwkv6_decay(
             w, vector("time_decay", depth.decay6, "heads"), dtype if dtype == jnp.bfloat16 else None

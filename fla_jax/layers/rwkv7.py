@@ -14,7 +14,7 @@ from ..ops.layer import rwkv7_keys, rwkv7_readout, squared_relu
 from .base import Attention, FeedForward, before_end
 from .init import ByDepth, computed, low_rank_dim, low_rank_out, orthogonal
 from .norm import Affine
-from .placement import sequence_axis
+from .sharding import sequence_axis
 from .state import RWKVState
 
 LOWER_BOUND = -0.61  # the op's promise: -exp(-1/2) = -0.60653 with room for rounding
@@ -70,9 +70,9 @@ class RWKV7Attention(Attention):
         factor: float,
         activation: Any = None,
         keep: Any = None,
-        copies: int = 1,
+        tp_size: int = 1,
     ) -> jax.Array:
-        """``activation(x @ name1) @ name2``; ``copies`` as in `placement.product`."""
+        """``activation(x @ name1) @ name2``; ``copies`` as in `placement.dot`."""
         C = self.hidden_size
         rank = low_rank_dim(C, factor) if rank is None else rank
 
@@ -81,8 +81,10 @@ class RWKV7Attention(Attention):
 
         down = self.weight(f"{name}1", _zeros, (C, rank), ("embed", "rank")).astype(x.dtype)
         up = self.weight(f"{name}2", second, (rank, C), ("rank", "heads")).astype(x.dtype)
-        h = name_dense(self.product(x, down, ("embed", "rank"), copies=copies))
-        return self.product(h if activation is None else activation(h), up, ("rank", "heads"), copies=copies)
+        h = name_dense(self.product(x, down, ("embed", "rank"), tp_size=tp_size))
+        return self.product(
+            h if activation is None else activation(h), up, ("rank", "heads"), tp_size=tp_size
+        )
 
     @nn.compact
     def __call__(
@@ -143,23 +145,25 @@ class RWKV7Attention(Attention):
             return vector(f"x_{name}", lambda: depth.mix(exponent * depth.falling), None)
 
         mixes = [mix("r", 0.2), mix("w", 0.9), mix("k", 0.7), mix("v", 0.7), mix("a", 0.9), mix("g", 0.2)]
-        copies = self.copies(x)
-        mixed = self.shift_and_mix(x, mixes, state.att_shift, segment_ids, lengths, norm, copies=copies)
+        tp_size = self.tp_size(x)
+        mixed = self.shift_and_mix(x, mixes, state.att_shift, segment_ids, lengths, norm, tp_size=tp_size)
         xr, xw, xk, xv, xa, xg = mixed.mixed
 
-        r = self.heads(self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr, copies))
-        k = self.heads(self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk, copies))
-        v = self.heads(self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv, copies))
-        decay = self.heads(self.low_rank("w", xw, self.decay_low_rank_dim, 2.5, jnp.tanh, copies=copies))
-        rate = self.heads(self.low_rank("a", xa, self.a_low_rank_dim, 2.5, copies=copies))
-        gate = self.heads(self.low_rank("g", xg, self.gate_low_rank_dim, 5.0, jax.nn.sigmoid, copies=copies))
+        r = self.heads(self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr, tp_size))
+        k = self.heads(self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk, tp_size))
+        v = self.heads(self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv, tp_size))
+        decay = self.heads(self.low_rank("w", xw, self.decay_low_rank_dim, 2.5, jnp.tanh, tp_size=tp_size))
+        rate = self.heads(self.low_rank("a", xa, self.a_low_rank_dim, 2.5, tp_size=tp_size))
+        gate = self.heads(
+            self.low_rank("g", xg, self.gate_low_rank_dim, 5.0, jax.nn.sigmoid, tp_size=tp_size)
+        )
         residual_mix = v0 = None
         if v_first is not None:
             # XLA would merge this product with that of ``value``, which has the same operand, and then copy
             # the parts of the result apart, and those of its gradient together: 0.35 GB at B T C = 2^25
             apart = jax.lax.optimization_barrier(xv)
             residual_mix = self.heads(
-                self.low_rank("v", apart, self.v_low_rank_dim, 1.7, keep=keep, copies=copies)
+                self.low_rank("v", apart, self.v_low_rank_dim, 1.7, keep=keep, tp_size=tp_size)
             )
             v0 = self.by_head(vector("v0", lambda: depth.value7() * keep, "heads"))
             v_first = self.heads(v_first)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ..core.sequence import from_left, part_on
-from ..core.sharding import beside, entries, is_explicit, is_manual
-from .placement import sequence_axis
+from ..core.context_parallel import from_left, shard_on
+from ..core.sharding import is_explicit, is_manual, shard_like, spec_of
+from .sharding import sequence_axis
 
 
 def token_shift(x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
@@ -38,13 +38,13 @@ def token_shift(x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = N
     axis = sequence_axis(x)
     # on automatic meshes XLA moves the rows that it has to
     if axis is None or not (is_explicit() or is_manual()):
-        return _shifted(x, beside(last, x, 0, 2), segment_ids)
+        return _shifted(x, shard_like(last, x, 0, 2), segment_ids)
     across = functools.partial(_shifted_across, axis)
     if is_manual():
         return across(x, last, segment_ids)
-    last = beside(last, x, 0, 2)
-    arrays = (x, last) if segment_ids is None else (x, last, beside(segment_ids, x, 0, 1))
-    specs = tuple(P(*entries(array)) for array in arrays)
+    last = shard_like(last, x, 0, 2)
+    arrays = (x, last) if segment_ids is None else (x, last, shard_like(segment_ids, x, 0, 1))
+    specs = tuple(P(*spec_of(array)) for array in arrays)
     return jax.shard_map(across, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
 
 
@@ -61,9 +61,9 @@ def _shifted_across(
     axis: str, x: jax.Array, last: jax.Array, segment_ids: jax.Array | None = None
 ) -> jax.Array:
     """`token_shift` of one device's tokens: its first one sees the last one of the device before."""
-    part = part_on(axis, segment_ids)
-    left = part.continued(from_left(x[:, -1], axis))
-    return _shifted(x, jnp.where(part.is_first, last.astype(x.dtype), left), segment_ids)
+    shard = shard_on(axis, segment_ids)
+    left = shard.continued(from_left(x[:, -1], axis))
+    return _shifted(x, jnp.where(shard.is_first, last.astype(x.dtype), left), segment_ids)
 
 
 def last_token(x: jax.Array, last: jax.Array, lengths: jax.Array | None = None) -> jax.Array:

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.names import remat_policy
-from ..core.sharding import check_mesh, entries, is_explicit, mesh_axes, place, vary_alike
+from ..core.sharding import check_mesh, is_explicit, mesh_axes, reshard, spec_of, vary_alike
 from ..layers import RWKVState
 from ..layers.base import LAYER_NORM_EPS, before_end, check_lengths, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Norm
-from ..layers.placement import beyond, check_sequence, hold, is_placed, keep_all_but_gathered, product
+from ..layers.sharding import beyond, check_sequence, constrain, is_sharded, product, save_all_but_unsharded
 from ..layers.state import check_state, zero_state
-from .blocks import Carry, RWKV6Block, RWKV7Block, residual
+from .block import Carry, RWKV6Block, RWKV7Block, residual
 from .config import RWKV6Config, RWKV7Config, RWKVConfig
 
 
@@ -41,12 +41,12 @@ class _Embed(nn.Embed):
         """Tokens [B, T] -> [B, T, C]."""
         if not is_explicit():
             table = self.embedding if self.dtype is None else self.embedding.astype(self.dtype)
-            table = hold(hold(table, "vocab", "embed"), "act_vocab", None)
+            table = constrain(constrain(table, "vocab", "embed"), "activation_vocab", None)
             return residual(jnp.take(table, tokens, axis=0))
         table = self.embedding.astype(self.dtype)
-        rows = entries(tokens)
-        channels = beyond(entries(table)[1], [axis for entry in rows for axis in mesh_axes(entry)])
-        return place(table, None, channels).at[tokens].get(out_sharding=P(*rows, channels))
+        rows = spec_of(tokens)
+        channels = beyond(spec_of(table)[1], [axis for entry in rows for axis in mesh_axes(entry)])
+        return reshard(table, None, channels).at[tokens].get(out_sharding=P(*rows, channels))
 
 
 class RWKVForCausalLM(nn.Module):
@@ -68,8 +68,8 @@ class RWKVForCausalLM(nn.Module):
         )
         self.ln0 = _layer_norm(config)
         block: Any = self.block
-        if config.remat or is_placed():
-            policy = remat_policy(dense=config.remat == "dense") if config.remat else keep_all_but_gathered
+        if config.remat or is_sharded():
+            policy = remat_policy(dense=config.remat == "dense") if config.remat else save_all_but_unsharded
             # layer_index (argument 3) stays a Python int unless the scan counts it; a loop rules out the
             # elimination that prevent_cse is about
             static = () if config.scan_layers else (3,)
@@ -156,13 +156,13 @@ class RWKVForCausalLM(nn.Module):
         """The v_first that layer 0 ignores, of the type of the one that it makes: what a scan carries keeps
         its type.
         """
-        zeros = hold(jnp.zeros_like(x), "batch", "length", "act_heads")
+        zeros = constrain(jnp.zeros_like(x), "batch", "length", "activation_heads")
         if not is_explicit() or not self.config.scan_layers or self.is_initializing():
             return zeros
         (kernel,) = jax.tree.leaves(self.variables["params"]["blocks"]["att"]["value"])
-        rows = entries(x)[:2]
-        return place(
-            zeros, *rows, beyond(entries(kernel)[-1], [axis for entry in rows for axis in mesh_axes(entry)])
+        rows = spec_of(x)[:2]
+        return reshard(
+            zeros, *rows, beyond(spec_of(kernel)[-1], [axis for entry in rows for axis in mesh_axes(entry)])
         )
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -170,7 +170,7 @@ class RWKVForCausalLM(nn.Module):
         check_mesh(type(self).__name__, hidden, self.variables)
         logits = self.head(hidden)
         # whole along V: losses pick from them and sampling sorts them
-        return place(logits, *entries(logits)[:-1], None) if is_explicit() else logits
+        return reshard(logits, *spec_of(logits)[:-1], None) if is_explicit() else logits
 
     def __call__(
         self,
@@ -261,8 +261,8 @@ def _head_product(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> ja
 
 def _beside_rows(tokens: jax.Array, x: jax.Array) -> jax.Array:
     """A state's array [L, B, ...] with its rows on the devices that have those of the tokens."""
-    rows = entries(tokens)[0]
-    return place(x, None, rows, *(beyond(entry, mesh_axes(rows)) for entry in entries(x)[2:]))
+    rows = spec_of(tokens)[0]
+    return reshard(x, None, rows, *(beyond(entry, mesh_axes(rows)) for entry in spec_of(x)[2:]))
 
 
 def check_layers(params: Any, config: RWKVConfig) -> None:

@@ -7,7 +7,6 @@ for tokens in batches:
     state, loss = step(state, step.shard(tokens))
 """
 
-from .flags import overlap_flags, overlap_options, set_overlap_flags
 from .mesh import make_mesh
 from .rules import (
     axis_rules,
@@ -17,7 +16,8 @@ from .rules import (
     parameter_shardings,
     state_shardings,
 )
-from .step import TrainStep, next_token_loss
+from .train_step import TrainStep, next_token_loss
+from .xla_options import overlap_flags, overlap_options, set_overlap_flags
 
 __all__ = [
     "TrainStep",

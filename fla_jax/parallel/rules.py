@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..core.sharding import entries, is_explicit, place
+from ..core.sharding import is_explicit, reshard, spec_of
 from ..layers.state import RWKVState
 from .mesh import ROWS, check_axes, row_parts
 
@@ -79,10 +79,10 @@ def axis_rules(model: Any, mesh: Mesh, *, rows: int | None = None) -> Rules:
         ("rank", None if any(size % fsdp for size in widths["rank"]) else "fsdp"),
         ("kv", None),
         ("layers", None),
-        ("act_embed", None),
-        ("act_heads", "tensor"),
-        ("act_mlp", "tensor"),
-        ("act_vocab", vocab),
+        ("activation_embed", None),
+        ("activation_heads", "tensor"),
+        ("activation_mlp", "tensor"),
+        ("activation_vocab", vocab),
     )
 
 
@@ -194,8 +194,8 @@ def over_sequence(x: jax.Array) -> jax.Array:
             "tokens must have a number of tokens T that is a multiple of mesh axis 'sequence' = "
             f"{size}, got T = {x.shape[1]}"
         )
-    rows, _, *others = entries(x)
-    return place(x, rows, "sequence", *others)
+    rows, _, *others = spec_of(x)
+    return reshard(x, rows, "sequence", *others)
 
 
 def state_shardings(mesh: Mesh) -> Any:

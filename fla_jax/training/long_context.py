@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ..core.sharding import is_explicit, place
+from ..core.sharding import is_explicit, reshard
 from ..layers.state import RWKVState, check_state
 from .losses import chunked_cross_entropy
 
@@ -168,7 +168,7 @@ def _state(model: Any, params: Any, tokens: jax.Array, state: RWKVState | None) 
 
     # what a scan carries keeps its type: sharded from the start as the model will leave it
     after = jax.eval_shape(read, params, tokens[:, :1], state)
-    return jax.tree.map(lambda x, like: place(x, *like.sharding.spec), state, after)
+    return jax.tree.map(lambda x, like: reshard(x, *like.sharding.spec), state, after)
 
 
 def _split(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from ..core.arguments import check_number
-from ..core.sharding import beside, entries, is_explicit, place
-from ..layers.placement import hold, join_tokens, result, split_tokens, token_parts, weight_for
+from ..core.sharding import is_explicit, reshard, shard_like, spec_of
+from ..layers.sharding import constrain, join_tokens, out_sharding, split_tokens, token_parts, unshard_for_dot
 
 
 def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | None) -> None:
@@ -144,14 +144,14 @@ def _walk(
     gradient of the kernel of its own. They are summed once, at the end: summed block by block they would be
     most of the traffic.
     """
-    narrow = weight_for(hidden, kernel.astype(hidden.dtype), ("embed", "vocab"))
+    narrow = unshard_for_dot(hidden, kernel.astype(hidden.dtype), ("embed", "vocab"))
     walk = functools.partial(_walk_blocks, l2wrap=l2wrap, block=block, gradients=gradients)
-    h = place(hidden, *entries(hidden)[:2], entries(narrow)[0]) if is_explicit() else hidden
+    h = reshard(hidden, *spec_of(hidden)[:2], spec_of(narrow)[0]) if is_explicit() else hidden
     parts = token_parts(hidden)
     if parts == (1, 1):
         total, d_hidden, d_kernel = walk(h, narrow, labels, weights)
     else:
-        labels, weights = (beside(x, hidden, 0, 1) for x in (labels, weights))
+        labels, weights = (shard_like(x, hidden, 0, 1) for x in (labels, weights))
         h, labels, weights = (split_tokens(x, parts) for x in (h, labels, weights))
         walk_all = jax.vmap(jax.vmap(walk, (0, None, 0, 0)), (0, None, 0, 0))
         total, d_hidden, d_kernel = walk_all(h, narrow, labels, weights)
@@ -160,14 +160,18 @@ def _walk(
             d_hidden, d_kernel = join_tokens(d_hidden), jnp.sum(d_kernel, (0, 1))
     if not gradients:
         return total, None, None
-    d_kernel = hold(hold(d_kernel, None, "act_vocab"), "embed", "vocab")
-    return total, beside(d_hidden, hidden, 0, 1, 2), beside(d_kernel.astype(kernel.dtype), kernel, 0, 1)
+    d_kernel = constrain(constrain(d_kernel, None, "activation_vocab"), "embed", "vocab")
+    return (
+        total,
+        shard_like(d_hidden, hidden, 0, 1, 2),
+        shard_like(d_kernel.astype(kernel.dtype), kernel, 0, 1),
+    )
 
 
 def _walk_blocks(
     hidden: Any, narrow: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
 ) -> tuple[jax.Array, Any, Any]:
-    """`_walk` of the tokens of one device; ``narrow`` is the kernel in the dtype of hidden.
+    """`_scan` of the tokens of one device; ``narrow`` is the kernel in the dtype of hidden.
 
     Gradients are made while a block's logits are there: they are never made a second time.
     """
@@ -183,7 +187,9 @@ def _walk_blocks(
         (total, d_kernel), (h, label, weight) = carry, x
         # a masked position may hold anything, inf and NaN included
         h, label = jnp.where((weight != 0)[..., None], h, 0), _wide(jnp.where(weight != 0, label, 0))
-        logits = dot(h, narrow, (((2,), (0,)), ((), ())), **result(*entries(h)[:-1], entries(narrow)[1]))
+        logits = dot(
+            h, narrow, (((2,), (0,)), ((), ())), **out_sharding(*spec_of(h)[:-1], spec_of(narrow)[1])
+        )
         position = jax.lax.broadcasted_iota(label.dtype, logits.shape, 2)
         right = position == label[..., None]
         lse = jax.nn.logsumexp(logits, -1, keepdims=True)
@@ -196,9 +202,9 @@ def _walk_blocks(
             largest = jnp.argmax(logits, -1, keepdims=True)
             d = d + jnp.where(position == largest.astype(label.dtype), l2wrap * logits, 0)
         d = (d * weight[..., None]).astype(hidden.dtype)
-        d_kernel = d_kernel + dot(h, d, (((0, 1), (0, 1)), ((), ())), **result(*entries(narrow)))
+        d_kernel = d_kernel + dot(h, d, (((0, 1), (0, 1)), ((), ())), **out_sharding(*spec_of(narrow)))
         # in the dtype of hidden at once: devices that share the vocabulary sum it
-        d_hidden = jax.lax.dot_general(d, narrow, (((2,), (1,)), ((), ())), **result(*entries(h)))
+        d_hidden = jax.lax.dot_general(d, narrow, (((2,), (1,)), ((), ())), **out_sharding(*spec_of(h)))
         return (total, d_kernel), d_hidden
 
     # like an array of the mesh: a zero from nowhere cannot be mapped over a mesh axis with an explicit type

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = [pytest.mark.slow, pytest.mark.one_python]
 
 FIELDS = {"op", "form", "implementation", "library", "shape", "dtype", "pass", "ms", "gbs", "of_copy"}
 FIELDS |= {"copy_gbs", "copy", "ratio", "versions", "commit", "device", "run"}

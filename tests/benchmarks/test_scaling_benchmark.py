@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = [pytest.mark.slow, pytest.mark.one_python]
 
 FIELDS = {"op", "mode", "devices", "ms", "peak_gb", "collectives", "shape", "commit", "device", "run"}
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = [pytest.mark.slow, pytest.mark.one_python]
 
 
 def test_quick_writes_whole_records(tmp_path, command, module):

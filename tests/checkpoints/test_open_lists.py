@@ -21,7 +21,7 @@ from fla_jax.checkpoints import (
     stored,
     write_pth,
 )
-from fla_jax.checkpoints.namings import OFFICIAL6, OFFICIAL7
+from fla_jax.checkpoints.param_maps import OFFICIAL6, OFFICIAL7
 
 
 def is_npz(path):
@@ -95,10 +95,10 @@ def test_naming(tmp_path):
     NAMINGS.append(naming)
     same(load_checkpoint(tmp_path / "b.pth")[1], params)
     # a format that is written with it
-    FORMATS.append(dataclasses.replace(NPZ, namings=(naming,)))
+    FORMATS.append(dataclasses.replace(NPZ, param_maps=(naming,)))
     save_checkpoint(tmp_path / "b.npz", model, params)
     same(dict(np.load(tmp_path / "b.npz")), dict(renamed))
     with pytest.raises(KeyError, match="the naming 'mine' has no place for head/kernel"):
         broken = {path: place for path, place in places.items() if path != "head/kernel"}
-        FORMATS.append(dataclasses.replace(NPZ, namings=(dataclasses.replace(naming, places=broken),)))
+        FORMATS.append(dataclasses.replace(NPZ, param_maps=(dataclasses.replace(naming, places=broken),)))
         save_checkpoint(tmp_path / "c.npz", model, params)

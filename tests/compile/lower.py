@@ -22,8 +22,8 @@ from cases import OPS, TOKENS
 from fla_jax.core.gpu import lowering_for
 from fla_jax.core.names import remat_policy
 from fla_jax.generation import Sampling
-from fla_jax.generation.sampling import Occurrences, sample
-from fla_jax.pallas.run.triton import _jax_triton, why_not
+from fla_jax.generation.sampling import TokenCounts, sample
+from fla_jax.pallas.backend.triton import _jax_triton, why_not
 
 H, D, T = 64, 16, 2048  # small heads: they compile fast
 CAPABILITY = 90
@@ -118,7 +118,7 @@ def taken_over(op: str, D: int, T: int) -> dict[str, list[int]]:
     """Operands and results of the kernel that writes gradients of keys which share memory, and the number of
     all results; D keys and values, T tokens.
     """
-    name = "rwkv7_gradients_kernel" if op == "rwkv7" and D > 64 else f"{op}_bwd_kernel"
+    name = "rwkv7_bwd_grads_kernel" if op == "rwkv7" and D > 64 else f"{op}_bwd_kernel"
     arrays, state = arguments(op, D=D, T=T)
     (call,) = (c for c in triton_calls(gradient(op), arrays["v"], arrays, state) if name_of(c) == name)
     pairs = re.findall(
@@ -158,7 +158,7 @@ def recorded() -> dict[str, object]:
     """Of the kernels that choose a token, and of a gradient's: the names that they are called by; how many of
     their results take over the memory of an operand; what makes such operands.
     """
-    rules, none = Sampling().arrays(300), Occurrences.none(1, 300)
+    rules, none = Sampling().arrays(300), TokenCounts.none(1, 300)
     keys = jax.random.split(jax.random.key(0), 1)
     arrays, state = arguments("rwkv7", T=32)
     names, makers = set(), []
@@ -192,7 +192,7 @@ def kept() -> dict[str, object]:
         triton_lib._COMPILED_KERNEL_CACHE.clear()
         jax.clear_caches()
         triton_lib.triton_kernel_call_lib.get_compute_capability = lambda device, c=capability: c
-        rules, none = Sampling().arrays(300), Occurrences.none(1, 300)
+        rules, none = Sampling().arrays(300), TokenCounts.none(1, 300)
         keys = jax.random.split(jax.random.key(0), 1)
         traced = jax.jit(sample, static_argnums=4).trace(rules, jnp.zeros((1, 300)), none, keys, "triton")
         module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
@@ -212,12 +212,12 @@ def kept() -> dict[str, object]:
 
 
 KERNELS = (
-    *(f"rwkv6_{name}_kernel" for name in ("fwd", "transfer", "bwd")),
-    *(f"rwkv7_{name}_kernel" for name in ("fwd", "transfer", "bwd", "carry", "gradients")),
+    *(f"rwkv6_{name}_kernel" for name in ("fwd", "chunk_state", "bwd")),
+    *(f"rwkv7_{name}_kernel" for name in ("fwd", "chunk_state", "bwd", "bwd_dh", "bwd_grads")),
     "cotangent_scale_kernel",
-    "combine_kernel",
-    "gather_kernel",
-    "reads_kernel",
+    "state_passing_kernel",
+    "state_grad_kernel",
+    "add_entry_output_kernel",
 )
 
 

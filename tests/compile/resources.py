@@ -148,7 +148,7 @@ class _Recorder:
 
 def record(call: Call) -> list[Launch]:
     """The launches of forward and backward for full GPUs, then those that few rows and heads add (stretches:
-    `fla_jax.pallas.plan.stretches`), a forward alone included.
+    `fla_jax.pallas.common.state_passing_host`), a forward alone included.
     """
     many = _trace(call, 8, 2048, 64)
     few = (
@@ -165,7 +165,7 @@ def _trace(call: Call, B: int, T: int, H: int, gradient: bool = True) -> list[La
 
     from fla_jax import ops
     from fla_jax.core.gpu import lowering_for
-    from fla_jax.pallas.run import triton as run_triton
+    from fla_jax.pallas.backend import triton as run_triton
 
     assert not run_triton.INTERPRET, (
         "Triton's interpreter is on (TRITON_INTERPRET=1): kernels cannot be compiled in this process"
@@ -230,7 +230,7 @@ def compile_launch(launch: Launch) -> Usage:
         num_stages=launch.num_stages,
         enable_fp_fusion=True,
         ptx_options="--regAllocOptLevel=4",
-        maxnreg=dict(launch.constexprs).get("REGISTERS") or None,
+        maxnreg=dict(launch.constexprs).get("MAX_REGISTERS") or None,
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", launch.call.target, 32), options=options)
     assert f".target sm_{launch.call.target}" in compiled.asm["ptx"]

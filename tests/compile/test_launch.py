@@ -6,15 +6,15 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed (it exists for Linux only)")
 
-from fla_jax.pallas.device.stretches import gather_kernel
-from fla_jax.pallas.run.triton import launch
+from fla_jax.pallas.backend.triton import launch
+from fla_jax.pallas.common.state_passing import state_grad_kernel
 
 
 def test_parameters_are_checked_by_name():
     x = jnp.zeros(16)
-    out = {"D_": jax.ShapeDtypeStruct((16,), jnp.float32)}
-    options = dict(grid=(1,), num_warps=1, num_stages=1, mode=None)
-    with pytest.raises(TypeError, match=r"gather_kernel: .*\['span'\]"):
-        launch(gather_kernel, {"reads_": x, "do_": x, "T": 1}, out, **options)
-    with pytest.raises(TypeError, match=r"gather_kernel: .*\['do', 'do_'\]"):
-        launch(gather_kernel, {"reads_": x, "do": x, "T": 1, "span": 1}, out, **options)
+    out = {"dh_": jax.ShapeDtypeStruct((16,), jnp.float32)}
+    options = dict(grid=(1,), num_warps=1, num_stages=1, c=None)
+    with pytest.raises(TypeError, match=r"state_grad_kernel: .*\['split_len'\]"):
+        launch(state_grad_kernel, {"q_entry_": x, "do_": x, "T": 1}, out, **options)
+    with pytest.raises(TypeError, match=r"state_grad_kernel: .*\['do', 'do_'\]"):
+        launch(state_grad_kernel, {"q_entry_": x, "do": x, "T": 1, "split_len": 1}, out, **options)

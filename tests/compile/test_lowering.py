@@ -60,10 +60,10 @@ def test_a_value_runs_the_forward_kernel_once(op):
     assert report()[op]["value"] == {f"{op}_fwd_kernel": 1}
 
 
-@pytest.mark.parametrize("op, last", [("rwkv6", "rwkv6_fwd_kernel"), ("rwkv7", "reads_kernel")])
+@pytest.mark.parametrize("op, last", [("rwkv6", "rwkv6_fwd_kernel"), ("rwkv7", "add_entry_output_kernel")])
 def test_a_value_of_few_rows_and_heads(op, last):
     """RWKV-7's are walked once."""
-    want = {f"{op}_transfer_kernel": 1, "combine_kernel": 1, last: 1}
+    want = {f"{op}_transfer_kernel": 1, "state_passing_kernel": 1, last: 1}
     assert report()[op]["value of few rows and heads"] == want
 
 
@@ -74,21 +74,21 @@ def test_gradients(op, name):
     want = {f"{op}_fwd_kernel": FORWARDS[name], f"{op}_bwd_kernel": 1}
     # cut into stretches: what they do to the state, then the states between them, forward and backward
     if name.startswith("few"):
-        want |= {f"{op}_transfer_kernel": 1, "combine_kernel": 2, "gather_kernel": 1}
+        want |= {f"{op}_transfer_kernel": 1, "state_passing_kernel": 2, "state_grad_kernel": 1}
     assert report()[op][name] == want
 
 
 def test_large_heads_take_two_backward_kernels():
     assert report()["rwkv7"]["large heads"] == {
         "rwkv7_fwd_kernel": 1,
-        "rwkv7_carry_kernel": 1,
-        "rwkv7_gradients_kernel": 1,
+        "rwkv7_bwd_dh_kernel": 1,
+        "rwkv7_bwd_grads_kernel": 1,
     }
 
 
 def test_gradients_of_the_recurrent_form_come_from_the_chunked_kernel():
     """Where all of them have 16 bits."""
-    want = {"cotangent_scale_kernel": 1, "rwkv7_gradients_kernel": 1}
+    want = {"cotangent_scale_kernel": 1, "rwkv7_bwd_grads_kernel": 1}
     assert report()["rwkv7"]["token by token"] == want
     assert report()["rwkv7"]["token by token, float32 decays"] == {}
 

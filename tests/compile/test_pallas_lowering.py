@@ -14,7 +14,7 @@ from cases import OPS, TOKENS
 
 each_op = pytest.mark.parametrize("op", OPS)
 # the forward walk and all of the backward
-BACKWARD = {"walk": 2, "contract_state": 2, "contract_values": 1, "gradients": 1}
+BACKWARD = {"scan": 2, "contract_state": 2, "contract_values": 1, "gradients": 1}
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def value(op: str):
 
 @each_op
 def test_forward_and_backward(op, h200):
-    assert kernels(op, value(op)) == {"walk": 1}
+    assert kernels(op, value(op)) == {"scan": 1}
     assert kernels(op, jax.value_and_grad(value(op))) == BACKWARD
 
 

@@ -15,13 +15,13 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed (it exists for Linux only)")
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.one_python
 
 HERE = pathlib.Path(__file__).parent
 KERNELS = {
-    *(f"rwkv6_{name}_kernel" for name in ("fwd", "transfer", "bwd")),
-    *(f"rwkv7_{name}_kernel" for name in ("scores", "fwd", "transfer", "bwd", "carry", "gradients")),
-    *("cotangent_scale_kernel", "combine_kernel", "gather_kernel", "reads_kernel"),
+    *(f"rwkv6_{name}_kernel" for name in ("fwd", "chunk_state", "bwd")),
+    *(f"rwkv7_{name}_kernel" for name in ("chunk_A", "fwd", "chunk_state", "bwd", "bwd_dh", "bwd_grads")),
+    *("cotangent_scale_kernel", "state_passing_kernel", "state_grad_kernel", "add_entry_output_kernel"),
 }
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from layer_ops import norm_mix_cases
 
-from fla_jax.pallas.layer.norm_mix import launcher as norm_mix_launcher
-from fla_jax.pallas.rwkv7.chunked import launcher as rwkv7_launcher
+from fla_jax.pallas.layer import norm_shift_mix_host as norm_mix_launcher
+from fla_jax.pallas.rwkv7 import chunk_host as rwkv7_launcher
 
 from . import pieces, places, recurrences
 from .places import PALLAS_INTERPRETER, TRITON_INTERPRETER, Place
@@ -72,7 +72,7 @@ def once(entry: Entry) -> Any:
     sizes, lengths and chunks elsewhere are more of the same programs.
     """
     more = re.fullmatch(r"\S+ (T|K \d+ V|chunk|segments|packed) \d+", entry.name)
-    marks = [pytest.mark.once] if more or entry.place is TRITON_INTERPRETER else []
+    marks = [pytest.mark.one_python] if more or entry.place is TRITON_INTERPRETER else []
     return pytest.param(entry, id=f"{entry.place} {entry.name}", marks=marks)
 
 
@@ -85,7 +85,7 @@ def forms():
         yield
         return
     with cases.fresh_traces(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rwkv7_launcher, "has_half", lambda x: True)
+        patch.setattr(rwkv7_launcher, "has_bf16_dots", lambda x: True)
         yield
 
 
@@ -95,7 +95,7 @@ def place(monkeypatch, entry):
     if entry.place is PALLAS_INTERPRETER:
         monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
     if entry.place is TRITON_INTERPRETER and entry.name.startswith("norm_mix"):
-        monkeypatch.setattr(norm_mix_launcher, "SHORTEST", SPAN)
+        monkeypatch.setattr(norm_mix_launcher, "MIN_BLOCK_LEN", SPAN)
 
 
 @pytest.mark.parametrize("entry", map(once, ENTRIES))
@@ -131,7 +131,9 @@ def _vmaps(place: Place) -> Iterator[Entry]:
 def rows_once(entry: Entry) -> Any:
     """Layouts are arrays beside the others, which Pallas' slow interpreter batches like them."""
     marks = (
-        [] if entry.place is not PALLAS_INTERPRETER or entry.name.endswith(" rows") else [pytest.mark.once]
+        []
+        if entry.place is not PALLAS_INTERPRETER or entry.name.endswith(" rows")
+        else [pytest.mark.one_python]
     )
     return pytest.param(entry, id=f"{entry.place} {entry.name}", marks=marks)
 

@@ -12,8 +12,8 @@ def _pair(op, implementation, *marks):
         _pair("rwkv6", "xla"),
         _pair("rwkv7", "triton"),
         # with another JAX, each op and each implementation once: ops have one rule of sharding for all
-        _pair("rwkv6", "triton", pytest.mark.once),
-        _pair("rwkv7", "xla", pytest.mark.once),
+        _pair("rwkv6", "triton", pytest.mark.one_python),
+        _pair("rwkv7", "xla", pytest.mark.one_python),
     ]
 )
 def pair(request):

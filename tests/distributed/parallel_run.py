@@ -10,14 +10,7 @@ import small_models as small
 from collectives import collectives
 from jax.sharding import NamedSharding
 
-from fla_jax.parallel import (
-    TrainStep,
-    axis_rules,
-    make_mesh,
-    over_sequence,
-    overlap_options,
-    state_shardings,
-)
+from fla_jax.parallel import TrainStep, axis_rules, make_mesh, over_sequence, overlap_options, state_shardings
 from fla_jax.training import chunked_cross_entropy, rwkv_optimizer
 
 # name: sizes, explicit, remat

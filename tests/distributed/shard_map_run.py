@@ -35,7 +35,7 @@ def own(x, all_axes, spec):
 
 
 def whole(x, all_axes, spec):
-    """The inverse of `own`, where devices share the same."""
+    """The inverse of `columns`, where devices share the same."""
     split = [*spec, *(None,) * x.ndim]
     return jnp.tile(x, [SIZES[a] if a and not split[i] else 1 for i, a in all_axes])
 

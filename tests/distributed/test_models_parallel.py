@@ -215,7 +215,9 @@ def test_names_of_parameter_axes():
     for vector in (block["ln1"]["scale"], block["att"]["time_maa_x"], specs["ln_out"]["bias"]):
         assert not any(vector)  # whole everywhere
     rules = dict(axis_rules(model, mesh))
-    assert rules["embed"] == "fsdp" and rules["act_embed"] is None and rules["batch"] == ("data", "fsdp")
+    assert (
+        rules["embed"] == "fsdp" and rules["activation_embed"] is None and rules["batch"] == ("data", "fsdp")
+    )
 
 
 def test_init_and_any_loss():

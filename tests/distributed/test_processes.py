@@ -84,7 +84,7 @@ def alone():
 @pytest.mark.parametrize(
     "launcher, meshes",
     [
-        pytest.param("SLURM", ("rows and tokens", "tokens"), marks=pytest.mark.once),
+        pytest.param("SLURM", ("rows and tokens", "tokens"), marks=pytest.mark.one_python),
         ("Open MPI", ("fsdp",)),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [7, pytest.param(6, marks=pytest.mark.once)])
+@pytest.mark.parametrize("version", [7, pytest.param(6, marks=pytest.mark.one_python)])
 def test_uses(version):
     found = fake_devices.report("distributed/uses_run.py", version)
     assert len(found) == 6 and max(found.values()) < 1e-5, found

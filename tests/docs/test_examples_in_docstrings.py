@@ -7,7 +7,7 @@ import doctest
 import public
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = [pytest.mark.slow, pytest.mark.one_python]
 
 DOCUMENTED = public.documented()
 FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL

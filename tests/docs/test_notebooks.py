@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = [pytest.mark.slow, pytest.mark.one_python]
 FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
 matplotlib.use("Agg")
 

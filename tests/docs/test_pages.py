@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = [pytest.mark.slow, pytest.mark.one_python]
 
 PAGES = sorted(
     str(path.relative_to(blocks.ROOT))

@@ -15,7 +15,7 @@ import small_models as small
 from fla_jax.checkpoints import read_pth, save_checkpoint
 from fla_jax.training import save_states
 
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = [pytest.mark.slow, pytest.mark.one_python]
 
 ROOT = Path(__file__).parents[2]
 

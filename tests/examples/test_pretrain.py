@@ -38,7 +38,7 @@ from pretraining import (
 from fla_jax.checkpoints import load_checkpoint
 from fla_jax.data import BinIdxWriter, open_binidx
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.one_python
 
 
 def load():

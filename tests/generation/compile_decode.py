@@ -25,11 +25,11 @@ import jax.numpy as jnp  # noqa: E402
 import resources  # noqa: E402
 
 from fla_jax.core.gpu import lowering_for  # noqa: E402
-from fla_jax.generation.prepared import prepare  # noqa: E402
-from fla_jax.generation.sampling import Occurrences, Sampling, sample  # noqa: E402
+from fla_jax.generation.decode_weights import prepare_decode_weights  # noqa: E402
+from fla_jax.generation.sampling import Sampling, TokenCounts, sample  # noqa: E402
 from fla_jax.generation.steps import FastStep  # noqa: E402
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM  # noqa: E402
-from fla_jax.pallas.run import triton  # noqa: E402
+from fla_jax.pallas.backend import triton  # noqa: E402
 
 resources.POINTERS.update(int8="*i8", bool="*i1")
 MODELS = {6: (RWKV6Config, RWKV6ForCausalLM), 7: (RWKV7Config, RWKV7ForCausalLM)}
@@ -61,7 +61,7 @@ ALL = [
 def choose(batch: int, logits: jax.Array) -> jax.Array:
     """Chooses tokens from logits [B, V]."""
     keys = jax.random.split(jax.random.key(0), batch)
-    rules, none = Sampling().arrays(logits.shape[1]), Occurrences.none(*logits.shape)
+    rules, none = Sampling().arrays(logits.shape[1]), TokenCounts.none(*logits.shape)
     return sample(rules, logits, none, keys, "triton")[0]
 
 
@@ -71,7 +71,9 @@ def record(case: Case) -> list[resources.Launch]:
     model = kind(config(65536, case.width, 2, dtype=case.dtype))
     tokens = jax.ShapeDtypeStruct((case.batch,), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), int))
-    weights = jax.eval_shape(lambda params: prepare(model, params, case.group), params["params"])
+    weights = jax.eval_shape(
+        lambda params: prepare_decode_weights(model, params, case.group), params["params"]
+    )
     state = jax.eval_shape(lambda: model.init_state(case.batch))
     state = state.replace(wkv=jax.ShapeDtypeStruct(state.wkv.shape, case.state))
     about = resources.Call(f"rwkv{case.version} {case.batch}", case.target, case.width, case.dtype)
@@ -79,8 +81,8 @@ def record(case: Case) -> list[resources.Launch]:
     triton._jax_triton = lambda: (recorder, True)
     try:
         with lowering_for(case.target):
-            alive = jax.ShapeDtypeStruct((case.batch,), bool)
-            logits, _ = jax.eval_shape(FastStep(model, "triton"), weights, tokens, state, alive)
+            active = jax.ShapeDtypeStruct((case.batch,), bool)
+            logits, _ = jax.eval_shape(FastStep(model, "triton"), weights, tokens, state, active)
             if case.version == 7:
                 jax.eval_shape(functools.partial(choose, case.batch), logits)
     finally:

@@ -18,7 +18,7 @@ from fla_jax.models import stack_layers
 from fla_jax.ops.decode import Matrix
 
 GREEDY = Sampling(temperature=0.0)
-SLOW = (pytest.mark.slow, pytest.mark.once)
+SLOW = (pytest.mark.slow, pytest.mark.one_python)
 PROMPTS = [[3, 1, 4, 1, 5], [9]]
 
 
@@ -34,17 +34,17 @@ def test_one_token_is_the_models(version):
     """Logits and states; a row that is over keeps its state to the last bit. Layers stacked or not."""
     model, params = setup(version)
     rows = 4
-    tokens, alive = jnp.arange(rows) * 3, jnp.arange(rows) != 1
+    tokens, active = jnp.arange(rows) * 3, jnp.arange(rows) != 1
     start = small.random_state(model, rows, 1)
     copy = lambda: jax.tree.map(jnp.copy, start)
-    want, want_state = Decoder(model, params, implementation="model")(tokens, copy(), alive)
+    want, want_state = Decoder(model, params, implementation="model")(tokens, copy(), active)
     fast = Decoder(model, params, implementation="plain")
-    got, state = fast(tokens, copy(), alive)
-    assert small.error(got[alive], want[alive]) < 2e-6
+    got, state = fast(tokens, copy(), active)
+    assert small.error(got[active], want[active]) < 2e-6
     jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 2e-6), state, want_state)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 1], b[:, 1]), state, start)
     scanned = type(model)(type(model.config)(**{**vars(model.config), "scan_layers": True}))
-    again, _ = Decoder(scanned, stack_layers(params), implementation="plain")(tokens, copy(), alive)
+    again, _ = Decoder(scanned, stack_layers(params), implementation="plain")(tokens, copy(), active)
     np.testing.assert_array_equal(again, got)
 
 
@@ -65,7 +65,7 @@ def test_greedy_tokens_are_the_models(version):
 )
 def test_kernels(version, rows, monkeypatch):
     """Greedy tokens through Triton's interpreter; one row ends early. Few rows, and more."""
-    launcher = pytest.importorskip("fla_jax.pallas.decode.products_launcher")
+    launcher = pytest.importorskip("fla_jax.pallas.decode.projections_host")
     if not launcher.launch.__globals__["INTERPRET"]:
         pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
     monkeypatch.setattr(launcher, "_PROGRAMS", 8)  # fewer and larger programs: the interpreter is slow
@@ -86,7 +86,7 @@ def test_kernels(version, rows, monkeypatch):
 @pytest.mark.parametrize("version", small.VERSIONS)
 def test_products_of_the_library(version, monkeypatch):
     """What is done with the sums of products that are not the kernels' own: one token of five rows."""
-    launcher = pytest.importorskip("fla_jax.pallas.decode.products_launcher")
+    launcher = pytest.importorskip("fla_jax.pallas.decode.projections_host")
     if not launcher.launch.__globals__["INTERPRET"]:
         pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
     monkeypatch.setattr(launcher, "TILED", launcher.FEW)
@@ -170,9 +170,9 @@ def test_weights_of_8_bits(group):
 
 
 @pytest.mark.slow
-@pytest.mark.once
+@pytest.mark.one_python
 def test_the_kernel_of_8_bits(monkeypatch):
-    launcher = pytest.importorskip("fla_jax.pallas.decode.products_launcher")
+    launcher = pytest.importorskip("fla_jax.pallas.decode.projections_host")
     if not launcher.launch.__globals__["INTERPRET"]:
         pytest.skip("Triton's interpreter is off")
     monkeypatch.setattr(launcher, "_PROGRAMS", 8)
@@ -266,9 +266,9 @@ def test_errors_of_decoders():
             run((state.att_shift, state.ffn_shift, state.wkv))
     with pytest.raises(ValueError, match=r"tokens must be integers \[B\], got int32\[1, 1\]"):
         Decoder(model, params)(jnp.ones((1, 1), jnp.int32), model.init_state(1))
-    for alive, got in (([True, False, True], r"bool\[3\]"), (jnp.ones(2, jnp.int32), r"int32\[2\]")):
+    for active, got in (([True, False, True], r"bool\[3\]"), (jnp.ones(2, jnp.int32), r"int32\[2\]")):
         with pytest.raises(ValueError, match=rf"alive must be booleans \[2\], one for each.*, got {got}"):
-            Decoder(model, params)(jnp.ones(2, jnp.int32), model.init_state(2), alive)
+            Decoder(model, params)(jnp.ones(2, jnp.int32), model.init_state(2), active)
 
 
 @pytest.mark.parametrize("implementation", ["model", "plain"])
@@ -290,11 +290,11 @@ def test_a_decoder_of_other_parameters_is_refused(implementation):
                 run(other)
     if implementation == "plain":  # its weights are copies: it keeps nothing else alive
         mine = jax.tree.map(jnp.copy, params)
-        alive = weakref.ref(mine["emb"]["embedding"])
+        active = weakref.ref(mine["emb"]["embedding"])
         decoder = Decoder(model, mine, implementation=implementation)
         del mine
         gc.collect()
-        assert alive() is None
+        assert active() is None
         with pytest.raises(ValueError, match="decoder was made with arrays"):
             generate(model, params, [[1]], 1, decoder=decoder)
 

@@ -75,14 +75,14 @@ def test_the_slots_are_used(setup, monkeypatch, known, fixed):
     class Countdown:
         sampling, per_call = "xla", fixed
 
-        def __call__(self, weights, tokens, state, alive):
-            left = state.att_shift - alive[None, :, None]
+        def __call__(self, weights, tokens, state, active):
+            left = state.att_shift - active[None, :, None]
             return jax.nn.one_hot(jnp.where(left[0, :, 0] > 0, 1, 23), 24), state.replace(att_shift=left)
 
     def reading(model, params, rows, batch, initial):
         yield jax.nn.one_hot(jnp.ones(initial.wkv.shape[1], int), 24), initial
 
-    monkeypatch.setattr(module, "reading", reading)
+    monkeypatch.setattr(module, "prefill_chunks", reading)
     model, params = setup
     decoder = Decoder(model, params)
     decoder.step = Countdown()

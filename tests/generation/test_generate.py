@@ -141,7 +141,7 @@ def test_parameters_placed_by_hand_compile_nothing_twice():
     model = small.model(7, num_layers=1, vocab_size=25, implementation="reference")
     params = jax.device_put(small.params(model), jax.devices()[0])
     before = loop.decode._cache_size(), reading._read._cache_size()
-    longest = reading.piece_sizes(32, 2, jax.devices()[0])[-1]
+    longest = reading.chunk_sizes(32, 2, jax.devices()[0])[-1]
     for _ in range(2):
         list(stream(model, params, [[1] * (2 * longest + 3), [2]], 3))
     assert loop.decode._cache_size() == before[0] + 1

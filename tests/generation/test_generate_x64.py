@@ -24,9 +24,13 @@ def model_and_params(version, dtype):
 
 @pytest.mark.parametrize(
     "dtype",
-    ["float64", "float32", *(pytest.param(name, marks=pytest.mark.once) for name in ("bfloat16", "float16"))],
+    [
+        "float64",
+        "float32",
+        *(pytest.param(name, marks=pytest.mark.one_python) for name in ("bfloat16", "float16")),
+    ],
 )
-@pytest.mark.parametrize("version", [7, pytest.param(6, marks=pytest.mark.once)])
+@pytest.mark.parametrize("version", [7, pytest.param(6, marks=pytest.mark.one_python)])
 def test_every_precision(version, dtype):
     """The state after some tokens is the official model's, to the precision of the model; streaming
     gives the same tokens, and so does float32 without jax_enable_x64; a state handed on goes on."""

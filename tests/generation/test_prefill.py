@@ -12,7 +12,7 @@ import pytest
 import small_models as small
 
 from fla_jax.generation import prompts as module
-from fla_jax.generation.prompts import piece_sizes, plan, prefill
+from fla_jax.generation.prompts import chunk_sizes, plan, prefill
 from fla_jax.models import stack_layers
 
 LENGTHS = (20, 0, 37, 5)
@@ -101,7 +101,7 @@ def test_errors_of_lengths(setup):
 
 
 class Device(NamedTuple):
-    """What `piece_sizes` looks at."""
+    """What `chunk_sizes` looks at."""
 
     platform: str
     memory: int | None
@@ -117,7 +117,7 @@ class Device(NamedTuple):
 @pytest.mark.parametrize("hidden_size", [32, 1024, 4096])
 def test_few_sizes_and_little_padding(hidden_size, batch, platform, memory):
     """Whatever the length: tokens read and overheads are at most 1.15 of those of a call of that length."""
-    sizes = piece_sizes(hidden_size, batch, Device(platform, memory))
+    sizes = chunk_sizes(hidden_size, batch, Device(platform, memory))
     assert len(sizes) <= 40 and list(sizes) == sorted(set(sizes)) and not any(size % 16 for size in sizes)
     assert {1 << n for n in range(4, 15)} & set(range(sizes[0], sizes[-1] + 1)) <= set(sizes)
     assert sizes[-1] == 16 or batch * sizes[-1] <= (512 if platform == "cpu" else 16384)
@@ -159,7 +159,7 @@ def reads(monkeypatch):
 def test_rows_of_similar_lengths_are_read_together(setup, reads, monkeypatch, lengths, want):
     """From states of their own; every row comes back in its place."""
     model, params = setup
-    monkeypatch.setattr(module, "piece_sizes", lambda *_: (16, 32))
+    monkeypatch.setattr(module, "chunk_sizes", lambda *_: (16, 32))
     prompts = [np.asarray(small.tokens(1, n, seed=n)[0]) for n in lengths]
     state = small.random_state(model, len(lengths))
     before = jax.tree.map(np.array, state)
@@ -174,7 +174,7 @@ def test_rows_of_similar_lengths_are_read_together(setup, reads, monkeypatch, le
 def test_pieces_without_padding(setup, monkeypatch):
     """Long ones are read by a program that masks nothing; it hands on what the other one does."""
     model, params = setup
-    monkeypatch.setattr(module, "piece_sizes", lambda *_: (16, 32))
+    monkeypatch.setattr(module, "chunk_sizes", lambda *_: (16, 32))
     rows, state = small.tokens(2, 80), small.random_state(model, 2)
     want = prefill(model, params, rows, state)
     masked, read = [], module._read
@@ -188,7 +188,7 @@ def test_pieces_without_padding(setup, monkeypatch):
 @pytest.mark.parametrize("rows, share", [(32, 1.35), (256, 1.2)])
 def test_mixed_lengths_read_little_padding(rows, share):
     """Rows from 16 to 1024 tokens, on a GPU's sizes: one batch would read twice as many as there are."""
-    sizes = lambda batch: piece_sizes(1024, batch, Device("gpu", 100 << 30))
+    sizes = lambda batch: chunk_sizes(1024, batch, Device("gpu", 100 << 30))
     lengths = np.random.default_rng(0).integers(16, 1025, rows)
     groups = module.grouped(lengths, sizes, 1024)
     assert sorted(np.concatenate(groups).tolist()) == list(range(rows))
@@ -198,11 +198,11 @@ def test_mixed_lengths_read_little_padding(rows, share):
 
 def test_a_prompt_is_one_call(setup, reads, monkeypatch):
     """With the sizes for a GPU: lengths that would be a piece for every bit, were they taken apart."""
-    sizes = piece_sizes(1024, 1, Device("gpu", 100 << 30))
+    sizes = chunk_sizes(1024, 1, Device("gpu", 100 << 30))
     zeros = jnp.zeros((1, setup[0].config.hidden_size)), setup[0].init_state(1)
     no_reading = lambda model, with_head, params, carry, tokens, _: reads.append(tokens.shape) or zeros
     monkeypatch.setattr(module, "_read", no_reading)
-    monkeypatch.setattr(module, "piece_sizes", lambda *_: sizes)
+    monkeypatch.setattr(module, "chunk_sizes", lambda *_: sizes)
     for length in (1, 127, 1023, 8191, 8192):
         prefill(*setup, [np.zeros(length, int)])
     assert reads == [(1, 128), (1, 128), (1, 1024), (1, 8192), (1, 8192)]

@@ -15,8 +15,8 @@ from sampling_reference import reference
 
 from fla_jax.generation import sampling
 from fla_jax.generation.loop import row_keys
-from fla_jax.generation.sampling import Occurrences, Sampling, sample
-from fla_jax.pallas.run import triton as run_triton
+from fla_jax.generation.sampling import Sampling, TokenCounts, sample
+from fla_jax.pallas.backend import triton as run_triton
 
 V = 13
 adjusted = jax.jit(sampling.adjusted)  # one program for all settings
@@ -42,7 +42,7 @@ def test_equals_the_rules(name):
     settings = SETTINGS[name]
     rules, rows = settings.arrays(V), (steps(0), steps(1))
     want = np.stack([reference(settings, row) for row in rows], 1)
-    occurrences, got = Occurrences.none(2, V), []
+    occurrences, got = TokenCounts.none(2, V), []
     for (a, i), (b, j) in zip(*rows):
         got.append(jax.nn.softmax(adjusted(rules, jnp.asarray([a, b], jnp.float32), occurrences)))
         occurrences = occurrences.add(rules, jnp.array([i, j]))
@@ -54,13 +54,13 @@ EXTREMES = {"freezing": Sampling(temperature=1e-38), "boiling": Sampling(tempera
 
 def interpreted():
     """The launcher of kernels, where Triton's interpreter is on."""
-    launcher = pytest.importorskip("fla_jax.pallas.decode.launcher")
+    launcher = pytest.importorskip("fla_jax.pallas.decode.host")
     if not run_triton.INTERPRET:
         pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
     return launcher
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 @pytest.mark.parametrize("part", [16, 4])
 @pytest.mark.parametrize("name", [*SETTINGS, *EXTREMES])
 def test_without_sorting(name, part, monkeypatch):
@@ -78,7 +78,7 @@ def test_without_sorting(name, part, monkeypatch):
     logits[5, 2] = np.inf
     logits[6] = -np.inf
     seen = rng.random((16, V)) < 0.3
-    occurrences = Occurrences(jnp.array(seen), jnp.array(seen * rng.random((16, V)), jnp.float32))
+    occurrences = TokenCounts(jnp.array(seen), jnp.array(seen * rng.random((16, V)), jnp.float32))
     keys = jax.random.split(jax.random.key(0), 16)
     arguments = rules, jnp.array(logits), occurrences, keys
     want, after = sample(*arguments, implementation="xla")
@@ -89,7 +89,7 @@ def test_without_sorting(name, part, monkeypatch):
     assert (np.asarray(got[4:7]) == sampling.UNDEFINED).all()
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 @pytest.mark.parametrize(
     "name, spread",
     [("defaults", 0.5), ("defaults", 3), ("defaults", 12), ("plain", 3), ("both", 3), ("greedy", 3)],
@@ -101,11 +101,11 @@ def test_lists_of_what_is_probable_enough(name, spread, monkeypatch):
     monkeypatch.setattr(interpreted(), "_PART", 256)
     rules, rng = SETTINGS[name].arrays(1000), np.random.default_rng(2)
     logits = jnp.array(spread * rng.normal(size=(6, 1000)), jnp.float32)
-    occurrences = Occurrences.none(6, 1000)
+    occurrences = TokenCounts.none(6, 1000)
     for i in range(2):  # tokens that have been chosen are less probable then
         keys = jax.random.split(jax.random.key(i), 6)
         alone = [x[:1] for x in (logits, occurrences.seen, occurrences.count)]
-        one, _ = sample(rules, alone[0], Occurrences(*alone[1:]), keys[:1], "triton")
+        one, _ = sample(rules, alone[0], TokenCounts(*alone[1:]), keys[:1], "triton")
         want, after = sample(rules, logits, occurrences, keys)
         got, occurrences = sample(rules, logits, occurrences, keys, "triton")
         np.testing.assert_array_equal(got, want)
@@ -131,7 +131,7 @@ def test_equals_pipeline(monkeypatch):
             got = adjusted(
                 dataclasses.replace(settings, banned=()).arrays(V),
                 jnp.asarray(logits[None]),
-                Occurrences.none(1, V),
+                TokenCounts.none(1, V),
             )
             np.testing.assert_allclose(jax.nn.softmax(got)[0], seen.pop(), atol=2e-6)
 
@@ -143,7 +143,7 @@ def test_draws_follow_the_probabilities():
     tokens, _ = sample(
         settings.arrays(V),
         jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, V)),
-        Occurrences.none(n, V),
+        TokenCounts.none(n, V),
         keys,
     )
     want = reference(settings, [(logits, 0)])[0]
@@ -154,7 +154,7 @@ def test_draws_follow_the_probabilities():
 def test_a_seed_means_the_same_whatever_is_configured():
     def tokens():
         rules, rows = SETTINGS["plain"].arrays(V), jnp.zeros((64, V))
-        return sample(rules, rows, Occurrences.none(64, V), row_keys(range(64)))[0]
+        return sample(rules, rows, TokenCounts.none(64, V), row_keys(range(64)))[0]
 
     want = tokens()
     with jax.threefry_partitionable(False):
@@ -168,7 +168,7 @@ def draws(rules, logits, n):
     """[n] draws from one row of logits."""
     keys = jax.random.split(jax.random.key(1), n)
     rows = jnp.broadcast_to(logits, (n, logits.shape[-1]))
-    return sample(rules, rows, Occurrences.none(n, logits.shape[-1]), keys)[0]
+    return sample(rules, rows, TokenCounts.none(n, logits.shape[-1]), keys)[0]
 
 
 # tokens 10, 3, 0 and 7 lead
@@ -206,7 +206,7 @@ def test_no_penalty_lets_a_token_in(penalty, temperature):
     """Penalties that add up to more than float32 holds, on all tokens that are left."""
     settings = Sampling(temperature, banned=(0, 3), presence_penalty=penalty, frequency_penalty=penalty)
     rules, seen = settings.arrays(V), jnp.arange(V)[None] > 0
-    occurrences = Occurrences(jnp.broadcast_to(seen, (200, V)), jnp.broadcast_to(200.0 * seen, (200, V)))
+    occurrences = TokenCounts(jnp.broadcast_to(seen, (200, V)), jnp.broadcast_to(200.0 * seen, (200, V)))
     logits = jnp.broadcast_to(LOGITS, (200, V))
     tokens, _ = sample(rules, logits, occurrences, jax.random.split(jax.random.key(0), 200))
     assert tokens.min() >= 0 and not {0, 3} & set(tokens.tolist())
@@ -219,10 +219,10 @@ def test_logits_to_choose_nothing_from():
     keys = jax.random.split(jax.random.key(0), 5)
     for temperature in (0.0, 1e38):
         settings = Sampling(temperature=temperature, top_k=1)
-        tokens, _ = sample(settings.arrays(V), rows, Occurrences.none(5, V), keys)
+        tokens, _ = sample(settings.arrays(V), rows, TokenCounts.none(5, V), keys)
         assert tokens.tolist() == [10, sampling.UNDEFINED, sampling.UNDEFINED, sampling.UNDEFINED, 3]
         nan_is_banned = dataclasses.replace(settings, banned=(4,)).arrays(V)
-        tokens, _ = sample(nan_is_banned, rows, Occurrences.none(5, V), keys)
+        tokens, _ = sample(nan_is_banned, rows, TokenCounts.none(5, V), keys)
         assert tokens.tolist() == [10, 10, 10, sampling.UNDEFINED, 3]
 
 
@@ -241,7 +241,7 @@ def test_arguments_of_any_number_type():
 
 def test_ties_at_the_border_stay_in():
     logits = jnp.array([[1.0, 1.0, 1.0, 0.0]])
-    left = lambda settings: np.isfinite(adjusted(settings.arrays(4), logits, Occurrences.none(1, 4)))[
+    left = lambda settings: np.isfinite(adjusted(settings.arrays(4), logits, TokenCounts.none(1, 4)))[
         0
     ].tolist()
     assert left(Sampling(top_k=2, top_p=1.0)) == [True, True, True, False]
@@ -254,7 +254,7 @@ def test_top_k_of_tokens_without_probability(top_p):
     """All but the first are 0 in float32, and a large temperature makes them likely again."""
     logits = jnp.array([[-300.0, 0.0, -400.0, -200.0]])
     rules = Sampling(top_k=2, top_p=top_p, temperature=100.0).arrays(4)
-    left = np.isfinite(adjusted(rules, logits, Occurrences.none(1, 4)))[0].tolist()
+    left = np.isfinite(adjusted(rules, logits, TokenCounts.none(1, 4)))[0].tolist()
     assert left == [False, True, False, top_p == 1.0]
 
 
@@ -302,7 +302,7 @@ def test_errors(options, message):
 def test_one_nan_among_many_logits(rule):
     """XLA's maximum of 4096 numbers and more passes NaN over on a CPU."""
     logits = jnp.zeros((2, 4096)).at[0, 1000].set(jnp.nan)
-    none, keys = sampling.Occurrences.none(2, 4096), jax.random.split(jax.random.key(0), 2)
+    none, keys = sampling.TokenCounts.none(2, 4096), jax.random.split(jax.random.key(0), 2)
     for run in (sampling.sample, jax.jit(sampling.sample)):
         tokens, _ = run(rule.arrays(4096), logits, none, keys)
         assert tokens[0] == sampling.UNDEFINED and tokens[1] >= 0

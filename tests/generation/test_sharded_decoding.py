@@ -4,7 +4,7 @@ import fake_devices
 import pytest
 
 
-@pytest.mark.parametrize("version", [7, pytest.param(6, marks=(pytest.mark.slow, pytest.mark.once))])
+@pytest.mark.parametrize("version", [7, pytest.param(6, marks=(pytest.mark.slow, pytest.mark.one_python))])
 def test_tokens_are_those_of_one_device(version):
     found = fake_devices.report("generation/sharded_decoding.py", version)
     want, got, slots = found["tokens"]

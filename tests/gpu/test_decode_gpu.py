@@ -12,7 +12,7 @@ import pytest
 import small_models as small
 
 from fla_jax.generation import Decoder, Engine, Sampling, generate, sampling
-from fla_jax.pallas.run.triton import INTERPRET
+from fla_jax.pallas.backend.triton import INTERPRET
 
 if jax.default_backend() != "gpu" or INTERPRET:
     pytest.skip("no NVIDIA GPU is visible to JAX, or Triton's interpreter is on", allow_module_level=True)
@@ -41,18 +41,18 @@ def exact():
 def test_logits_and_states(version, rows, exact):
     """Of every way to launch: few rows, tensor cores, the library. A row that is over keeps its state."""
     model, params = setup(version)
-    tokens, alive = jnp.arange(rows) * 7, jnp.arange(rows) != 1
+    tokens, active = jnp.arange(rows) * 7, jnp.arange(rows) != 1
     start = small.random_state(model, rows, 1)
     copy = lambda: jax.tree.map(jnp.copy, start)
     fast = Decoder(model, params, implementation="triton")
-    want, want_state = Decoder(model, params, implementation="model")(tokens, copy(), alive)
-    got, state = fast(tokens, copy(), alive)
-    assert small.error(got[alive], want[alive]) < 1e-5
+    want, want_state = Decoder(model, params, implementation="model")(tokens, copy(), active)
+    got, state = fast(tokens, copy(), active)
+    assert small.error(got[active], want[active]) < 1e-5
     jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 1e-5), state, want_state)
     if rows > 1:
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 1], b[:, 1]), state, start)
-    again, _ = fast(tokens, copy(), alive)
-    np.testing.assert_array_equal(got[alive], again[alive])  # the same bits
+    again, _ = fast(tokens, copy(), active)
+    np.testing.assert_array_equal(got[active], again[active])  # the same bits
 
 
 @pytest.mark.parametrize("version", small.VERSIONS)
@@ -119,8 +119,8 @@ def test_choice_without_sorting(V):
     rng = np.random.default_rng(0)
     logits = jnp.asarray(3 * rng.normal(size=(64, V)), jnp.float32)
     seen = rng.random((64, V)) < 0.01
-    before = sampling.Occurrences(jnp.asarray(seen), jnp.asarray(seen * rng.random((64, V)), jnp.float32))
-    first = sampling.Occurrences(before.seen[:1], before.count[:1])
+    before = sampling.TokenCounts(jnp.asarray(seen), jnp.asarray(seen * rng.random((64, V)), jnp.float32))
+    first = sampling.TokenCounts(before.seen[:1], before.count[:1])
     keys = jax.random.split(jax.random.key(0), 64)
     every, banned = Sampling(top_p=1.0), tuple(range(0, V, 2))
     for settings in (

@@ -8,7 +8,7 @@ import pytest
 from layer_ops import norm_mix_cases as cases
 from layer_ops.norm_mix_cases import Case
 
-from fla_jax.pallas.run import triton as run
+from fla_jax.pallas.backend import triton as run
 
 if jax.default_backend() != "gpu":
     pytest.skip("no NVIDIA GPU is visible to JAX", allow_module_level=True)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from cases import OPS, Case
 
-from fla_jax.pallas.run.pallas import interpreting
+from fla_jax.pallas.backend.pallas import is_interpreting
 
 if jax.default_backend() != "gpu":
     pytest.skip(
         "no NVIDIA GPU is visible to JAX: tests/interpret and tests/compile check the kernels without one",
         allow_module_level=True,
     )
-if interpreting():
+if is_interpreting():
     pytest.skip(
         "FLA_JAX_PALLAS_INTERPRET is set: the kernels would run in Pallas' interpreter",
         allow_module_level=True,

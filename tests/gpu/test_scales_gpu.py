@@ -8,7 +8,7 @@ import pytest
 import small_models as small
 import whole_model
 
-from fla_jax.pallas.run import triton
+from fla_jax.pallas.backend import triton
 
 if jax.default_backend() != "gpu":
     pytest.skip("no NVIDIA GPU is visible to JAX", allow_module_level=True)

@@ -17,7 +17,7 @@ from cases import OPS, Case, Outputs
 from conformance import places
 
 from fla_jax.core.names import remat_policy
-from fla_jax.pallas.run import triton as run
+from fla_jax.pallas.backend import triton as run
 
 # several processes on one GPU (pytest -n 8): read when JAX first looks for it
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -76,10 +76,10 @@ def test_nearly_parallel_keys_with_gate_one(options, dtype, D):
 
 def unsplit(case: Case, monkeypatch) -> Outputs:
     """The same call by programs that walk whole rows."""
-    from fla_jax.pallas.plan import chunked
+    from fla_jax.pallas.common import chunk_host
 
     with cases.fresh_traces(), monkeypatch.context() as patch:
-        patch.setattr(chunked, "FEW", {})
+        patch.setattr(chunk_host, "MAX_SPLIT_PROGRAMS", {})
         return cases.run(case, "triton")
 
 
@@ -95,13 +95,13 @@ def unsplit(case: Case, monkeypatch) -> Outputs:
     ],
 )
 def test_rows_cut_into_stretches(op, options, monkeypatch):
-    from fla_jax.pallas.plan import chunked
+    from fla_jax.pallas.common import chunk_host
 
     if op == "rwkv6" and options.get("K") == 128:
         pytest.skip("the kernels of the other sizes")
 
     case = Case(op, **(dict(B=1, H=2, K=64, V=64, dtype="bfloat16") | options))
-    assert chunked.stretches_of(cases.call_of(case)) > 1
+    assert chunk_host.num_splits_of(cases.call_of(case)) > 1
     cut, whole, want = cases.run(case, "triton"), unsplit(case, monkeypatch), cases.expected(case)
     judge(case, cut, want)
     judge(case, whole, want)

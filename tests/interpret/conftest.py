@@ -20,14 +20,14 @@ def fresh():
 @pytest.fixture
 def half(monkeypatch, fresh):
     """RWKV-7's forms for 16 bits, in float32: so that they are compared at float32's accuracy."""
-    from fla_jax.pallas.rwkv7.chunked import launcher  # Triton may be missing
+    from fla_jax.pallas.rwkv7 import chunk_host  # Triton may be missing
 
-    monkeypatch.setattr(launcher, "has_half", lambda x: True)
+    monkeypatch.setattr(chunk_host, "has_bf16_dots", lambda x: True)
 
 
 @pytest.fixture
 def split(monkeypatch, fresh):
     """Rows are cut from two chunks on."""
-    from fla_jax.pallas.plan import chunked  # Triton may be missing
+    from fla_jax.pallas.common import chunk_host  # Triton may be missing
 
-    monkeypatch.setattr(chunked, "SHORTEST", 16)
+    monkeypatch.setattr(chunk_host, "MIN_SPLIT_LEN", 16)

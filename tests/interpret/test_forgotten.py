@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from cases import Case
 
-from fla_jax.pallas.run import triton as run
+from fla_jax.pallas.backend import triton as run
 
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 if not run.INTERPRET:
     pytest.skip("TRITON_INTERPRET is not set", allow_module_level=True)
 
-from fla_jax.pallas.plan import chunked
+from fla_jax.pallas.common import chunk_host
 
-pytestmark = pytest.mark.once  # values: Triton's interpreter makes them
+pytestmark = pytest.mark.one_python  # values: Triton's interpreter makes them
 TOLERANCE = 1e-5
 
 
@@ -96,5 +96,5 @@ def test_what_is_forgotten_is_gone_everywhere(op, case):
 @pytest.mark.parametrize("how", [dict(), dict(at=(9, 37)), dict(written=3), dict(level=-20.37)])
 def test_what_is_forgotten_is_gone_from_stretches(op, how, split):
     case = Case(op, B=1, T=70, H=1, K=16, V=16)
-    assert chunked.stretches_of(cases.call_of(case)) >= 3
+    assert chunk_host.num_splits_of(cases.call_of(case)) >= 3
     check_forgotten(case, **how)

@@ -12,7 +12,7 @@ import pytest
 from cases import Case
 from conformance import places
 
-from fla_jax.pallas.run import pallas, triton
+from fla_jax.pallas.backend import pallas, triton
 
 if jax.default_backend() == "gpu":
     pytest.skip("an NVIDIA GPU is here: tests/gpu runs the kernels themselves", allow_module_level=True)
@@ -99,9 +99,9 @@ def test_gradients_by_the_chunked_kernel(case, monkeypatch, fresh):
     """As where all gradients come out in 16 bits; here in float32, to be compared at its accuracy."""
     if not triton.INTERPRET:
         pytest.skip("needs Triton's interpreter")
-    from fla_jax.pallas.rwkv7.recurrent import launcher
+    from fla_jax.pallas.rwkv7 import recurrent_host
 
-    monkeypatch.setattr(launcher, "_by_chunks", lambda call, x: True)
+    monkeypatch.setattr(recurrent_host, "_by_chunks", lambda call, x: True)
     cases.check(Case("rwkv7", **(dict(B=2, H=2, K=16, V=16) | case)), "pallas", "fused_recurrent")
 
 
@@ -116,14 +116,14 @@ def test_gradients_by_the_chunked_kernel(case, monkeypatch, fresh):
 )
 def test_only_gradients_of_16_bits_come_from_the_chunked_kernel(dtypes, by_chunks, monkeypatch):
     """Never in an interpreter: Triton's multiplies no bfloat16."""
-    from fla_jax.pallas.rwkv7.recurrent import launcher
+    from fla_jax.pallas.rwkv7 import recurrent_host
 
     dtype, w_dtype = dtypes.split()
     call = cases.call_of(Case("rwkv7", T=20, dtype=dtype, w_dtype=w_dtype))
-    assert not launcher._by_chunks(call, call.inputs)
-    monkeypatch.setattr(pallas, "automatic", lambda call: True)
-    monkeypatch.setattr(triton, "automatic", lambda call: True)
+    assert not recurrent_host._by_chunks(call, call.inputs)
+    monkeypatch.setattr(pallas, "preferred", lambda call: True)
+    monkeypatch.setattr(triton, "preferred", lambda call: True)
     monkeypatch.setattr(triton, "supports", lambda call: None)
-    assert launcher._by_chunks(call, call.inputs) == by_chunks
+    assert recurrent_host._by_chunks(call, call.inputs) == by_chunks
     monkeypatch.setattr(triton, "supports", lambda call: "jax-triton is missing")
-    assert not launcher._by_chunks(call, call.inputs)
+    assert not recurrent_host._by_chunks(call, call.inputs)

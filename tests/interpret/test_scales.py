@@ -13,18 +13,18 @@ import cases
 import pytest
 import scales
 
-from fla_jax.pallas.run import triton as run
+from fla_jax.pallas.backend import triton as run
 
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 if not run.INTERPRET:
     pytest.skip("TRITON_INTERPRET is not set", allow_module_level=True)
 
-from fla_jax.pallas.plan import chunked
-from fla_jax.pallas.rwkv6.chunked import launcher as rwkv6
-from fla_jax.pallas.rwkv7.chunked import launcher as rwkv7
-from fla_jax.pallas.rwkv7.recurrent import launcher as recurrent
+from fla_jax.pallas.common import chunk_host
+from fla_jax.pallas.rwkv6 import chunk_host as rwkv6
+from fla_jax.pallas.rwkv7 import chunk_host as rwkv7
+from fla_jax.pallas.rwkv7 import recurrent_host as recurrent
 
-pytestmark = pytest.mark.once  # values: Triton's interpreter makes them
+pytestmark = pytest.mark.one_python  # values: Triton's interpreter makes them
 launcher = {"rwkv6": rwkv6, "rwkv7": rwkv7}
 SEGMENTS = dict(layout="segments", lengths=(5, 13, 1, 21))
 PACKED = dict(layout="packed", lengths=(3, 0, 20, 17))
@@ -39,13 +39,13 @@ def kernels(op: str, kinds: str):
     """
     with cases.fresh_traces(), pytest.MonkeyPatch.context() as patch:
         if "half" in kinds or "rows" in kinds:
-            patch.setattr(rwkv7, "has_half", lambda x: True)
+            patch.setattr(rwkv7, "has_bf16_dots", lambda x: True)
         if "rows" in kinds:
             patch.setattr(launcher[op], "_keys_as_rows", lambda plan, *arrays: True)
         if "small" in kinds:
-            patch.setattr(rwkv7, "has_warp_groups", lambda: False)
+            patch.setattr(rwkv7, "has_wgmma", lambda: False)
         if "split" in kinds:
-            patch.setattr(chunked, "SHORTEST", 16)
+            patch.setattr(chunk_host, "MIN_SPLIT_LEN", 16)
         yield
 
 
@@ -91,7 +91,7 @@ def test_forms_of_the_chunked_kernels(op, options, kinds):
     heads = PROMISED if "lower_bound" in options else scales.MIXED_SCALES
     with kernels(op, kinds):
         case = scales.case_of(op, heads, **options)
-        assert chunked.stretches_of(cases.call_of(case)) > ("split" in kinds)
+        assert chunk_host.num_splits_of(cases.call_of(case)) > ("split" in kinds)
         scales.check(case, "triton")
 
 

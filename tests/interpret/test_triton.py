@@ -10,21 +10,21 @@ from cases import Case, check
 from conformance import places
 
 from fla_jax.core.names import remat_policy
-from fla_jax.pallas.run import triton as run
+from fla_jax.pallas.backend import triton as run
 
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 if not run.INTERPRET:
     pytest.skip("TRITON_INTERPRET is not set: tests/gpu runs the kernels themselves", allow_module_level=True)
 
-from fla_jax.pallas.plan import chunked
-from fla_jax.pallas.plan.kept_states import keep_states
-from fla_jax.pallas.rwkv6.chunked import launcher as rwkv6
-from fla_jax.pallas.rwkv7.chunked import launcher as rwkv7
+from fla_jax.pallas.common import chunk_host
+from fla_jax.pallas.common.state_buffers_host import state_buffers
+from fla_jax.pallas.rwkv6 import chunk_host as rwkv6
+from fla_jax.pallas.rwkv7 import chunk_host as rwkv7
 
 launcher = {"rwkv6": rwkv6, "rwkv7": rwkv7}
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 @pytest.mark.parametrize(
     "K, V, arrays", [(16, 10, 1), (16, 24, 2), (24, 40, 4), (64, 64, 4), (16, 72, 0), (128, 16, 1)]
 )
@@ -35,8 +35,8 @@ def test_states_kept_where_gradients_go(op, K, V, arrays, half):
     case = Case(op, B=2, T=48, H=2, K=K, V=V, decay="smooth", layout="segments", lengths=(5, 27, 16))
     x = cases.call_of(case).inputs
     gradients = ("r", "k", "v", "w") if op == "rwkv6" else ("r", "k", "a", "b")
-    kept = keep_states(x, gradients, most=64)
-    assert kept.arrays == arrays
+    kept = state_buffers(x, gradients, most=64)
+    assert kept.num_buffers == arrays
     check(case, "triton")
 
 
@@ -60,7 +60,7 @@ def test_states_kept_where_gradients_go(op, K, V, arrays, half):
 def test_large_heads_keep_a_state_for_two_chunks(case, arrays, half):
     case = Case("rwkv7", **(dict(B=1 if case.get("layout") == "packed" else 2, H=2) | case))
     x = cases.call_of(case).inputs
-    assert rwkv7._states(x).every == 2 and rwkv7._state_gradients(x).arrays == arrays
+    assert rwkv7._state_buffers(x).chunks_per_state == 2 and rwkv7._dstate_buffers(x).num_buffers == arrays
     check(case, "triton")
 
 
@@ -69,14 +69,14 @@ def test_large_heads_as_one_tile_are_bfloat16(dtype, once):
     """Others keep a state for every chunk, or other operands; and all the registers that they want."""
     case = Case("rwkv7", T=32, K=128, V=128, decay="layer", lower_bound=-0.61, dtype=dtype)
     call = cases.call_of(case)
-    plan = chunked.make_plan("carry", rwkv7.LAUNCH, call, call.inputs)
-    assert rwkv7._at_once(plan, call.inputs, call.inputs.v) == once
+    plan = chunk_host.make_plan("bwd_dh", rwkv7.LAUNCH, call, call.inputs)
+    assert rwkv7._is_pair_tile(plan, call.inputs, call.inputs.v) == once
 
 
 @pytest.mark.parametrize("T", [64, 50])
 def test_large_heads_with_bounded_decays_on_other_gpus(T, half, monkeypatch):
     """Two chunks are one tile on compute capability 9.0 only; elsewhere each is its own."""
-    monkeypatch.setattr(rwkv7, "has_warp_groups", lambda: False)
+    monkeypatch.setattr(rwkv7, "has_wgmma", lambda: False)
     check(Case("rwkv7", B=2, T=T, H=1, K=72, V=24, decay="layer", lower_bound=-0.61), "triton")
 
 
@@ -99,7 +99,7 @@ def test_large_heads_with_bounded_decays_on_other_gpus(T, half, monkeypatch):
 )
 def test_keys_as_rows(op, case, half, monkeypatch):
     """In 16 bits on compute capability 9.0."""
-    monkeypatch.setattr(launcher[op], "_keys_as_rows", lambda plan, *arrays: True)
+    monkeypatch.setattr(launcher[op], "_is_key_major", lambda plan, *arrays: True)
     small = dict(B=1 if case.get("layout") == "packed" else 2, H=2, K=16, V=16)
     check(Case(op, **(small | case)), "triton")
 
@@ -128,14 +128,14 @@ def test_float32_has_scores_made_beforehand(case):
 @pytest.mark.parametrize("case", SINGLE[1:6])
 def test_products_in_parts(op, case, fresh, monkeypatch):
     """On a GPU float32 operands are multiplied as TF32 parts, to the accuracy that is asked for there."""
-    monkeypatch.setattr(chunked, "INTERPRET", False)
+    monkeypatch.setattr(chunk_host, "INTERPRET", False)
     small = dict(B=1 if case.get("layout") == "packed" else 2, H=1, K=16, V=16)
     check(Case(op, **(small | case)), "triton", tol=places.RECURRENCE[places.TRITON_GPU]["float32"])
 
 
 def test_large_heads_cut_into_stretches_of_whole_pairs(half, split):
     case = Case("rwkv7", B=1, T=70, H=1, K=104, V=24, decay="smooth")
-    assert chunked.stretches_of(cases.call_of(case)) >= 2
+    assert chunk_host.num_splits_of(cases.call_of(case)) >= 2
     check(case, "triton")
 
 
@@ -150,7 +150,7 @@ STRETCHES = [
 
 
 @pytest.mark.parametrize(
-    "case", [dict(decay="mixed"), *(pytest.param(case, marks=pytest.mark.once) for case in STRETCHES)]
+    "case", [dict(decay="mixed"), *(pytest.param(case, marks=pytest.mark.one_python) for case in STRETCHES)]
 )
 @pytest.mark.parametrize("bits", [16, 32])
 def test_rows_cut_into_stretches(op, case, bits, split, request):
@@ -159,7 +159,7 @@ def test_rows_cut_into_stretches(op, case, bits, split, request):
     elif bits == 16:
         pytest.skip("RWKV-6 has one form for both")
     case = Case(op, **(dict(B=2, T=70, H=1, K=16, V=16) | case))
-    assert chunked.stretches_of(cases.call_of(case)) >= 3
+    assert chunk_host.num_splits_of(cases.call_of(case)) >= 3
     check(case, "triton")
     (o, final), want = cases.outputs(case, "triton"), cases.expected(case)
     assert o.dtype == cases.dtype_of(case.dtype) and final.dtype == case.state_dtype
@@ -176,25 +176,25 @@ def test_rows_cut_into_stretches(op, case, bits, split, request):
 )
 def test_keys_as_rows_of_stretches_with_segments(op, case, half, split, monkeypatch):
     """The token before a stretch's first one is in the stretch before."""
-    monkeypatch.setattr(launcher[op], "_keys_as_rows", lambda plan, *arrays: True)
+    monkeypatch.setattr(launcher[op], "_is_key_major", lambda plan, *arrays: True)
     case = Case(op, **(dict(B=2, T=70, H=1, K=16, V=16, layout="segments") | case))
-    assert chunked.stretches_of(cases.call_of(case)) >= 3
+    assert chunk_host.num_splits_of(cases.call_of(case)) >= 3
     check(case, "triton")
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 def test_where_segments_begin():
     """A bit for each token of a chunk, one that is always set, the first of them, the last of them."""
     lengths = (5, 11, 1, 30, 2, 15, 7)
     ids = jnp.repeat(jnp.arange(len(lengths)), jnp.array(lengths), total_repeat_length=71)[None]
     starts = [sum(lengths[:i]) for i in range(1, len(lengths))]
-    for chunk, word in enumerate(chunked.segment_starts(ids)[0].tolist()):
+    for chunk, word in enumerate(chunk_host.segment_bits(ids)[0].tolist()):
         own = [t % 16 for t in starts if t // 16 == chunk]
         assert word & 0x1FFFF == sum(1 << t for t in (*own, 16))
         assert (word >> 17 & 31, word >> 22) == (min(own, default=16), max(own, default=0))
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("lengths", [(16, 1, 33, 20, 48), (0, 5, 0, 0, 17, 33, 0), (40,)])
 def test_programs_by_chunks_of_packed_sequences(lengths, every):
@@ -202,10 +202,10 @@ def test_programs_by_chunks_of_packed_sequences(lengths, every):
     call = cases.call_of(Case("rwkv7", B=1, H=2, K=72, V=24, layout="packed", lengths=lengths))
     inputs = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), call.inputs)
     inputs = inputs._replace(cu_seqlens=jnp.cumsum(jnp.array((0, *lengths))))
-    plan = chunked.make_plan("carry", rwkv7.LAUNCH, call, inputs)
+    plan = chunk_host.make_plan("bwd_dh", rwkv7.LAUNCH, call, inputs)
     (count, heads, others), owner = plan.by_chunks(every)
     assert (heads, others) == (2, 1) and count <= -(-sum(lengths) // (16 * every)) + len(lengths)
-    chunk0, found = plan.ranges["chunk0_"], []
+    chunk0, found = plan.ranges["chunk_offsets_"], []
     for number, sequence in enumerate(owner.tolist()):
         n = (number - (int(chunk0[sequence]) + sequence * (every - 1)) // every) * every
         if n * 16 < lengths[sequence]:

@@ -24,7 +24,7 @@ import resources  # noqa: E402
 from heads_cases import TOKENS, VECTORS, Case, call  # noqa: E402
 
 from fla_jax.core.gpu import lowering_for  # noqa: E402
-from fla_jax.pallas.run import triton  # noqa: E402
+from fla_jax.pallas.backend import triton  # noqa: E402
 
 
 def gradient(case: Case):

@@ -18,7 +18,7 @@ from compile.resources import SHARED_LIMIT, Call, Launch, Usage, _Recorder, comp
 
 from fla_jax.core.gpu import lowering_for
 from fla_jax.ops.layer import norm_shift_mix
-from fla_jax.pallas.run import triton as run_triton
+from fla_jax.pallas.backend import triton as run_triton
 
 # what layers call: mixes, with a sum and a norm, with moves, with the normalised tokens as a result
 KINDS = {

@@ -10,7 +10,7 @@ from heads_cases import Case, build, call, check, run
 
 from fla_jax.core.gpu import gpu_missing
 from fla_jax.ops.layer.keys import rwkv7_keys
-from fla_jax.pallas.run import triton
+from fla_jax.pallas.backend import triton
 
 IMPLEMENTATIONS = ["xla", *(["triton"] if triton.why_not(jax.default_backend()) is None else [])]
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -10,7 +10,7 @@ from layer_ops import norm_mix_cases as cases
 from layer_ops.norm_mix_cases import CASES, Case
 
 from fla_jax.ops.layer import norm_shift_mix
-from fla_jax.pallas.run import triton as run
+from fla_jax.pallas.backend import triton as run
 
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 if not run.INTERPRET:
@@ -19,7 +19,7 @@ if not run.INTERPRET:
         allow_module_level=True,
     )
 
-from fla_jax.pallas.layer.norm_mix import launcher
+from fla_jax.pallas.layer import norm_shift_mix_host
 
 SPAN = 4  # tokens of a stretch
 
@@ -27,7 +27,7 @@ SPAN = 4  # tokens of a stretch
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch):
     """Rows of eleven tokens are cut into three stretches; traces made otherwise are not used again."""
-    monkeypatch.setattr(launcher, "SHORTEST", SPAN)
+    monkeypatch.setattr(norm_shift_mix_host, "MIN_BLOCK_LEN", SPAN)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -36,12 +36,14 @@ def short_stretches(monkeypatch):
 @pytest.fixture
 def by_tiles(monkeypatch):
     """Nothing fits the registers of a program, and tiles hold 128 channels."""
-    monkeypatch.setattr(launcher, "WHOLE", {})
-    small = {name: one._replace(channels=min(one.channels, 128)) for name, one in launcher.TILES.items()}
-    monkeypatch.setattr(launcher, "TILES", small)
+    monkeypatch.setattr(norm_shift_mix_host, "WHOLE", {})
+    small = {
+        name: one._replace(channels=min(one.channels, 128)) for name, one in norm_shift_mix_host.TILES.items()
+    }
+    monkeypatch.setattr(norm_shift_mix_host, "TILES", small)
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 @pytest.mark.parametrize(
     "case",
     [
@@ -57,7 +59,7 @@ def test_tiles_of_channels(case, by_tiles):
     cases.check(case, "triton")
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 @pytest.mark.parametrize("tokens", [2, 4])
 @pytest.mark.parametrize(
     "case",
@@ -70,7 +72,9 @@ def test_tiles_of_channels(case, by_tiles):
 def test_tokens_together(case, tokens, monkeypatch):
     """Rows of several shares, each of several groups of tokens."""
     monkeypatch.setattr(
-        launcher, "WHOLE", {key: one._replace(tokens=tokens) for key, one in launcher.WHOLE.items()}
+        norm_shift_mix_host,
+        "WHOLE",
+        {key: one._replace(tokens=tokens) for key, one in norm_shift_mix_host.WHOLE.items()},
     )
     cases.check(case, "triton")
 
@@ -84,7 +88,7 @@ def test_without_a_gradient_no_statistics_are_kept():
     assert kept in str(jax.make_jaxpr(lambda arrays: jax.vjp(f, arrays)[0])(arrays))
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 @pytest.mark.parametrize("used", ["mixed", "x"])
 def test_no_cotangent_is_read_of_a_sum_that_nothing_depends_on(used, monkeypatch):
     read = []
@@ -93,7 +97,7 @@ def test_no_cotangent_is_read_of_a_sum_that_nothing_depends_on(used, monkeypatch
         read.append(options.get("SUM"))
         return run.launch(kernel, *args, **options)
 
-    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(norm_shift_mix_host, "launch", launch)
     arrays, _ = cases.build(Case(M=1, y=False))
 
     def loss(arrays, implementation):
@@ -133,7 +137,7 @@ def test_calls_it_cannot_run_say_why(bad, reason):
             norm_shift_mix(**arrays, implementation="triton")
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("C", [1, 6, 100, 300, 768, 1024, 2048, 3000, 4096, 8192, 16384])
 def test_launches_are_legal(C, dtype, monkeypatch):
@@ -144,7 +148,7 @@ def test_launches_are_legal(C, dtype, monkeypatch):
         launched.append((kernel.fn.__name__, num_warps, options["BC"], grid[1]))
         return {name: jnp.zeros(s.shape, s.dtype) for name, s in outputs.items()}
 
-    monkeypatch.setattr(launcher, "launch", record)
+    monkeypatch.setattr(norm_shift_mix_host, "launch", record)
     wide, vector = jax.ShapeDtypeStruct((2, 8, C), dtype), jax.ShapeDtypeStruct((C,), "float32")
     for M, moved in ((1, False), (2, True), (6, False)):
         x = dict(x=wide, mixes=[vector] * M, scale=vector, bias=vector)

@@ -14,7 +14,7 @@ HERE = pathlib.Path(__file__).parent
 KERNELS = {"mix_fwd_kernel", "mix_bwd_kernel", "statistics_kernel", "norm_bwd_kernel"}
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 def test_resources():
     """In a process without Triton's interpreter, which the tests' own process may have chosen."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {

@@ -10,7 +10,7 @@ from heads_cases import FUNCTIONS, Case, build, call, check, run
 
 from fla_jax.core.gpu import gpu_missing
 from fla_jax.ops.layer.readout import rwkv7_readout
-from fla_jax.pallas.run import triton
+from fla_jax.pallas.backend import triton
 
 IMPLEMENTATIONS = ["xla", *(["triton"] if triton.why_not(jax.default_backend()) is None else [])]
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -58,7 +58,7 @@ def made(version, scan):
 
 
 @pytest.mark.parametrize("version", small.VERSIONS)
-@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.once), True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.one_python), True])
 def test_official_formulas(version, scan):
     params = made(version, scan)
     seen = []

@@ -132,7 +132,9 @@ def initial(request):
     return request.param, jax.jit(model.init)(jax.random.key(0), small.tokens(1, 1))["params"]
 
 
-@pytest.mark.parametrize("param_dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.once)])
+@pytest.mark.parametrize(
+    "param_dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.one_python)]
+)
 def test_bfloat16_is_finite_at_initialisation(initial, param_dtype):
     """Whole models: values and gradients, for a row with a repeated token too, whose token shift is all
     zero.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fla_jax.layers.placement import product
+from fla_jax.layers.sharding import product
 
 
 def error(x, exact):

@@ -154,7 +154,7 @@ def value_and_grad(model, params, tokens):
     return results, grads
 
 
-@pytest.mark.parametrize("version", [7, pytest.param(6, marks=pytest.mark.once)])
+@pytest.mark.parametrize("version", [7, pytest.param(6, marks=pytest.mark.one_python)])
 def test_scan_and_remat(version):
     model, tokens = small.model(version, num_layers=2, implementation="reference"), small.tokens(2, 7)
     params = small.params(model)
@@ -271,7 +271,7 @@ def test_remat_runs_the_op_once(version, scan, monkeypatch):
     assert loops(True) > kept, "the count does not see a second forward"
 
 
-@pytest.mark.parametrize("version, ups", [pytest.param(6, 2, marks=pytest.mark.once), (7, 3)])
+@pytest.mark.parametrize("version, ups", [pytest.param(6, 2, marks=pytest.mark.one_python), (7, 3)])
 def test_dense_remat_runs_no_projection_twice(version, ups):
     """Products in the compiled gradient of one layer: only the second halves of the low-rank pairs come
     again.

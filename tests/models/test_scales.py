@@ -7,12 +7,12 @@ import pytest
 import small_models as small
 import whole_model
 
-from fla_jax.pallas.run import triton
+from fla_jax.pallas.backend import triton
 
 OPTIONS = dict(num_layers=12, hidden_size=32, head_dim=16)
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 @pytest.mark.parametrize(
     "implementation, dtype, least",
     [

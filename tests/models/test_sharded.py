@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 
-@pytest.mark.parametrize("version", [7, pytest.param(6, marks=pytest.mark.once)])
+@pytest.mark.parametrize("version", [7, pytest.param(6, marks=pytest.mark.one_python)])
 def test_training_step(version):
     found = fake_devices.report("models/sharded_run.py", version)
     assert found["names"] == ("layers", "embed", "heads")

@@ -33,7 +33,7 @@ def abstract_gpu(capability: int) -> Iterator[None]:
 
 def cannot_compile() -> str | None:
     """Why Triton kernels cannot be lowered for CUDA in this process, None where they can."""
-    from fla_jax.pallas.run import triton
+    from fla_jax.pallas.backend import triton
 
     if triton.INTERPRET:
         return "Triton's interpreter is on (TRITON_INTERPRET)"
@@ -57,35 +57,35 @@ def decode_step(model: Any, implementation: str) -> Callable[..., Any]:
 
 def decode_weights(model: Any, params: Any, int8_group: int | None = None) -> Any:
     """The weights that `decode_step` reads (but "model", which reads the parameters)."""
-    from fla_jax.generation.prepared import prepare
+    from fla_jax.generation.decode_weights import prepare_decode_weights
 
-    return prepare(model, params, int8_group)
+    return prepare_decode_weights(model, params, int8_group)
 
 
 def sample(sampling: Any, logits: jax.Array, keys: jax.Array, implementation: str) -> Any:
     """Tokens chosen from logits [B, V], and their log probabilities."""
-    from fla_jax.generation.sampling import Occurrences, sample
+    from fla_jax.generation.sampling import TokenCounts, sample
 
-    none = Occurrences.none(*logits.shape)
+    none = TokenCounts.none(*logits.shape)
     return sample(sampling.arrays(logits.shape[1]), logits, none, keys, implementation)
 
 
 # What forces a kernel variant that the inputs of an interpreter (float32, small) would not select: module and
 # attribute, and its new value.
-_MIX = "fla_jax.pallas.layer.norm_mix.launcher"
+_MIX = "fla_jax.pallas.layer.norm_shift_mix_host"
 FORCED: dict[str, tuple[tuple[str, Any], ...]] = {
-    "bf16 kernels": (("fla_jax.pallas.rwkv7.chunked.launcher:has_half", lambda x: True),),
+    "bf16 kernels": (("fla_jax.pallas.rwkv7.chunk_host:has_bf16_dots", lambda x: True),),
     "key-major tiles": (
-        ("fla_jax.pallas.rwkv6.chunked.launcher:_keys_as_rows", lambda plan, *arrays: True),
-        ("fla_jax.pallas.rwkv7.chunked.launcher:_keys_as_rows", lambda plan, *arrays: True),
+        ("fla_jax.pallas.rwkv6.chunk_host:_is_key_major", lambda plan, *arrays: True),
+        ("fla_jax.pallas.rwkv7.chunk_host:_is_key_major", lambda plan, *arrays: True),
     ),
-    "no wgmma": (("fla_jax.pallas.rwkv7.chunked.launcher:has_warp_groups", lambda: False),),
-    "tf32x3 products": (("fla_jax.pallas.plan.chunked:INTERPRET", False),),
-    "splits of 16 tokens": (("fla_jax.pallas.plan.chunked:SHORTEST", 16),),
+    "no wgmma": (("fla_jax.pallas.rwkv7.chunk_host:has_wgmma", lambda: False),),
+    "tf32x3 products": (("fla_jax.pallas.common.chunk_host:INTERPRET", False),),
+    "splits of 16 tokens": (("fla_jax.pallas.common.chunk_host:MIN_SPLIT_LEN", 16),),
     "recurrent gradients by chunks": (
-        ("fla_jax.pallas.rwkv7.recurrent.launcher:_by_chunks", lambda call, x: True),
+        ("fla_jax.pallas.rwkv7.recurrent_host:_by_chunks", lambda call, x: True),
     ),
-    "mix: token blocks of 4": (("fla_jax.pallas.layer.norm_mix.launcher:SHORTEST", 4),),
+    "mix: token blocks of 4": (("fla_jax.pallas.layer.norm_shift_mix_host:MIN_BLOCK_LEN", 4),),
     "mix: channel tiles of 128": (
         (_MIX + ":WHOLE", {}),
         (_MIX + ":TILES", lambda old: {n: x._replace(channels=min(x.channels, 128)) for n, x in old.items()}),
@@ -93,7 +93,7 @@ FORCED: dict[str, tuple[tuple[str, Any], ...]] = {
     "mix: two tokens at once": (
         (_MIX + ":WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),
     ),
-    "decode: 8 programs": (("fla_jax.pallas.decode.products_launcher:_PROGRAMS", 8),),
+    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host:_PROGRAMS", 8),),
 }
 _COMPUTED = ("mix: channel tiles of 128", "mix: two tokens at once")  # functions of the old value
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import OPS, Case, Outputs, check
 
-from fla_jax.ops.common import bounded
+from fla_jax.ops import intra_safe
 
 each_op = pytest.mark.parametrize("op", OPS)
 PROMISE = dict(decay="layer", lower_bound=-0.61)
@@ -78,7 +78,7 @@ def test_where_the_limit_is():
     """The weakest decay that still counts as mild keeps every tolerance; its sum over a chunk is the
     limit.
     """
-    weakest = -bounded.LIMIT / 16
+    weakest = -intra_safe.LIMIT / 16
     for op in OPS:
         x = cases.build(Case(op, T=64, H=2, decay="layer"))
         x = x._replace(arrays={**x.arrays, "w": np.full_like(x.arrays["w"], weakest)})

@@ -61,17 +61,17 @@ def test_results_that_nothing_depends_on(opaque, used):
     """An implementation that can do without a cotangent gets none; else it gets zeros."""
     seen = []
 
-    def forward(call, x):
-        made, _ = toy.forward(call, x)
+    def fwd(call, x):
+        made, _ = toy.fwd(call, x)
         return Both(made.y, made.y[:, -1]), {}
 
-    def backward(call, x, kept, cotangents):
+    def bwd(call, x, kept, cotangents):
         seen.append(cotangents)
         dy = cotangents.y if cotangents.total is None else cotangents.y.at[:, -1].add(cotangents.total)
-        return toy.backward(call, x, kept, toy.Outputs(dy))
+        return toy.bwd(call, x, kept, toy.Outputs(dy))
 
     module = types.SimpleNamespace(
-        forward=forward, backward=backward, kept_axes=toy.kept_axes, may_be_unused=("total",)
+        fwd=fwd, bwd=bwd, residual_axes=toy.residual_axes, unused_cotangents=("total",)
     )
     op = Op(
         "two_sums",
@@ -160,8 +160,8 @@ def test_an_implementation_from_outside_serves_a_recurrence():
 
     class Doubled:
         @staticmethod
-        def forward(call, x):
-            outputs, kept = reference.forward(call, x)
+        def fwd(call, x):
+            outputs, kept = reference.fwd(call, x)
             return outputs._replace(o=2 * outputs.o), kept
 
     api.CHUNK.implementations.insert(0, Implementation("doubled", lambda: Doubled))

@@ -106,7 +106,7 @@ def _check_vmap(op, implementation, case: Case, mapped: frozenset[str]):
 # the reference differs from others in no argument's way of being batched but these, and no JAX from another
 DIFFER = ("w", "u", "initial_state")
 ONE = [
-    pytest.param(op, name, i, marks=[] if name in DIFFER else [pytest.mark.once])
+    pytest.param(op, name, i, marks=[] if name in DIFFER else [pytest.mark.one_python])
     for i in IMPLEMENTATIONS
     for op in OPS
     for name in INPUTS[op]

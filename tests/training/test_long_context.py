@@ -46,7 +46,7 @@ def test_exact(setup):
     assert all(np.abs(x).max() > 1e-4 for x in jax.tree.leaves(got[1][1])), "the state's gradient must count"
 
 
-@pytest.mark.once
+@pytest.mark.one_python
 def test_exact_rwkv6():
     model = small.model(6, num_layers=1, implementation="reference")
     params, state = small.params(model), small.random_state(model, 2)

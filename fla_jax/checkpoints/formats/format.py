@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..namings.naming import Naming
+from ..param_maps.param_map import ParamMap
 from ..tensors import StoredTensor
 
 
@@ -31,7 +31,7 @@ class Format:
     Example:
         >>> import numpy as np
         >>> from fla_jax.checkpoints import FORMATS, Format, stored
-        >>> from fla_jax.checkpoints.namings import OFFICIAL6, OFFICIAL7
+        >>> from fla_jax.checkpoints.param_maps import OFFICIAL6, OFFICIAL7
         >>> is_npz = lambda path: path.suffix == ".npz"
         >>> read_npz = lambda path: {name: stored(name, x) for name, x in np.load(path).items()}
         >>> write_npz = lambda path, tensors, fields: np.savez(path, **tensors)
@@ -45,4 +45,4 @@ class Format:
     writes: Callable[[Path], bool]
     read: Callable[[Path], Mapping[str, StoredTensor]]
     write: Callable[[Path, Mapping[str, np.ndarray], Mapping[str, Any]], None]
-    namings: tuple[Naming, ...]
+    param_maps: tuple[ParamMap, ...]

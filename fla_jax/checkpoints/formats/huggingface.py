@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from ..files import check_regular, replacing
-from ..namings import FLA6, FLA7
+from ..param_maps import FLA6, FLA7
 from ..tensors import StoredTensor, as_bytes, printable, quoted
 from .format import Format
 

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from ..files import as_path, check_regular, replacing
-from ..namings import OFFICIAL6, OFFICIAL7
+from ..param_maps import OFFICIAL6, OFFICIAL7
 from ..tensors import StoredTensor, as_bytes, printable, quoted
 from .format import Format
 from .pickled import Tensor, unpickle

@@ -1,7 +1,7 @@
 """The pieces of a decoded token: what a layer does with one token of every row, in a few large pieces.
 
 `fla_jax.generation` puts them together (its fast path). Each has a definition in plain JAX (`plain`) and the
-same functions as kernels (`fla_jax.pallas.decode.launcher`). They are no `Op`s: nothing here is
+same functions as kernels (`fla_jax.pallas.decode.host`). They are no `Op`s: nothing here is
 differentiated, mapped or shared by devices, and the recurrent state is written in place.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...pallas.run import triton
-from .arrays import Layer6 as Layer6
-from .arrays import Layer7 as Layer7
-from .arrays import Matrix as Matrix
-from .arrays import quantised as quantised
+from ...pallas.backend import triton
+from .weights import Layer6 as Layer6
+from .weights import Layer7 as Layer7
+from .weights import Matrix as Matrix
+from .weights import quantised as quantised
 
 IMPLEMENTATIONS = ("triton", "plain")
 
@@ -24,9 +24,9 @@ def pieces(implementation: str) -> Any:
         from . import plain
 
         return plain
-    from ...pallas.decode import launcher
+    from ...pallas.decode import host
 
-    return launcher
+    return host
 
 
 def supports(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .arrays import GROUP_EPS, KEY_EPS, NORM_EPS, SIGMOID, SQUARE, TANH, Layer6, Layer7, Matrix
+from .weights import GROUP_EPS, KEY_EPS, NORM_EPS, SIGMOID, SQUARE, TANH, Layer6, Layer7, Matrix
 
 Shifts = tuple[jax.Array, jax.Array | None]
 DECAY_SCALE = -math.exp(-0.5)
@@ -40,11 +40,11 @@ def finish(x: jax.Array, kind: int) -> jax.Array:
 
 
 def mix(
-    x: jax.Array, last: jax.Array, layer: int, norm: Any, mixes: jax.Array, alive: jax.Array
+    x: jax.Array, last: jax.Array, layer: int, norm: Any, mixes: jax.Array, active: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Norm, token shift and mixes: ``(planes [M, B, C] float32, shift [B, C])``."""
     h, before = layer_norm(x, norm), _wide(last[layer])
-    shift = jnp.where(alive[:, None] != 0, h, before).astype(last.dtype)
+    shift = jnp.where(active[:, None] != 0, h, before).astype(last.dtype)
     return h + (before - h) * _wide(mixes)[:, None], shift
 
 
@@ -56,7 +56,7 @@ def project(
     mixes: jax.Array | None = None,
     last: jax.Array | None = None,
     layer: int = 0,
-    alive: jax.Array | None = None,
+    active: jax.Array | None = None,
     add: jax.Array | None = None,
     gate: jax.Array | None = None,
     gate_at: int = 0,
@@ -83,8 +83,8 @@ def project(
     shift, (N, K) = None, matrix.weight.shape
     x = x[..., :K]
     if norm is not None and mixes is not None:
-        assert last is not None and alive is not None
-        x, shift = mix(x, last, layer, norm, mixes, alive)
+        assert last is not None and active is not None
+        x, shift = mix(x, last, layer, norm, mixes, active)
     elif norm is not None:
         x = layer_norm(x, norm)
     operand = x.dtype if matrix.scale is not None else matrix.weight.dtype
@@ -110,9 +110,9 @@ def _group_norm(o: jax.Array, norm: tuple[jax.Array, jax.Array]) -> jax.Array:
     return o.reshape(o.shape[0], -1) * _wide(norm[0]) + _wide(norm[1])
 
 
-def _kept(wkv: jax.Array, state: Any, new: Shifts, layer: int, alive: jax.Array) -> Any:
+def _kept(wkv: jax.Array, state: Any, new: Shifts, layer: int, active: jax.Array) -> Any:
     """``state`` of all layers with a layer's new one, where rows are alive, and the shifts that are known."""
-    wkv = jnp.where(alive[:, None, None, None] != 0, wkv.astype(state.wkv.dtype), state.wkv[layer])
+    wkv = jnp.where(active[:, None, None, None] != 0, wkv.astype(state.wkv.dtype), state.wkv[layer])
     shift, before = new
     ffn = state.ffn_shift
     return state.replace(
@@ -122,14 +122,14 @@ def _kept(wkv: jax.Array, state: Any, new: Shifts, layer: int, alive: jax.Array)
     )
 
 
-def advance7(
+def rwkv7_step(
     p: Layer7,
     made: jax.Array,
     first: jax.Array,
     state: Any,
     new: Shifts,
     layer: int,
-    alive: jax.Array,
+    active: jax.Array,
     rate_scale: float,
     dtype: Any,
 ) -> tuple[jax.Array, Any]:
@@ -170,10 +170,10 @@ def advance7(
     S = S - (kk * heads(rate) * rate_scale)[..., None] * read[..., None, :]
     o = _group_norm(jnp.einsum("bhk,bhkv->bhv", r, S), p.group_norm)
     bonus = jnp.sum(r * k * _wide(p.r_k).reshape(H, N), -1, keepdims=True) * v
-    return ((o + bonus.reshape(o.shape)) * gate).astype(dtype), _kept(S, state, new, layer, alive)
+    return ((o + bonus.reshape(o.shape)) * gate).astype(dtype), _kept(S, state, new, layer, active)
 
 
-def moves6(p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, dtype: Any) -> jax.Array:
+def rwkv6_mix(p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, dtype: Any) -> jax.Array:
     """RWKV-6's mixed tokens [5, B, C], from the normalised token x [B, C] and z [B, 5 R and more]."""
     _, R, _ = p.moves.shape
     z = z[:, : 5 * R].reshape(-1, 5, R).astype(p.moves.dtype)
@@ -182,10 +182,11 @@ def moves6(p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, d
     return (x + (before - x) * (_wide(p.mixes)[:, None] + by)).astype(dtype)
 
 
-def advance6(
-    p: Layer6, made: jax.Array, state: Any, new: Shifts, layer: int, alive: jax.Array, dtype: Any
+def rwkv6_step(
+    p: Layer6, made: jax.Array, state: Any, new: Shifts, layer: int, active: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Any]:
-    """RWKV-6's decay, step and readout; ``made`` [B, 4 C + D] is what ``p.into`` gave. Else as `advance7`."""
+    """RWKV-6's decay, step and readout; ``made`` [B, 4 C + D] is what ``p.into`` gave. Else as
+    `rwkv7_step`."""
     (C, _), (H, N) = p.second.shape, state.wkv.shape[2:4]
     heads = lambda x: x.reshape(-1, H, N)
     r, k, v, gate = (made[:, i * C : (i + 1) * C] for i in range(4))
@@ -198,5 +199,5 @@ def advance6(
     o = o + jnp.sum(r * k * _wide(p.bonus).reshape(H, N), -1, keepdims=True) * v
     S = S * decay[..., None] + k[..., None] * v[..., None, :]
     return (_group_norm(o, p.group_norm) * jax.nn.silu(gate)).astype(dtype), _kept(
-        S, state, new, layer, alive
+        S, state, new, layer, active
     )

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...core.call import Call
-from ..op import Implementation, Op
-from .heads import automatic, check_heads, supports
+from ...core.context import Context
+from ...core.op import Implementation, Op
+from .headwise import check_heads, preferred, supports
 
 
 class KeysInputs(NamedTuple):
@@ -144,22 +144,22 @@ def definition(settings: KeysSettings, x: KeysInputs) -> Keys:
     return Keys(w.astype(settings.decay_name), k, v, a, b, first.astype(x.v.dtype), k, v)
 
 
-def kept_axes(call: Call[KeysSettings]) -> dict[str, str]:
-    """See `fla_jax.ops.op`; nothing is kept."""
+def residual_axes(ctx: Context[KeysSettings]) -> dict[str, str]:
+    """See `fla_jax.core.op`; nothing is kept."""
     return {}
 
 
-def forward(call: Call[KeysSettings], x: KeysInputs) -> tuple[Keys, dict[str, jax.Array]]:
-    """See `fla_jax.ops.op`; nothing is kept."""
-    return definition(call.settings, x), {}
+def fwd(ctx: Context[KeysSettings], x: KeysInputs) -> tuple[Keys, dict[str, jax.Array]]:
+    """See `fla_jax.core.op`; nothing is kept."""
+    return definition(ctx.settings, x), {}
 
 
-def backward(
-    call: Call[KeysSettings], x: KeysInputs, kept: dict[str, jax.Array], cotangents: Keys
+def bwd(
+    ctx: Context[KeysSettings], x: KeysInputs, residuals: dict[str, jax.Array], cotangents: Keys
 ) -> KeysInputs:
-    """See `fla_jax.ops.op`."""
+    """See `fla_jax.core.op`."""
     floats = x._replace(residual=None)
-    _, pull = jax.vjp(lambda floats: definition(call.settings, floats._replace(residual=x.residual)), floats)
+    _, pull = jax.vjp(lambda floats: definition(ctx.settings, floats._replace(residual=x.residual)), floats)
     return pull(cotangents)[0]
 
 
@@ -170,9 +170,9 @@ def _xla() -> Any:
 
 
 def _triton() -> Any:
-    from ...pallas.layer import keys_launcher
+    from ...pallas.layer import keys_host
 
-    return keys_launcher
+    return keys_host
 
 
 TOKENS = ("decay", "rate", "mix", "k", "v", "v_first", "w", "a", "b", "k_bonus", "v_bonus")
@@ -183,8 +183,8 @@ KEYS = Op(
     Keys,
     {"residual": "m"} | dict.fromkeys(TOKENS, "b t h k") | dict.fromkeys(VECTORS, "h k"),
     [
-        Implementation("triton", _triton, supports, automatic, opaque=True, sequences=True),
-        Implementation("xla", _xla, sequences=True),
+        Implementation("triton", _triton, supports, preferred, opaque=True, context_parallel=True),
+        Implementation("xla", _xla, context_parallel=True),
     ],
 )
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...core.call import Call, Mix, Mixed, MixInputs
-from ...pallas.run import triton
-from ..common.arrays import check_shape, floating, integers
-from ..op import Implementation, Op
-from .norm_mix_sequence import OverSequence
+from ...core.context import Context, Mix, Mixed, MixInputs
+from ...core.op import Implementation, Op
+from ...pallas.backend import triton
+from ..array_checks import check_shape, floating, integers
+from .norm_mix_cp import ContextParallelRule
 
 MOST_CHANNELS, MOST_MIXES = 16384, 6  # that a kernel takes
 
@@ -26,20 +26,20 @@ AXES = {
 
 
 def _plain() -> Any:
-    from . import norm_mix_plain
+    from . import norm_mix_xla
 
-    return OverSequence(norm_mix_plain)
+    return ContextParallelRule(norm_mix_xla)
 
 
 def _triton() -> Any:
-    from ...pallas.layer.norm_mix import launcher
+    from ...pallas.layer import norm_shift_mix_host
 
-    return OverSequence(launcher)
+    return ContextParallelRule(norm_shift_mix_host)
 
 
-def _supports(call: Call[Mix]) -> str | None:
+def _supports(ctx: Context[Mix]) -> str | None:
     """None where the Triton kernels can serve a call, else the reason."""
-    (B, T, C), M = call.inputs.x.shape, len(call.inputs.mixes)
+    (B, T, C), M = ctx.inputs.x.shape, len(ctx.inputs.mixes)
     if not isinstance(B, int) or not isinstance(T, int):
         return f"its grid must be known, and x has a symbolic shape [{B}, {T}, {C}]"
     if B == 0:
@@ -48,21 +48,21 @@ def _supports(call: Call[Mix]) -> str | None:
         return f"it takes 1 to {MOST_MIXES} mixes, got {M}"
     if C > MOST_CHANNELS:
         return f"it takes up to {MOST_CHANNELS} channels, got C = {C}"
-    return triton.supports(call)
+    return triton.supports(ctx)
 
 
-def _results(call: Call[Mix]) -> Mixed:
-    x = call.inputs
+def _results(ctx: Context[Mix]) -> Mixed:
+    x = ctx.inputs
     return Mixed(
         (AXES["mixed"],) * len(x.mixes),
         AXES["last"],
         None if x.y is None and x.scale is None else AXES["x"],
-        AXES["normalised"] if call.settings.normalised else None,
+        AXES["normalised"] if ctx.settings.normalised else None,
     )
 
 
-TRITON = Implementation("triton", _triton, _supports, triton.automatic, opaque=True, sequences=True)
-XLA = Implementation("xla", _plain, sequences=True)
+TRITON = Implementation("triton", _triton, _supports, triton.preferred, opaque=True, context_parallel=True)
+XLA = Implementation("xla", _plain, context_parallel=True)
 NORM_SHIFT_MIX = Op(
     "norm_shift_mix", MixInputs, Mixed, AXES, [TRITON, XLA], shardable=("b",), results=_results
 )

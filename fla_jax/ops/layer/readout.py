@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...core.call import Call
-from ..op import Implementation, Op
-from .heads import automatic, check_heads, supports
+from ...core.context import Context
+from ...core.op import Implementation, Op
+from .headwise import check_heads, preferred, supports
 
 EPS = 64e-5  # 1e-5 times the square of RWKV's head size divisor, 8
 
@@ -61,21 +61,21 @@ def definition(settings: ReadoutSettings, x: ReadoutInputs) -> Readout:
     return Readout(y.astype(x.o.dtype))
 
 
-def kept_axes(call: Call[ReadoutSettings]) -> dict[str, str]:
-    """See `fla_jax.ops.op`; nothing is kept."""
+def residual_axes(ctx: Context[ReadoutSettings]) -> dict[str, str]:
+    """See `fla_jax.core.op`; nothing is kept."""
     return {}
 
 
-def forward(call: Call[ReadoutSettings], x: ReadoutInputs) -> tuple[Readout, dict[str, jax.Array]]:
-    """See `fla_jax.ops.op`; nothing is kept."""
-    return definition(call.settings, x), {}
+def fwd(ctx: Context[ReadoutSettings], x: ReadoutInputs) -> tuple[Readout, dict[str, jax.Array]]:
+    """See `fla_jax.core.op`; nothing is kept."""
+    return definition(ctx.settings, x), {}
 
 
-def backward(
-    call: Call[ReadoutSettings], x: ReadoutInputs, kept: dict[str, jax.Array], cotangents: Readout
+def bwd(
+    ctx: Context[ReadoutSettings], x: ReadoutInputs, residuals: dict[str, jax.Array], cotangents: Readout
 ) -> ReadoutInputs:
-    """See `fla_jax.ops.op`."""
-    _, pull = jax.vjp(lambda x: definition(call.settings, x), x)
+    """See `fla_jax.core.op`."""
+    _, pull = jax.vjp(lambda x: definition(ctx.settings, x), x)
     return pull(cotangents)[0]
 
 
@@ -86,15 +86,15 @@ def _xla() -> Any:
 
 
 def _triton() -> Any:
-    from ...pallas.layer import readout_launcher
+    from ...pallas.layer import readout_host
 
-    return readout_launcher
+    return readout_host
 
 
 TOKENS, VECTORS = ("o", "gate", "r", "k", "v", "y"), ("scale", "bias", "r_k")
 AXES = dict.fromkeys(TOKENS, "b t h k") | dict.fromkeys(VECTORS, "h k")
-TRITON = Implementation("triton", _triton, supports, automatic, opaque=True, sequences=True)
-XLA = Implementation("xla", _xla, sequences=True)
+TRITON = Implementation("triton", _triton, supports, preferred, opaque=True, context_parallel=True)
+XLA = Implementation("xla", _xla, context_parallel=True)
 RWKV6 = Op("rwkv6_readout", ReadoutInputs, Readout, AXES, [TRITON, XLA])
 RWKV7 = Op("rwkv7_readout", ReadoutInputs, Readout, AXES, [TRITON, XLA])
 

@@ -53,9 +53,9 @@ def _root_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[ja
     return root, jnp.where(y > 0, dy / (2 * jnp.where(y > 0, root, 1)), 0)
 
 
-def _backward(kept: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    wide = kept.astype(jnp.promote_types(kept.dtype, jnp.float32))
-    root = jax.nn.relu(wide) if kept.dtype == jnp.float16 else _root(wide)
+def _backward(residuals: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    wide = residuals.astype(jnp.promote_types(residuals.dtype, jnp.float32))
+    root = jax.nn.relu(wide) if residuals.dtype == jnp.float16 else _root(wide)
     return ((2 * root * dy.astype(wide.dtype)).astype(dy.dtype),)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ...core.call import Call, Outputs, Recurrence, RWKV6Inputs
-from ..common.tree import dot
-from ..common.walk import prepare, walk_backward, walk_forward
+from ...core.context import Context, Outputs, RecurrenceConfig, RWKV6Inputs
+from ..intra_exact import dot
+from ..scan import prepare, scan_bwd, scan_fwd
 
 
 def _step6(u):
@@ -34,29 +34,29 @@ def _step6(u):
     return step, back
 
 
-def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
-    """See `fla_jax.ops.op`: what the forward keeps, by chunk."""
+def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
+    """See `fla_jax.core.op`: what the forward keeps, by chunk."""
     return {"states": "chunk b h k v"}
 
 
-def forward(call: Call[Recurrence], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
-    """See `fla_jax.ops.op`: outputs and what the backward reads."""
-    cfg = call.settings
+def fwd(ctx: Context[RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+    """See `fla_jax.core.op`: outputs and what the backward reads."""
+    cfg = ctx.settings
     chunks, xs = prepare(cfg, (x.r, x.k, x.v, x.w), x.segment_ids, x.cu_seqlens)
     step, _ = _step6(x.u.astype(cfg.compute))
-    y, states, final = walk_forward(step, chunks, x.initial_state, xs)
+    y, states, final = scan_fwd(step, chunks, x.initial_state, xs)
     return Outputs(chunks.join(y * cfg.scale, x.v.dtype), final), {"states": states}
 
 
-def backward(
-    call: Call[Recurrence], x: RWKV6Inputs, kept: dict[str, jax.Array], cotangents: Outputs
+def bwd(
+    ctx: Context[RecurrenceConfig], x: RWKV6Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
 ) -> RWKV6Inputs:
-    """See `fla_jax.ops.op`: gradients of all inputs."""
-    cfg, tokens = call.settings, (x.r, x.k, x.v, x.w)
+    """See `fla_jax.core.op`: gradients of all inputs."""
+    cfg, tokens = ctx.settings, (x.r, x.k, x.v, x.w)
     chunks, xs = prepare(cfg, tokens, x.segment_ids, x.cu_seqlens)
     step, back = _step6(x.u.astype(cfg.compute))
     dy = chunks.split(cotangents.o, cfg.compute) * cfg.scale
-    grads, ds0 = walk_backward(step, back, chunks, cotangents.final_state, kept["states"], xs, dy)
+    grads, ds0 = scan_bwd(step, back, chunks, cotangents.final_state, residuals["states"], xs, dy)
     *grads, du = grads
     du = jnp.sum(du, (0, 1, 3)).astype(x.u.dtype)
     dr, dk, dv, dw = (chunks.join(g, like.dtype) for g, like in zip(grads, tokens))

@@ -6,47 +6,55 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from ...core.call import Outputs, RWKV7Inputs
-from ...pallas.run import pallas, triton
-from ..common import check
-from ..common.recurrence import AXES, NAMES, ChunkOptions, Options, run, triton_supports
-from ..common.sequence import OverSequence
-from ..op import Implementation, Op
+from ...core.context import Outputs, RWKV7Inputs
+from ...core.op import Implementation, Op
+from ...pallas.backend import pallas, triton
+from .. import recurrence_checks
+from ..recurrence import AXES, NAMES, ChunkOptions, Options, run, triton_supports
+from ..recurrence_cp import ContextParallelRule
 
 
 def _reference() -> Any:
     from . import reference
 
-    return OverSequence(reference)
+    return ContextParallelRule(reference)
 
 
 def _chunked() -> Any:
-    from . import chunked
+    from . import xla
 
-    return OverSequence(chunked)
+    return ContextParallelRule(xla)
 
 
 def _triton() -> Any:
-    from ...pallas.rwkv7.chunked import launcher
+    from ...pallas.rwkv7 import chunk_host
 
-    return launcher
+    return chunk_host
 
 
 def _pallas() -> Any:
-    from ...pallas.rwkv7.recurrent import launcher
+    from ...pallas.rwkv7 import recurrent_host
 
-    return launcher
+    return recurrent_host
 
 
-REFERENCE = Implementation("reference", _reference, sequences=True)
-XLA = Implementation("xla", _chunked, sequences=True)
-TRITON = Implementation("triton", _triton, triton_supports, triton.automatic, opaque=True, sequences=True)
-PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.automatic, opaque=True)
+REFERENCE = Implementation("reference", _reference, context_parallel=True)
+XLA = Implementation("xla", _chunked, context_parallel=True)
+TRITON = Implementation(
+    "triton", _triton, triton_supports, triton.preferred, opaque=True, context_parallel=True
+)
+PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, opaque=True)
 
 # The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones
 # go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
 CHUNK = Op(
-    "chunk_rwkv7", RWKV7Inputs, Outputs, AXES, [TRITON, XLA, REFERENCE, PALLAS], check=check.rwkv7, **NAMES
+    "chunk_rwkv7",
+    RWKV7Inputs,
+    Outputs,
+    AXES,
+    [TRITON, XLA, REFERENCE, PALLAS],
+    check=recurrence_checks.rwkv7,
+    **NAMES,
 )
 RECURRENT = Op(
     "fused_recurrent_rwkv7",
@@ -54,7 +62,7 @@ RECURRENT = Op(
     Outputs,
     AXES,
     [PALLAS, REFERENCE, XLA, TRITON],
-    check=check.rwkv7,
+    check=recurrence_checks.rwkv7,
     **NAMES,
 )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ...core.call import Call, Outputs, Recurrence, RWKV7Inputs
-from ..common.tree import dot
-from ..common.walk import prepare, walk_backward, walk_forward
+from ...core.context import Context, Outputs, RecurrenceConfig, RWKV7Inputs
+from ..intra_exact import dot
+from ..scan import prepare, scan_bwd, scan_fwd
 
 
 def _step7(S, token):
@@ -39,26 +39,26 @@ def _back7(ds, x):
     return jnp.where(restart[..., None], 0, ds), grads
 
 
-def kept_axes(call: Call[Recurrence]) -> dict[str, str]:
-    """See `fla_jax.ops.op`: what the forward keeps, by chunk."""
+def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
+    """See `fla_jax.core.op`: what the forward keeps, by chunk."""
     return {"states": "chunk b h k v"}
 
 
-def forward(call: Call[Recurrence], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
-    """See `fla_jax.ops.op`: outputs and what the backward reads."""
-    cfg = call.settings
+def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+    """See `fla_jax.core.op`: outputs and what the backward reads."""
+    cfg = ctx.settings
     chunks, xs = prepare(cfg, (x.r, x.w, x.k, x.v, x.a, x.b), x.segment_ids, x.cu_seqlens)
-    y, states, final = walk_forward(_step7, chunks, x.initial_state, xs)
+    y, states, final = scan_fwd(_step7, chunks, x.initial_state, xs)
     return Outputs(chunks.join(y * cfg.scale, x.v.dtype), final), {"states": states}
 
 
-def backward(
-    call: Call[Recurrence], x: RWKV7Inputs, kept: dict[str, jax.Array], cotangents: Outputs
+def bwd(
+    ctx: Context[RecurrenceConfig], x: RWKV7Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
 ) -> RWKV7Inputs:
-    """See `fla_jax.ops.op`: gradients of all inputs."""
-    cfg, tokens = call.settings, (x.r, x.w, x.k, x.v, x.a, x.b)
+    """See `fla_jax.core.op`: gradients of all inputs."""
+    cfg, tokens = ctx.settings, (x.r, x.w, x.k, x.v, x.a, x.b)
     chunks, xs = prepare(cfg, tokens, x.segment_ids, x.cu_seqlens)
     dy = chunks.split(cotangents.o, cfg.compute) * cfg.scale
-    grads, ds0 = walk_backward(_step7, _back7, chunks, cotangents.final_state, kept["states"], xs, dy)
+    grads, ds0 = scan_bwd(_step7, _back7, chunks, cotangents.final_state, residuals["states"], xs, dy)
     dr, dw, dk, dv, da, db = (chunks.join(g, like.dtype) for g, like in zip(grads, tokens))
     return RWKV7Inputs(dr, dw, dk, dv, da, db, ds0)

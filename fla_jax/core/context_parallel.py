@@ -1,0 +1,137 @@
+"""Rows whose tokens several devices share: what crosses between them, along one mesh axis.
+
+A device's tokens take a recurrence's state S to ``M S + N``. One gather of all devices' (M, N) gives each the
+state that enters its own tokens; in the backward, M^T and what the outputs alone give to the entering state
+do the same for gradients. Which tokens begin a segment, and what the token shift sees, a device asks its left
+neighbour for.
+
+Everything here runs inside `jax.shard_map` or a partitioned kernel, where collectives are known by the name
+of their mesh axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .context import Context
+from .sharding import vary_alike
+
+
+class SequenceShard(NamedTuple):
+    """One device's tokens of all rows.
+
+    Attributes:
+        axis: the mesh axis that rows are split over.
+        begins: [B] booleans, whether the first token here begins a segment that is not its row's first; None
+            for no segments.
+    """
+
+    axis: str
+    begins: jax.Array | None
+
+    @property
+    def is_first(self) -> jax.Array:
+        """Whether rows begin on this device."""
+        return jax.lax.axis_index(self.axis) == 0
+
+    @property
+    def is_last(self) -> jax.Array:
+        """Whether rows end on this device."""
+        return jax.lax.axis_index(self.axis) == jax.lax.axis_size(self.axis) - 1
+
+    def continued(self, x: jax.Array) -> jax.Array:
+        """``x`` [B, ...], zeros for rows whose first token here begins a segment: nothing enters there."""
+        return x if self.begins is None else jnp.where(_rows_of(self.begins, x), 0, x)
+
+    def enter(self, M: jax.Array, N: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The state that enters this device's tokens, and the one that leaves the rows; [B, H, K, V] float32.
+
+        Args:
+            M: [B, S, H, K, K], or [B, S, H, K] where it is diagonal: of the stretches here, in order.
+            N: [B, S, H, K, V].
+            start: [B, H, K, V], what enters the rows.
+        """
+        M, N = _composed(M, N)
+        entering, final = _walk(self.axis, self.continued(M), N, start, False)
+        return self.continued(entering), final
+
+    def enter_backward(self, M: jax.Array, D: jax.Array, end: jax.Array) -> jax.Array:
+        """The gradient of the state that leaves this device's tokens; arguments as in `split_h0`.
+
+        ``D`` is what the outputs of a stretch give to the state that enters it, ``end`` the gradient of the
+        state that leaves the rows.
+        """
+        flipped = M[:, ::-1] if M.ndim == 4 else jnp.swapaxes(M[:, ::-1], -1, -2)
+        M, D = _composed(flipped, D[:, ::-1])
+        return _walk(self.axis, self.continued(M), self.continued(D), end, True)[0]
+
+
+def shard_of(ctx: Context[Any], segment_ids: jax.Array | None) -> SequenceShard | None:
+    """This device's part of the rows of a call, or None where it has whole rows."""
+    return None if ctx.sequence is None else shard_on(ctx.sequence, segment_ids)
+
+
+def shard_on(axis: str, segment_ids: jax.Array | None) -> SequenceShard:
+    """This device's part of rows that are split over ``axis``; ``segment_ids`` [B, T] are those of its
+    tokens.
+    """
+    if segment_ids is None:
+        return SequenceShard(axis, None)
+    left = from_left(segment_ids[:, -1], axis)
+    return SequenceShard(axis, (jax.lax.axis_index(axis) > 0) & (left != segment_ids[:, 0]))
+
+
+def from_left(x: jax.Array, axis: str) -> jax.Array:
+    """``x`` of the device before this one; zeros on the first."""
+    return jax.lax.ppermute(x, axis, [(i, i + 1) for i in range(jax.lax.axis_size(axis) - 1)])
+
+
+def from_right(x: jax.Array, axis: str) -> jax.Array:
+    """``x`` of the device after this one; zeros on the last."""
+    return jax.lax.ppermute(x, axis, [(i + 1, i) for i in range(jax.lax.axis_size(axis) - 1)])
+
+
+def _rows_of(rows: jax.Array, x: jax.Array) -> jax.Array:
+    return rows.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _apply(M: jax.Array, S: jax.Array) -> jax.Array:
+    """``M S``; M [..., K, K], or [..., K, 1] where it is diagonal."""
+    if M.shape[-1] == 1:
+        return M * S
+    return jnp.einsum("...ij,...jv->...iv", M, S, precision=jax.lax.Precision.HIGHEST)
+
+
+def _composed(M: jax.Array, N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The map of all stretches [B, S, ...] after one another: [B, H, K, K or 1], [B, H, K, V]. By halves,
+    since products of small matrices are latency and nothing else.
+    """
+    M = M[..., None] if M.ndim == 4 else M
+    while N.shape[1] > 1:
+        pairs = N.shape[1] // 2
+        early, late, rest = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2), slice(2 * pairs, None)
+        first, second = N[:, early], N[:, late]
+        N = jnp.concatenate([_apply(M[:, late], first) + second, N[:, rest]], 1)
+        M = jnp.concatenate([_apply(M[:, late], M[:, early]), M[:, rest]], 1)
+    return M[:, 0], N[:, 0]
+
+
+def _walk(
+    axis: str, M: jax.Array, N: jax.Array, start: jax.Array, reverse: bool
+) -> tuple[jax.Array, jax.Array]:
+    """What enters this device's map from the ones before it (with ``reverse`` after it), and what the last of
+    them leaves.
+    """
+    own = M.shape[-1]
+    maps = jax.lax.all_gather(jnp.concatenate([M, N], -1), axis)  # float32, the one collective
+
+    def step(S: jax.Array, one: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _apply(one[..., :own], S) + one[..., own:], S
+
+    start = vary_alike(start, maps)
+    # a loop costs more than a step
+    end, entering = jax.lax.scan(step, start, maps, reverse=reverse, unroll=8)
+    return jax.lax.dynamic_index_in_dim(entering, jax.lax.axis_index(axis), keepdims=False), end

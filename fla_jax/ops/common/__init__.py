@@ -1,1 +1,0 @@
-"""What several ops share: arguments, checks, decay trees, walks."""

@@ -1,0 +1,127 @@
+"""The arrays of the pieces of a decoded token: matrices with their rows in memory order, layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+CODE_ROWS = 64  # rows of a matrix that have one code, see pallas/decode/projections.py
+NONE, TANH, SIGMOID, SQUARE = range(4)  # what is done with sums; SQUARE: of the positive part
+NORM_EPS, GROUP_EPS, KEY_EPS = 1e-5, 64e-5, 1e-12
+
+
+class Matrix(struct.PyTreeNode):
+    """A matrix that vectors are multiplied with: ``y[n] = sum over k of weight[n, k] x[k]``.
+
+    Attributes:
+        weight: [N, K], in the compute dtype, or int8.
+        scale: [N, K / G], what int8 weights are multiplied with, in groups of G along a row; else None.
+        segments: ``(rows, plane, kind)`` of rows that follow each other: which input they read and what is
+            done with their sums. All but the last are multiples of 64 rows.
+    """
+
+    weight: jax.Array
+    scale: jax.Array | None
+    segments: tuple[tuple[int, int, int], ...] = struct.field(pytree_node=False)
+
+    def dense(self, dtype: Any) -> jax.Array:
+        """The weights [N, K] in ``dtype``."""
+        if self.scale is None:
+            return self.weight.astype(dtype)
+        N, K = self.weight.shape
+        grouped = self.weight.astype(jnp.float32).reshape(N, self.scale.shape[1], -1)
+        return (grouped * self.scale.astype(jnp.float32)[..., None]).reshape(N, K).astype(dtype)
+
+
+def quantised(matrix: Matrix, group: int) -> Matrix:
+    """``matrix`` in int8: every ``group`` weights of a row share a factor, the largest of them over 127."""
+    N, K = matrix.weight.shape
+    grouped = matrix.weight.astype(jnp.float32).reshape(N, K // group, group)
+    scale = (jnp.max(jnp.abs(grouped), -1) / 127).astype(jnp.float16)
+    # what is divided by is what will be multiplied with: rounded, and not 0
+    exact = jnp.maximum(scale.astype(jnp.float32), 1e-30)[..., None]
+    weight = jnp.clip(jnp.round(grouped / exact), -127, 127).astype(jnp.int8)
+    return Matrix(weight.reshape(N, K), scale, matrix.segments)
+
+
+class Layer7(struct.PyTreeNode):
+    """A layer of RWKV-7; vectors [C] in the dtype of the parameters.
+
+    Attributes:
+        norm, ffn_norm, group_norm: scale and bias.
+        mixes: [6, C], of r, w, k, v, a, g.
+        ranks: of decay, rate, value and gate, filled up to multiples of 64.
+        into: what reads the mixed token: C rows each of r, k, v and as many as their ranks of the first
+            low-rank stages of decay, rate, value and gate.
+        second: [4, C, R], the second stages; R is the largest rank, the others are filled up with zeros.
+        output: [C, C].
+        ffn_mixes: [1, C].
+        key: [I, C].
+        value: [C, I].
+    """
+
+    norm: tuple[jax.Array, jax.Array]
+    mixes: jax.Array
+    into: Matrix
+    second: jax.Array
+    w0: jax.Array
+    a0: jax.Array
+    v0: jax.Array
+    k_k: jax.Array
+    k_a: jax.Array
+    r_k: jax.Array
+    group_norm: tuple[jax.Array, jax.Array]
+    output: Matrix
+    ffn_norm: tuple[jax.Array, jax.Array]
+    ffn_mixes: jax.Array
+    key: Matrix
+    value: Matrix
+    ranks: tuple[int, ...] = struct.field(pytree_node=False)
+
+    def low(self, made: jax.Array) -> jax.Array:
+        """What `into` gave the second stages: [B, 4, R] in their dtype, zeros behind each rank."""
+        C, R = self.second.shape[1:]
+        at, parts = 3 * C, []
+        for rank in self.ranks:
+            parts.append(jnp.pad(made[:, at : at + rank].astype(self.second.dtype), ((0, 0), (0, R - rank))))
+            at += rank
+        return jnp.stack(parts, 1)
+
+
+class Layer6(struct.PyTreeNode):
+    """A layer of RWKV-6.
+
+    Attributes:
+        norm, ffn_norm, group_norm: scale and bias.
+        mix_x: [1, C].
+        first: the first low-rank stage of the five moves, [5 R and more, C].
+        moves: [5, R, C], the second stage, of w, k, v, r, g.
+        mixes: [5, C].
+        into: C rows each of r, k, v and gate, then D of the decay's first stage.
+        second: [C, D], its second stage.
+        base: [C], time_decay.
+        bonus: [C], time_faaaa.
+        output: [C, C].
+        ffn_mixes: [2, C], of k and r.
+        key: I rows of the key, filled up to a multiple of 64, and C of the receptance.
+        value: [C, I].
+    """
+
+    norm: tuple[jax.Array, jax.Array]
+    mix_x: jax.Array
+    first: Matrix
+    moves: jax.Array
+    mixes: jax.Array
+    into: Matrix
+    second: jax.Array
+    base: jax.Array
+    bonus: jax.Array
+    group_norm: tuple[jax.Array, jax.Array]
+    output: Matrix
+    ffn_norm: tuple[jax.Array, jax.Array]
+    ffn_mixes: jax.Array
+    key: Matrix
+    value: Matrix

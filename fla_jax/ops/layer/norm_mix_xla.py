@@ -1,0 +1,75 @@
+"""Norm, token shift and mixes in plain JAX: the definition."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ...core.context import Context, Mix, Mixed, MixInputs
+
+
+def shift(h: jax.Array, last: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array:
+    """What every token of h [B, T, C] sees of the one before it.
+
+    The first token of a row sees ``last`` [B, C] (zeros if None), the first of every later segment zeros.
+    """
+    first = jnp.zeros_like(h[:, :1]) if last is None else last[:, None].astype(h.dtype)
+    before = jnp.concatenate([first, h[:, :-1]], 1)
+    if segment_ids is None:
+        return before
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(begins[..., None], 0, before)
+
+
+def summed(x: jax.Array, y: jax.Array | None, wide: jnp.dtype) -> jax.Array:
+    """``x + y`` in ``wide``, rounded as the result x is."""
+    h = x.astype(wide)
+    if y is None:
+        return h
+    info = jnp.finfo(x.dtype)  # XLA would drop a cast there and back
+    return jax.lax.reduce_precision(h + y.astype(wide), info.nexp, info.nmant)
+
+
+def norm(h: jax.Array, scale: jax.Array | None, bias: jax.Array | None, eps: float) -> jax.Array:
+    """The layer norm of h [..., C]; h without ``scale``."""
+    if scale is None or bias is None:
+        return h
+    h = h - jnp.mean(h, -1, keepdims=True)
+    h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
+    return h * scale.astype(h.dtype) + bias.astype(h.dtype)
+
+
+def compute(settings: Mix, x: MixInputs) -> Mixed:
+    """The results; one rounding each, to the dtype of ``x.x``."""
+    dtype, wide = x.x.dtype, jnp.dtype(settings.compute_name)
+    h = summed(x.x, x.y, wide)
+    total = h.astype(dtype)
+    h = norm(h, x.scale, x.bias, settings.eps)
+    difference = shift(h, x.last, x.segment_ids) - h
+    mixed = []
+    for n, mu in enumerate(x.mixes):
+        by = mu.astype(wide) if x.moves is None else mu.astype(wide) + x.moves[n].astype(wide)
+        mixed.append((h + difference * by).astype(dtype))
+    carried = None if x.y is None and x.scale is None else total
+    normalised = h.astype(dtype) if settings.normalised else None
+    return Mixed(tuple(mixed), h[:, -1].astype(dtype), carried, normalised)
+
+
+def residual_axes(ctx: Context[Mix]) -> dict[str, str]:
+    """See `fla_jax.core.op`; nothing is kept."""
+    return {}
+
+
+def fwd(ctx: Context[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]:
+    """See `fla_jax.core.op`: the results. Nothing is kept: the backward computes what it needs again."""
+    return compute(ctx.settings, x), {}
+
+
+def bwd(ctx: Context[Mix], x: MixInputs, residuals: dict[str, jax.Array], cotangents: Mixed) -> MixInputs:
+    """See `fla_jax.core.op`: gradients of all inputs."""
+
+    def of_floats(floats: MixInputs) -> Mixed:
+        return compute(ctx.settings, floats._replace(segment_ids=x.segment_ids))
+
+    _, pull = jax.vjp(of_floats, x._replace(segment_ids=None))
+    return pull(cotangents)[0]

@@ -1,0 +1,121 @@
+"""RWKV-6 by chunks in plain JAX. With C tokens a chunk, S0 the state that enters it, S1 the state that leaves
+it, and scores A of `tree.Tree`::
+
+    Y = Q S0 + A V,   Q = r decayed from the chunk's start, A with r . (u k) on its diagonal
+    S1 = gam S0 + K'^T V,   K' = k decayed to the chunk's end
+
+All but the state's own recurrence is computed for a group of chunks at once. The backward gets the states and
+A from the forward.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.context import Context, Outputs, RecurrenceConfig, RWKV6Inputs
+from ...core.varlen import Segments, chunk_plan, ends, segments, select, zeros
+from .. import intra_exact
+from ..intra_exact import dot
+from ..intra_safe import Scores, build, by_strength
+
+INCLUSIVE = (False,)  # r reads the state before its own decay
+
+
+def _reach(x: Scores, seg: Segments | None):
+    """Rows from the entering state, columns to the leaving one [..., C, K], and what passes through
+    [..., K, 1], cut at restarts.
+    """
+    start, end, passes = ends(seg)
+    rows, cols, through = (
+        intra_exact.pick(x.rows_in, 0),
+        intra_exact.pick(x.cols_out, 0),
+        jnp.swapaxes(x.total, -1, -2),
+    )
+    return select(start, rows), select(end, cols), select(passes, through)
+
+
+def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
+    """See `fla_jax.core.op`: what the forward keeps, by chunk."""
+    return {"states": "chunk b h k v", "A": "chunk b h i j"}
+
+
+def fwd(ctx: Context[RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+    """See `fla_jax.core.op`: outputs and what the backward reads."""
+    cfg, chunks = ctx.settings, chunk_plan(ctx.settings, x.r, x.cu_seqlens)
+    u = x.u.astype(cfg.compute)[:, None, :]
+
+    def group(mild, carry, tokens, xs):
+        (r, k, v, w), (sequences, seg) = tokens, xs
+        r = r * cfg.scale
+        decayed = build(mild, w, (r,), (k,), INCLUSIVE)
+        A = decayed.scores() if seg is None else jnp.where(seg.pairs, decayed.scores(), 0)
+        A = jnp.where(np.eye(chunks.size, dtype=bool), jnp.sum(r * u * k, -1, keepdims=True), A)
+        rows, cols, through = _reach(decayed, seg)
+        start, end, passes = ends(seg)
+
+        def step(carry, chunk):
+            sequence, rows, cols, v, through, passes = chunk
+            S = chunks.read(carry, sequence)
+            new = select(passes, through * S) + dot("bhck,bhcv->bhkv", cols, v)
+            return chunks.write(carry, new, sequence), (S, dot("bhck,bhkv->bhcv", rows, S))
+
+        each = (sequences, rows, cols, select(end, v), through, passes)
+        carry, (states, y) = chunks.each(step, carry, each)
+        return carry, (select(start, y) + dot("...ij,...jv->...iv", A, v),), (states, A)
+
+    xs = (chunks.sequence, segments(chunks, x.segment_ids))
+    step = by_strength(cfg, chunks, group, 3)
+    tokens = (x.r, x.k, x.v, x.w)
+    final, (o,), (states, A) = chunks.walk(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
+    return Outputs(o, final), {"states": states, "A": A}
+
+
+def bwd(
+    ctx: Context[RecurrenceConfig], x: RWKV6Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
+) -> RWKV6Inputs:
+    """See `fla_jax.core.op`: gradients of all inputs."""
+    cfg, chunks = ctx.settings, chunk_plan(ctx.settings, x.r, x.cu_seqlens)
+    bonus = x.u.astype(cfg.compute)[:, None, :]
+
+    def group(mild, carry, tokens, xs):
+        (carry, du), (r, k, v, w, dy), (sequences, seg, (states, A)) = carry, tokens, xs
+        r = r * cfg.scale
+        decayed = build(mild, w, (r,), (k,), INCLUSIVE)
+        rows, cols, through = _reach(decayed, seg)
+        start, end, passes = ends(seg)
+
+        def step(carry, chunk):
+            sequence, S, rows, cols, v, through, passes, dy = chunk
+            dS = chunks.read(carry, sequence)
+            new = select(passes, through * dS) + dot("bhck,bhcv->bhkv", rows, dy)
+            return chunks.write(carry, new, sequence), (
+                dot("bhck,bhkv->bhcv", cols, dS),
+                dot("bhjv,bhkv->bhjk", v, dS),
+                jnp.sum(S * dS, -1),
+            )
+
+        each = (sequences, states, rows, cols, v, through, passes, select(start, dy))
+        carry, (dv, dk, passed) = chunks.each(step, carry, each, reverse=True)
+        dv = select(end, dv) + dot("...ij,...iv->...jv", A, dy)
+        dA, dr = dot("...iv,...jv->...ij", dy, v), dot("...iv,...kv->...ik", dy, states)
+        own = jnp.sum(dy * v, -1, keepdims=True)
+        if seg is not None:
+            dA = jnp.where(seg.pairs, dA, 0)
+        dr, dk = select(start, dr), select(end, dk)
+        dg = select(passes, jnp.swapaxes(through, -1, -2) * passed[..., None, :])
+        dg = jnp.broadcast_to(dg, w.shape)
+        (dr,), (dk,), dw = decayed.gradients(dA, dr[..., None, :, :], dk[..., None, :, :], dg)
+        dr, dk = (dr + own * bonus * k) * cfg.scale, dk + own * bonus * r
+        return (carry, du + jnp.sum(own * r * k, (0, 1, 3))), (dr, dk, dv, dw), None
+
+    do, ds = cotangents
+    carry = (ds, zeros(x.u, do, cfg.compute))
+    xs = (chunks.sequence, segments(chunks, x.segment_ids), (residuals["states"], residuals["A"]))
+    step = by_strength(cfg, chunks, group, 3)
+    tokens = (x.r, x.k, x.v, x.w)
+    (ds0, du), (dr, dk, dv, dw), _ = chunks.walk(
+        step, carry, (*tokens, do), xs, tokens, cfg.compute, reverse=True
+    )
+    return RWKV6Inputs(dr, dk, dv, dw, du.astype(x.u.dtype), ds0)

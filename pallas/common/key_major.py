@@ -1,0 +1,117 @@
+"""What the chunked Triton kernels share where keys are rows: tiles of keys held transposed, [K, 16], and
+states as [K, V].
+
+Keys are then the rows of all large products, so that warps divide those without repeating an operand; for
+compute capability 9.0 they are products of a warp group, whose operands stay in shared memory or, as a result
+that goes on, where they are. What a key has one of, decays of the state and sums over tokens or values, lies
+with the key's row: no tile is converted for it and few lanes share it. On other GPUs these forms spill.
+"""
+
+import triton
+import triton.language as tl
+
+from .chunk import C
+from .dots import bf16x2, dot
+
+
+@triton.jit
+def split2(x):
+    """``x`` [K, 2 N] as two [K, N]."""
+    N: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, N)), (0, 2, 1)))
+
+
+@triton.jit
+def concat(x, y):
+    """What `split2` divides."""
+    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (x.shape[0], 2 * x.shape[1]))
+
+
+@triton.jit
+def tile2(x):
+    """``x`` [K, N] beside itself."""
+    N: tl.constexpr = x.shape[1]
+    both = tl.broadcast_to(tl.reshape(x, (x.shape[0], N, 1)), (x.shape[0], N, 2))
+    return tl.reshape(tl.permute(both, (0, 2, 1)), (x.shape[0], 2 * N))
+
+
+@triton.jit
+def select_concat(x, y):
+    """`beside` for what becomes an operand of small products: after `tl.join` Triton orders those as if they
+    were to be made of numbers of 8 bits, and each instruction takes six moves.
+    """
+    return tl.where(tl.arange(0, 2 * x.shape[1])[None, :] < x.shape[1], tile2(x), tile2(y))
+
+
+@triton.jit
+def sums_over_tokens(x, matrix, c: tl.constexpr):
+    """``x`` [K, tokens] in the dtype of memory times ``matrix`` of small multiples of 1 / 32, as
+    exactly as `token_sums`, for tiles that are not transposed.
+    """
+    if x.dtype == tl.bfloat16:
+        return tl.dot(x, matrix.to(tl.bfloat16))
+    elif x.dtype == tl.float16:  # its 11 bits are two bfloat16
+        return sums_over_tokens_f32(x.to(tl.float32), matrix, None, c)
+    else:
+        return dot(x, matrix, c)
+
+
+@triton.jit
+def sums_over_tokens_f32(x, matrix, acc, c: tl.constexpr):
+    """``acc + x @ matrix`` for float32 ``x``: see `token_sums_f32`."""
+    if c.operand == tl.bfloat16:
+        hi, lo = bf16x2(x)
+        m = matrix.to(tl.bfloat16)
+        return tl.dot(lo, m, tl.dot(hi, m, acc))
+    else:
+        return dot(x, matrix, c, acc)
+
+
+@triton.jit
+def upper16(bits):
+    """The upper halves of float32 numbers' bits, as bfloat16: half an instruction. `to` takes one, and a slow
+    one where its result goes on as float32, too.
+    """
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def bf16x2_concat(x):
+    """float32 ``x`` [K, 16] as two bfloat16 beside each other, which make 16 bits.
+
+    The first is rounded to the nearest, halves away from zero. Of NaN it may be anything: the second is NaN.
+    """
+    hi = upper16(x.to(tl.int32, bitcast=True) + 0x8000)
+    return concat(hi, (x - hi.to(tl.float32)).to(tl.bfloat16))
+
+
+@triton.jit
+def sums_of_gradients():
+    """Matrices of 0 and 1 for `sums_of_pairs` [64, 16] and `sums_of_reads` [32, 16]: for token s, of the
+    first of two tiles the tokens after it, of the second the tokens before it, each tile in two parts.
+    """
+    i, s = tl.arange(0, 4 * C)[:, None], tl.arange(0, C)[None, :]
+    of_pairs = tl.where(tl.where(i < 2 * C, i % C - s, s - i % C) > 0, 1.0, 0.0).to(tl.bfloat16)
+    of_reads = tl.where(tl.arange(0, 2 * C)[:, None] % C > s, 1.0, 0.0).to(tl.bfloat16)
+    return of_pairs, of_reads
+
+
+@triton.jit
+def sums_of_pairs(pairs, through, acc, of_pairs, c: tl.constexpr):
+    """``acc``, ``pairs`` of the tokens after each and ``through`` of those before it, [K, 16] in float32."""
+    if c.operand == tl.bfloat16:
+        return tl.dot(concat(bf16x2_concat(pairs), bf16x2_concat(through)), of_pairs, acc)
+    else:
+        i, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+        acc = dot(pairs, tl.where(i > s, 1.0, 0.0), c, acc)
+        return dot(through, tl.where(i < s, 1.0, 0.0), c, acc)
+
+
+@triton.jit
+def sums_of_reads(reads, acc, of_reads, c: tl.constexpr):
+    """``acc`` and ``reads`` of the tokens after each, [K, 16] in float32."""
+    if c.operand == tl.bfloat16:
+        return tl.dot(bf16x2_concat(reads), of_reads, acc)
+    else:
+        i, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+        return dot(reads, tl.where(i > s, 1.0, 0.0), c, acc)

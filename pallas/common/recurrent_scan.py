@@ -1,0 +1,147 @@
+"""Device functions that the recurrent Pallas kernels share, and the walk over tokens.
+
+A walk's state is one tile [parts, own, width] in registers, ``width`` running fastest in memory: Triton puts
+four neighbours of that axis in a thread and four lanes to its 16, the other eight lanes to ``own``, and all
+parts in a thread. So a sum over parts and width is mostly within a thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from ..backend.pallas import is_interpreting
+
+
+class ScanTile(NamedTuple):
+    """The part of the state that a walk's program owns: ``own`` columns of it, whose elements lie in memory
+    as ``parts`` times ``width``.
+    """
+
+    columns: int
+    parts: int
+    width: int
+
+
+class Sizes(NamedTuple):
+    """What kernels know when they are compiled. Token arrays are [B * tokens * H, K] and [..., V]."""
+
+    heads: int
+    save_every: int  # tokens between which a state is kept
+    number: int  # windows in a row
+    K: int  # padded to powers of two from 16 on, like V
+    V: int
+    scan: ScanTile
+    segmented: bool
+    packed: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a row, padding included."""
+        return self.save_every * self.number
+
+
+def fma(x: Any, y: Any, z: Any) -> jax.Array:
+    """``x * y + z`` in float32 with one rounding: XLA lets Triton contract nothing, and products and sums
+    apart take twice the instructions.
+    """
+    if is_interpreting():
+        return x * y + z
+    shape = jnp.broadcast_shapes(jnp.shape(x), jnp.shape(y), jnp.shape(z))
+    args = [jnp.broadcast_to(a, shape) for a in (x, y, z)]
+    (out,) = pltriton.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=args,
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )
+    return out
+
+
+def along(x: jax.Array) -> jax.Array:
+    """[parts, width] -> float32, broadcast against a walk's state."""
+    return x.astype(jnp.float32)[:, None, :]
+
+
+def across(x: jax.Array) -> jax.Array:
+    """[own] -> float32, broadcast against a walk's state."""
+    return x.astype(jnp.float32)[None, :, None]
+
+
+def dot(state: jax.Array, x: jax.Array) -> jax.Array:
+    """[own]: sums of products over parts and width."""
+    return jnp.sum(jnp.sum(state * x, 0), -1)
+
+
+def restarted(state: jax.Array, restart_: Any, row: Any, t: Any, sizes: Sizes) -> jax.Array:
+    """Zeros where the state restarts before token ``t`` of an array row."""
+    return jnp.where(restart_[row * sizes.tokens + t] == 0, state, 0.0) if sizes.segmented else state
+
+
+def positions(number: int) -> Any:
+    """``at(row, t)``: where token (or window) ``t`` of an array row and of the program's head is in arrays
+    [B * number * H, ...].
+
+    Asks for the program's head at once: Pallas' interpreter knows it only outside loops.
+    """
+    h, H = pl.program_id(1), pl.num_programs(1)
+    return lambda row, t: (row * number + t) * H + h
+
+
+def scan_tokens(
+    load: Any,
+    token: Any,
+    start: jax.Array,
+    states_: Any,
+    restart_: Any,
+    bounds_: Any,
+    sizes: Sizes,
+    reverse: bool,
+    keep: bool,
+    by_value: bool = False,
+) -> jax.Array:
+    """Runs ``S = token(S, load(at), at)`` over the program's sequence, axis 2 of the grid, and returns the
+    last state.
+
+    Each token's arrays are loaded while the token before it is worked on: the compiler moves no load over the
+    stores of a token.
+
+    Args:
+        load: arrays of the token at a position in [B * T' * H, ...] arrays.
+        token: the next state, from a state, a token's arrays and its position.
+        start: state [parts, columns of V, width].
+        states_: [B * number * H, K, V], where the state that enters each window is stored.
+        restart_: see `RecurrentPlan`.
+        bounds_: see `RecurrentPlan`.
+        sizes: of the call.
+        reverse: from the last token to the first.
+        keep: whether to store states.
+        by_value: as [.., V, K] in place of [.., K, V].
+    """
+    n = pl.program_id(2)
+    row, lowest, highest = (0, bounds_[n], bounds_[n + 1]) if sizes.packed else (n, 0, sizes.number)
+    part, column, element = (jax.lax.broadcasted_iota(jnp.int32, start.shape, i) for i in range(3))
+    k, v = part * sizes.scan.width + element, column + pl.program_id(0) * sizes.scan.columns
+    at, entry = positions(sizes.tokens), positions(sizes.number)
+
+    def one(c: Any, i: Any, carry: Any) -> Any:
+        S, loaded = carry
+        t = c * sizes.save_every + (sizes.save_every - 1 - i if reverse else i)
+        following = load(at(row, jnp.maximum(t - 1, 0) if reverse else jnp.minimum(t + 1, sizes.tokens - 1)))
+        S = S if reverse else restarted(S, restart_, row, t, sizes)
+        S = token(S, loaded, at(row, t))
+        return restarted(S, restart_, row, t, sizes) if reverse else S, following
+
+    def window(i: Any, carry: Any) -> Any:
+        c = highest - 1 - i if reverse else lowest + i
+        if keep:
+            states_[(entry(row, c), *((v, k) if by_value else (k, v)))] = carry[0]
+        return jax.lax.fori_loop(0, sizes.save_every, lambda i, carry: one(c, i, carry), carry)
+
+    edge = jnp.clip((highest if reverse else lowest) * sizes.save_every - reverse, 0, sizes.tokens - 1)
+    return jax.lax.fori_loop(0, highest - lowest, window, (start, load(at(row, edge))))[0]

@@ -1,1 +1,0 @@
-"""Device functions that kernels share."""

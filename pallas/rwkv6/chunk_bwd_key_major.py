@@ -1,0 +1,233 @@
+"""RWKV-6, chunked backward in Triton with keys as rows, for bfloat16 and compute capability 9.0:
+`walk_backward` of chunk_bwd.py with tiles of keys held transposed, [K, 16], and the state as [K, V]
+(common/key_major.py says why).
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.chunk import (
+    C,
+    chunk_segments,
+    cotangent_scale,
+    does_h0_reach_ht,
+    in_one_segment,
+    inverse_state_scale,
+    masked,
+    partial_sums,
+    program_split,
+    state_scale,
+    tile_axes,
+)
+from ..common.decay import LOG2E, LOG_MIN, LOG_ZERO, at_least, in_first_half, sums_to_middles
+from ..common.dots import dot
+from ..common.key_major import (
+    concat,
+    split2,
+    sums_of_gradients,
+    sums_of_pairs,
+    sums_of_reads,
+    sums_over_tokens,
+    upper16,
+)
+from ..common.state_buffers import state_offset, state_pointers
+from ..common.token_tiles import load_tokens, store_gradient, where_or_zero
+
+
+@triton.jit
+def sums_of_decays():
+    """Matrices [16, 32] of sums over tokens i for column s, two beside each other: of decays (the identity,
+    and up to the token before s), and of those counted in scores (from the middle of its half to the token
+    before s, and from s to the second middle).
+    """
+    i, o = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :]
+    first, s = o < C, o % C
+    of_whole = tl.where(first, tl.where(i == s, 1.0, 0.0), tl.where(i < s, 1.0, 0.0))
+    before, _ = sums_to_middles(i, s - 1)
+    _, to_middle = sums_to_middles(i, s)
+    return of_whole, tl.where(first, before, to_middle)
+
+
+@triton.jit
+def decays_of_queries(w, of_whole, of_counted, c: tl.constexpr):
+    """Log decays [K, 16] as they are and counted for scores; the exponents (base 2) of rows and of high
+    columns for scores and of rows for the state; the state's decays [K, 1]: see `decay_factors`.
+
+    ``w`` goes into products only, with the identity in place of a cast: loads are copied in the background
+    where all that reads a tile wants one order.
+    """
+    j = tl.arange(0, C)[None, :]
+    plain, Gx = split2(sums_over_tokens(at_least(w, LOG_ZERO), of_whole, c))
+    counted = tl.maximum(plain, LOG_MIN)
+    counted_w = upper16(counted.to(tl.int32, bitcast=True)) if w.dtype == tl.bfloat16 else counted
+    Rx, second_half = split2(sums_over_tokens(counted_w, of_counted, c) * LOG2E)
+    decay_post = tl.sum(tl.where(j >= 12, counted, 0.0), 1)
+    total = tl.exp2(tl.sum(plain, 1) * LOG2E)[:, None]
+    return plain, counted, Rx, second_half, Gx * LOG2E, total, tl.exp2(decay_post * LOG2E)[:, None]
+
+
+@triton.jit
+def chunk_bwd_key_major(
+    tokens, index, do_, dht_, states, gradients, dh0_, c: tl.constexpr, NUM_BUFFERS: tl.constexpr
+):
+    """All chunks of one stretch, head and block of values, from the last to the first; both forms."""
+    block, i_h = tl.program_id(0), tl.program_id(1)
+    split = program_split(index, c)
+    axes = tile_axes(0, block, c)
+    of_whole, of_counted = sums_of_decays()
+    of_pairs, of_reads = sums_of_gradients()
+    t, j = axes.token[:, None], axes.token[None, :]
+    head = (tl.program_id(2) * c.H + i_h).to(tl.int64) * (c.K * c.V)
+    at_state = axes.key[:, None] * c.V + axes.value[None, :]
+    has_both = axes.has_key[:, None] & axes.has_value[None, :]
+    dh = tl.load(dht_ + head + at_state, mask=has_both, other=0.0).to(tl.float32) * state_scale(
+        index.gate, c, True
+    )
+    u = tl.load(tokens.u_ + (split.row * c.H + i_h) * c.K + axes.key, mask=axes.has_key, other=0.0)
+    u = u.to(tl.float32)[:, None]
+    du = tl.full([c.BK], 0.0, tl.float32)
+    if c.unsafe_gate:
+        do_scale, grad_scale = cotangent_scale(index.gate)
+    else:
+        grad_scale = 1.0
+    at_k = axes.token[None, :] * (c.H * c.K) + axes.key[:, None]
+    at_v = axes.token[:, None] * (c.H * c.V) + axes.value[None, :]
+    at_vt = axes.token[None, :] * (c.H * c.V) + axes.value[:, None]
+    count = tl.cdiv(split.length, C)
+    pk = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
+    pv = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
+    part = partial_sums(block, index.T, c)
+    buffer = state_pointers(states, 0, axes, c, NUM_BUFFERS)
+    there_kept = axes.has_key[None, :] & axes.has_value[:, None]
+    for step in range(0, count):
+        n = count - 1 - step
+        left = split.length - n * C
+        is_token = axes.token < left
+        there_k = axes.has_key[:, None] & is_token[None, :]
+        there_v = is_token[:, None] & axes.has_value[None, :]
+        there_vt = is_token[None, :] & axes.has_value[:, None]
+        w = load_tokens(tokens.w_ + pk, at_k, there_k, c.unmasked)
+        r = load_tokens(tokens.r_ + pk, at_k, there_k, c.unmasked)
+        k = load_tokens(tokens.k_ + pk, at_k, there_k, c.unmasked)
+        v = load_tokens(tokens.v_ + pv, at_v, there_v, c.unmasked).to(c.operand)
+        do = load_tokens(do_ + pv, at_v, there_v, c.unmasked).to(c.operand)
+        place = state_offset(index, split, n, pk, c, NUM_BUFFERS, 1)
+        h = tl.trans(tl.load(buffer + place, mask=there_kept, other=0.0).to(c.operand))
+
+        if c.unsafe_gate:
+            plain, counted, Rx, second_half, Gx, total, decay_post = decays_of_queries(
+                w, of_whole, of_counted, c
+            )
+            second_half, state_excl = tl.exp2(second_half), tl.exp2(Gx)
+            score_excl = tl.exp2(Rx)
+            first_half = tl.where(j < 8, tl.exp2(-Rx - counted * LOG2E), 0.0)
+        else:
+            plain, Gx = split2(sums_over_tokens(w, of_whole, c) * LOG2E)
+            decay_post = tl.exp2(tl.sum(plain, 1))[:, None]
+            total = decay_post
+            Gx += index.gate
+            score_excl, second_half = tl.exp2(Gx), tl.exp2(-plain - Gx)
+        rf, kf = r.to(tl.float32) * c.scale, k.to(tl.float32)
+        score_r, high_k = (rf * score_excl).to(c.operand), (kf * second_half).to(c.operand)
+        if c.unsafe_gate:
+            state_r, low_k = (rf * state_excl).to(c.operand), (kf * first_half).to(c.operand)
+        else:
+            state_r, low_k = score_r, high_k
+        strict = t > j
+        read, written = state_r, high_k
+        if c.segments:
+            segments = chunk_segments(index.segment_bits_, split, n)
+            strict = in_one_segment(segments, strict)
+            sees_h0, reaches_ht = j < segments.first, j >= segments.last
+            read, written = where_or_zero(read, sees_h0), where_or_zero(written, reaches_ht)
+        A = dot(tl.trans(score_r), high_k, c)
+        if c.unsafe_gate:
+            A = tl.where(in_first_half(t, 1), dot(tl.trans(score_r), low_k, c), A)
+        A = tl.where(strict, A, 0.0)
+        A = tl.where(t == j, tl.sum(rf * (u * kf), 0)[None, :], A)
+        if c.unsafe_gate:
+            A *= do_scale
+        A = A.to(c.operand)
+
+        # The order of what follows decides how many registers there must be: the state's gradient first
+        dstate = (dh * decay_post).to(c.operand)  # the gradient of S pre + V^T K
+        dh *= total
+        dg_pass = tl.sum(h.to(tl.float32) * dh, 1)[:, None]
+        if c.segments:
+            dg_pass, dh = (
+                tl.where(does_h0_reach_ht(segments), dg_pass, 0.0),
+                tl.where(does_h0_reach_ht(segments), dh, 0.0),
+            )
+        if c.unsafe_gate:
+            read *= do_scale.to(c.operand)
+        dh = dot(read, do, c, dh)
+        dV = dot(tl.trans(do), A, c)
+        dV = dot(tl.trans(dstate), written, c, dV)
+        store_gradient(gradients.v_ + pv, at_vt, dV, grad_scale, there_vt, c)
+
+        dA = dot(do, tl.trans(v), c)
+        if c.unsafe_gate:
+            dA *= do_scale
+        own = tl.sum(where_or_zero(dA, t == j), 0)[None, :]  # dY_t . V_t
+        dA = where_or_zero(dA, strict)
+        if c.unsafe_gate:
+            undecayed_pairs = where_or_zero(dA, t == j + 1).to(c.operand)
+            dA = where_or_zero(dA, t > j + 1).to(c.operand)
+            early = in_first_half(t, 1)
+            # pairs with high and with low columns
+            dA = concat(tl.where(early, 0.0, dA).to(dA.dtype), where_or_zero(dA, early))
+            columns = concat(high_k, low_k)
+        else:
+            dA, columns = dA.to(c.operand), high_k
+        # rows, then columns: through the state, and with the pairs of the chunk
+        by_state = dot(h, tl.trans(do), c)
+        if c.segments:
+            # a branch here, in the bounded form, makes ptxas convert the one bit of `does_h0_reach_ht`
+            # for each number
+            by_state = (
+                masked(by_state, sees_h0, segments) if c.unsafe_gate else where_or_zero(by_state, sees_h0)
+            )
+        by_pairs = dot(columns, tl.trans(dA), c)
+        if c.unsafe_gate:
+            by_state = by_state * state_excl * do_scale
+            reads, row_terms = rf * by_state, score_r.to(tl.float32) * by_pairs
+            dr = (by_state + score_excl * by_pairs) * c.scale
+            dr += dot(k.to(c.operand), tl.trans(undecayed_pairs), c) * c.scale
+        else:
+            by_pairs += by_state
+            row_terms = score_r.to(tl.float32) * by_pairs
+            dr = score_excl * by_pairs * c.scale
+        dr += own * (u * kf) * c.scale
+        store_gradient(gradients.r_ + part + pk, at_k, dr, grad_scale, there_k, c)
+        by_state = dot(dstate, tl.trans(v), c) * second_half
+        if c.segments:
+            by_state = masked(by_state, reaches_ht, segments)
+        dg_state = kf * by_state
+        by_pairs = dot(score_r, dA, c)
+        if c.unsafe_gate:
+            by_pairs, pairs_low = split2(by_pairs)
+            column_terms = high_k.to(tl.float32) * by_pairs + low_k.to(tl.float32) * pairs_low
+            dk = by_state + second_half * by_pairs + first_half * pairs_low + u * (own * rf)
+            dk += dot(r.to(c.operand), undecayed_pairs, c) * c.scale
+        else:
+            column_terms = high_k.to(tl.float32) * by_pairs
+            dk = by_state + second_half * by_pairs + u * (own * rf)
+        store_gradient(gradients.k_ + part + pk, at_k, dk, grad_scale, there_k, c)
+        du += tl.sum(own * rf * kf, 1)
+
+        dg, pairs = -column_terms, row_terms - column_terms
+        if not c.unsafe_gate:
+            dg += dg_pass
+        dg = sums_of_pairs(pairs, dg_state, dg, of_pairs, c)
+        if c.unsafe_gate:
+            # what has clamped factors gets the true one of the decay in question back
+            dg *= tl.exp2((plain - counted) * LOG2E)
+            dg = sums_of_reads(reads, dg + dg_pass, of_reads, c)
+        store_gradient(gradients.w_ + part + pk, at_k, dg, grad_scale, there_k, c)
+        pk -= C * c.H * c.K
+        pv -= C * c.H * c.V
+    if c.unsafe_gate:
+        du *= grad_scale
+    tl.store(dh0_ + head + at_state, dh * inverse_state_scale(index.gate, c), mask=has_both)
+    at_du = ((block * tl.num_programs(2) + tl.program_id(2)) * c.H + i_h) * c.K
+    tl.store(gradients.u_ + at_du + axes.key, du, mask=axes.has_key)

@@ -1,0 +1,94 @@
+"""RWKV-6, token by token, on NVIDIA GPUs: the functions that the op loads (fla_jax/core/op.py); they launch
+the Pallas kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ...core.context import Context, Outputs, RecurrenceConfig, RWKV6Inputs
+from ..backend.pallas import pallas_call
+from ..common.recurrent_host import RecurrentPlan, by_key_block, make_plan
+from ..common.value_sums_host import RATES, float32, sum_over_values
+from .recurrent_kernels import rwkv6_gradients, rwkv6_scan
+
+SAVE_EVERY = 32  # with 16, states take twice the memory and the op 3 % more time on an H200
+
+
+def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
+    """The states that enter each window, padded."""
+    return {"states": "b c h x y"}
+
+
+def _padded(plan: RecurrentPlan, x: RWKV6Inputs) -> tuple[jax.Array, ...]:
+    """Arrays as kernels take them; the decay in place of its logarithm."""
+    K = plan.sizes.K
+    decay = jnp.exp(plan.tokens(x.w, K).astype(jnp.float32))
+    u = jnp.pad(x.u, ((0, 0), (0, K - x.u.shape[1])))
+    return plan.tokens(x.r, K), plan.tokens(x.k, K), plan.tokens(x.v, plan.sizes.V), decay, u
+
+
+def _scan(
+    plan: RecurrentPlan,
+    rates: Sequence[jax.Array],
+    x: jax.Array,
+    start: jax.Array,
+    y_dtype,
+    *,
+    reverse: bool,
+    keep: bool,
+    scale: float,
+):
+    """(y, end, states) of a walk; ``rates`` are read, write, decay, u. Without ``keep``, states hold
+    nothing.
+    """
+    s = plan.sizes
+    states = float32(*plan.entries, s.K, s.V) if keep else float32(1, 1, 1)
+    kernel = functools.partial(rwkv6_scan, sizes=s, reverse=reverse, keep=keep, scale=scale)
+    out = (jax.ShapeDtypeStruct(x.shape, y_dtype), float32(*start.shape), states)
+    inputs = (*(by_key_block(rate, s.scan) for rate in rates), x, start, plan.restart, plan.bounds)
+    return pallas_call(
+        kernel, *inputs, out=out, grid=(s.V // s.scan.columns, s.heads, plan.rows), num_warps=1
+    )
+
+
+def fwd(ctx: Context[RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+    """Outputs and what the backward reads."""
+    plan = make_plan(x, SAVE_EVERY, ctx.keep)
+    r, k, v, decay, u = _padded(plan, x)
+    s0 = plan.state(x.initial_state)
+    rates = (r, k, decay, u)
+    o, final, states = _scan(
+        plan, rates, v, s0, x.v.dtype, reverse=False, keep=ctx.keep, scale=ctx.settings.scale
+    )
+    outputs = Outputs(plan.untokens(o, x.v), plan.unstate(final, x.initial_state))
+    return outputs, {"states": plan.by_row(states)} if ctx.keep else {}
+
+
+def bwd(
+    ctx: Context[RecurrenceConfig], x: RWKV6Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
+) -> RWKV6Inputs:
+    """Gradients of all inputs, that of u per row."""
+    scale, plan = ctx.settings.scale, make_plan(x, SAVE_EVERY)
+    s, states = plan.sizes, plan.flat(residuals["states"])
+    r, k, v, decay, u = _padded(plan, x)
+    do, ds = plan.tokens(cotangents.o, s.V), plan.state(cotangents.final_state)
+    rates = (k, r, decay, u)
+    dv, ds0, dstates = _scan(plan, rates, do, ds, x.v.dtype, reverse=True, keep=True, scale=scale)
+    summed = sum_over_values(plan, (do,), (v,), states, dstates, scale)
+    out = [jax.ShapeDtypeStruct(r.shape, like.dtype) for like in (x.r, x.w, x.k)]
+    out.append(float32(*plan.entries, s.K))
+    size = min(s.K, RATES)
+    kernel = functools.partial(rwkv6_gradients, sizes=s, size=size)
+    grid = (s.K // size, s.heads, x.r.shape[0] * s.number)
+    inputs = (decay, r, k, u, *summed, plan.restart)
+    dr, dw, dk, du = pallas_call(kernel, *inputs, out=out, grid=grid, num_warps=1)
+    du = jnp.sum(plan.by_row(du), 1)[..., : x.u.shape[1]]
+    made = zip((dr, dk, dv, dw), (x.r, x.k, x.v, x.w))
+    dr, dk, dv, dw = (plan.untokens(g, like) for g, like in made)
+    ds0 = plan.unstate(ds0, x.initial_state)
+    return RWKV6Inputs(dr, dk, dv, dw, du, ds0)

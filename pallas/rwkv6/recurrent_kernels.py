@@ -1,0 +1,85 @@
+"""RWKV-6, token by token in Pallas: a walk for both directions, and the gradients over K.
+
+The state S, and its gradient D, evolve element by element: ``o = S^T r + (r . u k) v``,
+``S <- diag(d) S + k v^T``, and backwards the same with r, k and v, do in each other's place:
+``dv = D^T k + (r . u k) do``, ``D <- diag(d) D + r do^T``. common/recurrent_pairs.py has the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ..common.recurrent_pairs import Pairs
+from ..common.recurrent_scan import Sizes, across, along, dot, fma, scan_tokens
+
+
+def rwkv6_scan(
+    read_: Any,
+    write_: Any,
+    decay_: Any,
+    u_: Any,
+    x_: Any,
+    start_: Any,
+    restart_: Any,
+    bounds_: Any,
+    y_: Any,
+    end_: Any,
+    states_: Any,
+    *,
+    sizes: Sizes,
+    reverse: bool,
+    keep: bool,
+    scale: float,
+) -> None:
+    """Grid (blocks of V, heads, sequences): ``y = S^T read + (read . u write) x``,
+    ``S <- diag(decay) S + write x^T``.
+
+    Forward (read, write, x, y) are r, k, v, o, in reverse k, r, do, dv; ``scale`` multiplies r. read, write,
+    decay are [B * T' * H, parts, width], u is [H, parts, width], x and y are [B * T' * H, V], start and end
+    [N * H, parts, V, width].
+    """
+    vs = pl.ds(pl.program_id(0) * sizes.scan.columns, sizes.scan.columns)
+    u = along(u_[pl.program_id(1)])
+    scales = (1.0, scale) if reverse else (scale, 1.0)
+
+    def load(at: Any) -> tuple[jax.Array, ...]:
+        return read_[at], write_[at], decay_[at], x_[at, vs]
+
+    def token(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
+        read, write, decay, x = loaded
+        read, write, x = along(read) * scales[0], along(write) * scales[1], x.astype(jnp.float32)
+        y_[at, vs] = fma(dot(read * u, write), x, dot(S, read)).astype(y_.dtype)
+        return fma(S, along(decay), across(x) * write)
+
+    state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
+    end_[state, :, vs] = scan_tokens(
+        load, token, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep
+    )
+
+
+def rwkv6_gradients(decay_: Any, r_: Any, k_: Any, u_: Any, *refs: Any, sizes: Sizes, size: int) -> None:
+    """Grid (blocks of K, heads, B * windows): gradients of r, w, k and of u by window, ``size`` rows of K
+    a program.
+
+    The references begin with all sums over V (`sum_over_values`).
+    """
+    *sums_, product_, scores_, same_, lines_, restart_, gr_, gw_, gk_, gu_ = refs
+    pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, lines_, restart_, 1)
+    u = u_[pl.program_id(1), pairs.ks].astype(jnp.float32)
+
+    def load(t: Any) -> tuple[jax.Array, jax.Array]:
+        return pairs.token(r_, t), pairs.token(k_, t)
+
+    def reads(t: Any, loaded: Any, decay: jax.Array, same: Any, sums: Any, total: jax.Array) -> Any:
+        r, k = loaded
+        gr_[pairs.at(t), pairs.ks] = fma(u * k, same[0], sums[0]).astype(gr_.dtype)
+        return (r,), (k,), [r * u * same[0]], fma(r * k, same[0], total)
+
+    (gk,), (last,), gw, gu = pairs.scan(load, reads, False, jnp.zeros_like(u))
+    pairs.store_writer(gk_, gk, last, 0)
+    pairs.store(gw_, gw)
+    gu_[pairs.entry, pairs.ks] = gu

@@ -1,0 +1,307 @@
+"""RWKV-7, chunked backward in Triton with keys as rows, for bfloat16 and compute capability 9.0:
+`walk_backward` of chunk_bwd.py with tiles of keys held transposed and the state as [K, V]
+(common/key_major.py says why).
+
+A tile [K, 32] holds r beside a, which read, or k beside b, which write; [V, 32] holds dY beside dZ, or V
+beside U: all that reads is one operand, and all that writes. The maths is that of chunk_bwd.py and
+chunk_bwd_grads.py, the decay factors are those of common/decay.py.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.chunk import (
+    C,
+    chunk_segments,
+    cotangent_scale,
+    does_h0_reach_ht,
+    has_no_restart,
+    inverse_state_scale,
+    masked,
+    partial_sums,
+    program_split,
+    state_scale,
+    tile_axes,
+)
+from ..common.decay import LOG2E, LOG_FEW, LOG_MIN, LOG_ZERO, at_least, in_first_half, sums_to_middles
+from ..common.dots import dot
+from ..common.key_major import (
+    concat,
+    select_concat,
+    split2,
+    sums_of_gradients,
+    sums_of_pairs,
+    sums_of_reads,
+    sums_over_tokens,
+    tile2,
+    upper16,
+)
+from ..common.state_buffers import state_offset, state_pointers
+from ..common.token_tiles import load_tokens, store_gradient, where_or_zero
+from .chunk_A import NUM_A_TILES, tile_offsets
+
+
+@triton.jit
+def matrices_of_sums(c: tl.constexpr):
+    """Matrices of sums over tokens i for column s, [16, 16 n] for n sums beside each other.
+
+    The first is of decays: up to s, for r, and up to the token before, for a. The others are for any decay:
+    of the quarter that `lowest_logs` looks at; and of what is counted in scores, from the middle of its half
+    to s, for r, and to the token before, for a, then from s to the second middle, for high columns, and to
+    the first, for low ones.
+    """
+    i, o, s = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :], tl.arange(0, C)[None, :]
+    whole = tl.where(i + o // C <= o % C, 1.0, 0.0)
+    if c.unsafe_gate:
+        quarter = tl.where(i // 4 == s // 4, tl.where(i <= s, 1.0, 0.65625), 0.0)
+        o = tl.arange(0, 4 * C)[None, :]
+        part, s = o // C, o % C
+        to_row, to_middle = sums_to_middles(i, s)
+        before, _ = sums_to_middles(i, s - 1)
+        counted = tl.where(
+            part < 2, tl.where(part < 1, to_row, before), tl.where(part < 3, to_middle, -to_row)
+        )
+        return whole, quarter, counted
+    else:
+        return whole, whole, whole
+
+
+@triton.jit
+def decays_key_major(w, matrices, gate, c: tl.constexpr):
+    """Factors of rows for scores [K, 32], of high and of low columns [K, 16]; the state's, of the whole chunk
+    and after its writes [K, 1]; what clamping took [K, 16]: see `decay_factors`.
+
+    Low columns are of use for tokens 0..7 only; the bounded form has one kind of column and one factor of the
+    state, ``post``.
+
+    ``w`` goes into products only, with the identity in place of a cast: loads are copied in the background
+    where all that reads a tile wants one order.
+    """
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    of_whole, of_quarter, of_counted = matrices
+    if c.unsafe_gate:
+        plain = sums_over_tokens(at_least(w, LOG_ZERO), tl.where(i == j, 1.0, 0.0), c)
+        quarter = sums_over_tokens(at_least(w, LOG_MIN), of_quarter, c)
+        counted = tl.maximum(plain, tl.where(quarter < -41.0, LOG_MIN, LOG_FEW))
+        counted_w = upper16(counted.to(tl.int32, bitcast=True)) if w.dtype == tl.bfloat16 else counted
+        R, columns = split2(sums_over_tokens(counted_w, of_counted, c) * LOG2E)
+        second_half, first_half = split2(columns)
+        decay_post = tl.sum(tl.where(j >= 12, counted, 0.0), 1)[:, None]
+        total = tl.exp2(tl.sum(plain, 1)[:, None] * LOG2E)
+        first_half = tl.exp2(first_half)
+        clamp_ratio = tl.exp2((plain - counted) * LOG2E)
+        return tl.exp2(R), tl.exp2(second_half), first_half, total, tl.exp2(decay_post * LOG2E), clamp_ratio
+    else:
+        G = sums_over_tokens(w, of_whole, c) * LOG2E + gate
+        chunk_causal = split2(G)[0]
+        back = tl.exp2(-chunk_causal)
+        decay_post = tl.exp2(tl.sum(tl.where(j == C - 1, chunk_causal, 0.0), 1) - gate)[:, None]
+        return tl.exp2(G), back, back, decay_post, decay_post, back
+
+
+@triton.jit
+def load_A_tiles(kept_, chunk, c: tl.constexpr):
+    """What `load_A` loads: the inverse, the scores of a with k, and those of r with k beside b."""
+    kept_ += chunk * (NUM_A_TILES * C * C)
+    t, o = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :]
+    A_ab_inv, ak = tl.load(kept_ + tile_offsets()), tl.load(kept_ + C * C + tile_offsets())
+    q = tl.load(kept_ + (2 + o // C) * (C * C) + t * C + o % C)
+    return A_ab_inv.to(c.operand), ak.to(c.operand), q.to(c.operand)
+
+
+@triton.jit
+def chunk_bwd_key_major(tokens, index, saved, out, c: tl.constexpr, NUM_BUFFERS: tl.constexpr):
+    """`walk_backward` of chunk_bwd.py, where it makes all gradients, both forms.
+
+    Where a product takes a tile only through `tl.trans` and what is elementwise, on its own side or the
+    tile's, Triton does not take it for a link of a chain, and divides small products over all warps: that is
+    why some tiles are masked or rounded while they lie the other way.
+    """
+    block, i_h = tl.program_id(0), tl.program_id(1)
+    split = program_split(index, c)
+    axes = tile_axes(0, block, c)
+    matrices = matrices_of_sums(c)
+    t, j = axes.token[:, None], axes.token[None, :]
+    o = tl.arange(0, 2 * C)
+    token, half = o % C, o // C
+    is_r = half[None, :] == 0
+    to, of = token[:, None], token[None, :]
+    identity = tl.where(o[:, None] == o[None, :], 1.0, 0.0)
+    # how many decays lie between a column k or b (down) and a row r or a (across): below 0 where it is later
+    distance = of - to - half[None, :]
+    of_pairs, of_reads = sums_of_gradients()
+
+    head = (tl.program_id(2) * c.H + i_h).to(tl.int64) * (c.K * c.V)
+    at_state = axes.key[:, None] * c.V + axes.value[None, :]
+    has_both = axes.has_key[:, None] & axes.has_value[None, :]
+    dh = tl.load(saved.dht_ + head + at_state, mask=has_both, other=0.0).to(tl.float32) * state_scale(
+        index.gate, c, True
+    )
+    if c.unsafe_gate:
+        do_scale, grad_scale = cotangent_scale(index.gate)
+    else:
+        grad_scale = 1.0
+    at_k = of * (c.H * c.K) + axes.key[:, None]
+    at_w = j * (c.H * c.K) + axes.key[:, None]
+    at_v = t * (c.H * c.V) + axes.value[None, :]
+    at_vt = j * (c.H * c.V) + axes.value[:, None]
+    count = tl.cdiv(split.length, C)
+    pk = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
+    pv = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
+    part = partial_sums(block, index.T, c)
+    buffer = state_pointers(saved.states, 0, axes, c, NUM_BUFFERS)
+    there_kept = axes.has_key[None, :] & axes.has_value[:, None]
+    for step in range(0, count):
+        n = count - 1 - step
+        left = split.length - n * C
+        there_k = axes.has_key[:, None] & (token < left)[None, :]
+        there_w = axes.has_key[:, None] & (axes.token < left)[None, :]
+        there_v = (axes.token < left)[:, None] & axes.has_value[None, :]
+        there_vt = (axes.token < left)[None, :] & axes.has_value[:, None]
+        w = load_tokens(tokens.w_ + pk, at_w, there_w, c.unmasked)
+        ra = load_tokens(tl.where(is_r, tokens.r_ + pk, tokens.a_ + pk), at_k, there_k, c.unmasked)
+        kb = load_tokens(tl.where(is_r, tokens.k_ + pk, tokens.b_ + pk), at_k, there_k, c.unmasked)
+        v = load_tokens(tokens.v_ + pv, at_v, there_v, c.unmasked).to(c.operand)
+        do = load_tokens(saved.do_ + pv, at_v, there_v, c.unmasked).to(c.operand)
+        place = state_offset(index, split, n, pk, c, NUM_BUFFERS, 1)
+        h = tl.trans(tl.load(buffer + place, mask=there_kept, other=0.0).to(c.operand))
+        A_ab_inv, Aak, Aq = load_A_tiles(saved.A_, (split.first_chunk + n) * c.H + i_h, c)
+
+        rows, second_half, first_half, total, decay_post, clamp_ratio = decays_key_major(
+            w, matrices, index.gate, c
+        )
+        rows *= tl.where(is_r, c.scale, 1.0)
+        # Arrays that are operands as they are come to where products of a warp group read them. In the form
+        # for any decay that is further below, in the bounded one it takes the identity, which also casts.
+        if c.unsafe_gate:
+            raf, kbf = ra.to(tl.float32), kb.to(tl.float32)
+        else:
+            raf, kbf = sums_over_tokens(ra, identity, c), sums_over_tokens(kb, identity, c)
+        score_ra = (raf * rows).to(c.operand)
+        high_kb = tl.trans(tl.trans(kbf * tile2(second_half)).to(c.operand))
+        if c.unsafe_gate:
+            low_kb = tl.trans(tl.trans(tl.where(of < 8, kbf * tile2(first_half), 0.0)).to(c.operand))
+
+        pairs_there = distance >= 0
+        if c.segments:
+            segments = chunk_segments(index.segment_bits_, split, n)
+            sees_h0, reaches_ht = of < segments.first, of >= segments.last
+
+        if c.unsafe_gate:
+            # not before: its exponents beside those of the scores would take too many registers
+            of_state = tl.exp2(sums_over_tokens(at_least(w, LOG_ZERO), matrices[0], c) * LOG2E)
+            of_state *= tl.where(is_r, c.scale, 1.0)
+            if c.segments:
+                of_state = masked(of_state, sees_h0, segments)
+            read = (raf * of_state).to(c.operand)
+        else:
+            read = score_ra
+
+        # The order of what follows decides how many registers there must be, and whether products of a warp
+        # group wait for each other: U, then the state's gradient, then what reads the state and its decays.
+        do_t, vt = tl.trans(do), tl.trans(v)
+        by_scores = dot(do_t, Aq, c)
+        if c.unsafe_gate:
+            by_scores *= do_scale
+        _, ag = split2(read)
+        a_read = dot(tl.trans(h), ag, c)
+        if c.segments and not c.unsafe_gate:
+            a_read = masked(a_read, j < segments.first, segments)
+            read = where_or_zero(read, sees_h0)
+        a_read = dot(vt, tl.trans(Aak), c, a_read)
+        v_new = dot(a_read.to(c.operand), tl.trans(A_ab_inv), c).to(c.operand)
+        writers = tl.trans(tl.where(half[:, None] == 0, tl.trans(tile2(vt)), tl.trans(tile2(v_new))))
+
+        dstate = (dh * decay_post).to(c.operand)
+        dh *= total
+        dg_pass = tl.sum(h.to(tl.float32) * dh, 1)[:, None]
+        if c.segments:
+            dg_pass, dh = (
+                tl.where(does_h0_reach_ht(segments), dg_pass, 0.0),
+                masked(dh, does_h0_reach_ht(segments), segments),
+            )
+        if c.segments:
+            writes = dot(tl.trans(dstate), high_kb, c)
+            writes = masked(writes, reaches_ht, segments) + by_scores
+        else:
+            writes = dot(tl.trans(dstate), high_kb, c, by_scores)
+        dV, dv_new = split2(writes)
+        da_read = dot(dv_new.to(c.operand), A_ab_inv, c).to(c.operand)
+        readers = select_concat(do_t * do_scale.to(c.operand) if c.unsafe_gate else do_t, da_read)
+        dh = dot(read, tl.trans(readers), c, dh)
+        dV = dot(da_read, Aak, c, dV)
+        store_gradient(out.tokens.v_ + pv, at_vt, dV, grad_scale, there_vt, c)
+
+        # rows: what they read of the state
+        by_state = dot(h, readers, c)
+        if c.segments and not c.unsafe_gate:
+            by_state = masked(by_state, sees_h0, segments)
+        if c.unsafe_gate:
+            by_state *= of_state
+            reads_r, reads_a = split2(raf * by_state)
+            reads, reads_r = reads_r + reads_a, reads_r + dg_pass
+            reads = sums_of_reads(reads, reads_r, of_reads, c)
+
+        # gradients of the scores of all pairs, rows of the tile are columns: k, then b
+        dA = tl.trans(dot(tl.trans(readers), writers, c))
+        if c.segments:  # not before: bits that wait here for their use take registers from the products
+            pairs_there = has_no_restart(segments, to, of, pairs_there)
+        if c.unsafe_gate:
+            # pairs that are not decayed at all come apart: their size must not drown the rest of dw
+            undecayed_pairs = tl.where(pairs_there & (distance == 0), dA, 0.0) * tl.where(is_r, c.scale, 1.0)
+            undecayed_pairs = undecayed_pairs.to(c.operand)
+            dA = tl.where(pairs_there & (distance > 0), dA, 0.0).to(c.operand)
+            # with high and with low columns
+            early = in_first_half(of, half[None, :])
+            dA_both = tl.trans(
+                concat(tl.trans(tl.where(early, 0.0, dA).to(dA.dtype)), tl.trans(where_or_zero(dA, early)))
+            )
+        else:
+            dA_high = tl.where(pairs_there, dA, 0.0).to(c.operand)
+
+        # rows: the pairs of the chunk
+        if c.unsafe_gate:
+            by_pairs = dot(concat(high_kb, low_kb), dA_both, c)
+            terms_r, terms_a = split2(score_ra.to(tl.float32) * by_pairs)
+            grad = by_state + rows * by_pairs
+            grad = dot(kb.to(c.operand), undecayed_pairs, c, grad)
+        else:
+            by_pairs = dot(high_kb, dA_high, c, by_state)
+            terms_r, terms_a = split2(score_ra.to(tl.float32) * by_pairs)
+            grad = rows * by_pairs
+        at = tl.where(is_r, out.tokens.r_ + part + pk, out.tokens.a_ + part + pk)
+        store_gradient(at, at_k, grad, grad_scale, there_k, c)
+
+        # columns: through the state, then the pairs
+        by_state = dot(dstate, writers, c)
+        if c.segments:  # without a branch, across which no product is fused with the sum that it goes into
+            by_state = tl.where(reaches_ht, by_state, 0.0)
+        through_k, through_b = split2(high_kb.to(tl.float32) * by_state)
+        if c.unsafe_gate:
+            by_pairs, pairs_low = split2(dot(score_ra, tl.trans(dA_both), c))
+            column_terms = high_kb.to(tl.float32) * by_pairs
+            grad = tile2(second_half) * (by_state + by_pairs)
+            column_terms = tl.where(of < 8, column_terms + low_kb.to(tl.float32) * pairs_low, column_terms)
+            grad = tl.where(of < 8, grad + tile2(first_half) * pairs_low, grad)
+            grad = dot(ra.to(c.operand), tl.trans(undecayed_pairs), c, grad)
+        else:
+            by_pairs = dot(score_ra, tl.trans(dA_high), c)
+            column_terms = high_kb.to(tl.float32) * by_pairs
+            grad = tile2(second_half) * (by_state + by_pairs)
+        at = tl.where(is_r, out.tokens.k_ + part + pk, out.tokens.b_ + part + pk)
+        store_gradient(at, at_k, grad, grad_scale, there_k, c)
+
+        # decays: what spans its own token and no later row or earlier column, then the sums
+        terms_k, terms_b = split2(column_terms)
+        dg = terms_r - (terms_k + terms_b)
+        pairs, dg_state = dg + terms_a, through_k + through_b
+        if not c.unsafe_gate:
+            dg += dg_pass
+        dg = sums_of_pairs(pairs, dg_state, dg, of_pairs, c)
+        if c.unsafe_gate:
+            # what has clamped factors gets the true one of the decay in question back
+            dg = dg * clamp_ratio + reads
+        store_gradient(out.tokens.w_ + part + pk, at_w, dg, grad_scale, there_w, c)
+        pk -= C * c.H * c.K
+        pv -= C * c.H * c.V
+    tl.store(out.dh0_ + head + at_state, dh * inverse_state_scale(index.gate, c), mask=has_both)

@@ -1,1 +1,0 @@
-"""RWKV-7 by chunks, in Triton: forward, backward, and the launcher that the op loads."""
