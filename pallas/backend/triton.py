@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from ...core.context import Context
-from ...core.gpu import Fixable, compute_capability, gpu_missing, unfit_inputs
+from ...core.gpu import Fixable, current_gpu, gpu_missing, unfit_inputs
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 Out = TypeVar("Out")
@@ -130,7 +130,7 @@ def _run(
         constants=tuple(sorted(constants.items())),
         grid=grid,
         launch=launch,
-        capability=compute_capability(),
+        capability=current_gpu().capability,
         aliases=_positions(groups, out, aliases),
     )
     if INTERPRET:

@@ -33,7 +33,7 @@ from typing import Any
 
 # compute capability: shared memory that one block can have, in bytes (CUDA C++ Programming Guide, technical
 # specifications)
-SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+TARGETS = (80, 86, 89, 90, 100, 120)  # compute capabilities that spills are recorded for
 OPS = ("rwkv6", "rwkv7")
 HEADS, DTYPES, DECAYS, LAYOUTS = (
     (64, 128, 256),
@@ -190,6 +190,7 @@ def compile_launch(launch: Launch) -> Usage:
     import triton
     from triton.backends.compiler import GPUTarget
 
+    from fla_jax.core.gpu import GPUS
     from fla_jax.pallas.backend.lowering import triton_source
 
     start = time.perf_counter()
@@ -215,7 +216,7 @@ def compile_launch(launch: Launch) -> Usage:
         used["REG"],
         max(used["STACK"], used["LOCAL"]),
         compiled.metadata.shared,
-        SHARED_LIMIT[launch.call.target],
+        GPUS[launch.call.target].smem,
         time.perf_counter() - start,
     )
 
@@ -310,7 +311,7 @@ def main() -> None:
     )
     parser.add_argument("--record", action="store_true", help="with --ci: write its spills into spills.json")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
-    parser.add_argument("--targets", nargs="+", type=int, choices=SHARED_LIMIT, default=tuple(SHARED_LIMIT))
+    parser.add_argument("--targets", nargs="+", type=int, choices=TARGETS, default=TARGETS)
     parser.add_argument("--heads", nargs="+", type=int, default=HEADS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--decays", nargs="+", choices=DECAYS, default=DECAYS[:1])

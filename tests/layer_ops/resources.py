@@ -14,7 +14,7 @@ import multiprocessing
 
 import jax
 import jax.numpy as jnp
-from compile.resources import SHARED_LIMIT, Call, Launch, Usage, compile_launch, recorded
+from compile.resources import TARGETS, Call, Launch, Usage, compile_launch, recorded
 
 from fla_jax.ops.layer import norm_shift_mix
 
@@ -68,7 +68,7 @@ def main() -> None:
     )
     parser.add_argument("--ci", action="store_true")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=tuple(KINDS))
-    parser.add_argument("--targets", nargs="+", type=int, choices=SHARED_LIMIT, default=(90,))
+    parser.add_argument("--targets", nargs="+", type=int, choices=TARGETS, default=(90,))
     parser.add_argument("--channels", nargs="+", type=int, default=(512, 768, 1024, 2048, 2560, 4096, 8192))
     parser.add_argument("--dtypes", nargs="+", default=("bfloat16",))
     parser.add_argument("--workers", type=int, default=2)
