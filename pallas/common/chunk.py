@@ -41,7 +41,7 @@ class Config:
         chunks_per_state: chunks that share one stored state.
         key_major: whether tiles of keys are held transposed, [K, 16] (`key_major`).
         pair_tile: whether a backward tile holds two chunks under a safe gate (RWKV-7).
-        late_stores: whether that tile stores its gradients last.
+        late_loads: whether that tile loads keys late, for few registers.
         from_scans: whether state gradients come from the recurrent kernels (RWKV-7).
         num_blocks: blocks of values or keys that share program axis 0 with something else.
         BT: tokens of a program where that is not a chunk.
@@ -67,7 +67,7 @@ class Config:
     chunks_per_state: int = 1
     key_major: bool = False
     pair_tile: bool = False
-    late_stores: bool = False
+    late_loads: bool = False
     from_scans: bool = False
     num_blocks: int = 1
     BT: int = 16

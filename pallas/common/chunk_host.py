@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import triton.language as tl
 from ...core.context import Context, RecurrenceConfig
 from ..backend.triton import INTERPRET, Launch, triton_call
 from .chunk import UNSAFE_GATE, C, Config, Index
-from .cotangent_scale import Cotangents, cotangent_scale_kernel
+from .cotangent_scale import Cotangents, Scaled, cotangent_scale_kernel
 from .shapes import like, tile
 from .variants import SAFE_GATE_BOUND, BlockLaunch
 
@@ -24,7 +25,8 @@ SAFE_GATE_EXPONENT = -CHUNK / 2 / math.log(2)  # times the lowest log decay: log
 FULL_GPU, MAX_SPLIT_PROGRAMS, MIN_SPLIT_LEN = 512, {64: 132, 128: 100}, 256
 
 
-class ChunkPlan(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ChunkPlan:
     """One pass over all chunks.
 
     Attributes:
@@ -187,16 +189,16 @@ def with_cotangent_scale(plan: ChunkPlan, x: Any, do: jax.Array, dht: jax.Array)
     dht_max = jnp.max(jnp.abs(dht.astype(jnp.float32)), (2, 3))
     dht_max = jnp.max(dht_max.reshape(gates.shape[0], -1, gates.shape[1]), 1)
     c = plan.config
-    gates = triton_call(
+    made = triton_call(
         cotangent_scale_kernel,
         Cotangents(do, dht_max, x.r, x.k, x.v),
         plan.index,
-        out=(like(gates),),
+        out=Scaled(like(gates)),
         config=c.replaced(BK=tile(c.K), BV=tile(c.V)),
         grid=(1, *plan.grid[1:]),
         launch=Launch(num_warps=4),
-    )[0]
-    return plan._replace(index=plan.index._replace(gates=gates))
+    )
+    return dataclasses.replace(plan, index=plan.index._replace(gates=made.gates))
 
 
 def partial_shapes(NV: int, *arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:

@@ -34,6 +34,12 @@ class Cotangents(NamedTuple):
     v: Any
 
 
+class Scaled(NamedTuple):
+    """Output of the kernel: `Index.gates` with the exponent of the scale added to unsafe gates."""
+
+    gates: Any
+
+
 @triton.jit
 def exponent_of_max(x):
     """n of the largest of the absolute values of ``x``, below 2^(n + 1); 0 of zeros."""
@@ -66,8 +72,7 @@ def sampled_exponent(x, split, SIZE: tl.constexpr, BLOCK: tl.constexpr, c: tl.co
 
 @triton.jit
 def cotangent_scale_kernel(x, index, out, c: tl.constexpr):
-    """Grid (1, heads, splits): ``out[0]`` is `Index.gates` with the exponent of the scale added to unsafe
-    gates."""
+    """Grid (1, heads, splits)."""
     at = tl.program_id(2) * c.H + tl.program_id(1)
     gate = load_gate(index, tl.program_id(2), c)
     if gate < 0:
@@ -79,4 +84,4 @@ def cotangent_scale_kernel(x, index, out, c: tl.constexpr):
         n -= tl.maximum(sampled_exponent(x.r, split, c.K, c.BK, c), 0)
         n -= tl.maximum(sampled_exponent(x.k, split, c.K, c.BK, c), 0)
         gate = UNSAFE_GATE + tl.minimum(tl.maximum(n, -120), 120)
-    tl.store(out[0] + at, gate)
+    tl.store(out.gates + at, gate)

@@ -73,6 +73,18 @@ class EntryOutput(NamedTuple):
     split_len: Any
 
 
+class SplitOutput(NamedTuple):
+    """Output of `add_entry_output_kernel`, o [B, T, H, V]."""
+
+    o: Any
+
+
+class SplitGrad(NamedTuple):
+    """Output of `state_grad_kernel`, dh [splits, H, K, V] float32."""
+
+    dh: Any
+
+
 @triton.jit
 def state_passing_kernel(x, out, c: tl.constexpr):
     """Grid (blocks of values, heads, sequences): states at the edges of all splits.
@@ -108,7 +120,7 @@ def state_passing_kernel(x, out, c: tl.constexpr):
 
 @triton.jit
 def add_entry_output_kernel(x, out, c: tl.constexpr):
-    """Grid (``num_blocks`` blocks of values times tiles of ``c.BT`` tokens, heads, splits): ``out[0]`` is
+    """Grid (``num_blocks`` blocks of values times tiles of ``c.BT`` tokens, heads, splits):
     ``o_t = o_zero_state_t + q_entry_t^T h0``. h0 stays float32, since loads take the time.
     """
     block, i_h, p = tl.program_id(0) % c.num_blocks, tl.program_id(1), tl.program_id(2)
@@ -124,12 +136,12 @@ def add_entry_output_kernel(x, out, c: tl.constexpr):
     q_entry = tl.load(x.q_entry + token * c.K + key[None, :], mask=mask, other=0.0).to(tl.float32)
     offsets, mask = token * c.V + value[None, :], has_token[:, None] & has_value[None, :]
     o_zero_state = tl.load(x.o + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out[0] + offsets, dot(q_entry, h0, c, o_zero_state), mask=mask)
+    tl.store(out.o + offsets, dot(q_entry, h0, c, o_zero_state), mask=mask)
 
 
 @triton.jit
 def state_grad_kernel(x, out, c: tl.constexpr):
-    """Grid (blocks of values, heads, splits): ``out[0]``, ``sum_t q_entry_t do_t^T`` [K, V] of each split."""
+    """Grid (blocks of values, heads, splits): ``sum_t q_entry_t do_t^T`` [K, V] of each split."""
     block, i_h, p = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token, key, value = tl.arange(0, 32), tl.arange(0, c.BK), block * c.BV + tl.arange(0, c.BV)
     start = (p % c.num_splits) * x.split_len
@@ -147,4 +159,4 @@ def state_grad_kernel(x, out, c: tl.constexpr):
         acc = dot(q_entry, do, c, acc)
     head = (p * c.H + i_h).to(tl.int64)
     mask = (key < c.K)[:, None] & (value < c.V)[None, :]
-    tl.store(out[0] + head * (c.K * c.V) + key[:, None] * c.V + value[None, :], acc, mask=mask)
+    tl.store(out.dh + head * (c.K * c.V) + key[:, None] * c.V + value[None, :], acc, mask=mask)

@@ -25,6 +25,8 @@ from .state_passing import (
     Passed,
     Passing,
     PassingConfig,
+    SplitGrad,
+    SplitOutput,
     add_entry_output_kernel,
     state_grad_kernel,
     state_passing_kernel,
@@ -91,11 +93,11 @@ def add_entry_output(
     return triton_call(
         add_entry_output_kernel,
         EntryOutput(q_entry, o_zero_state, h0, plan.index.T, plan.index.split_len),
-        out=(like(o_zero_state, dtype),),
+        out=SplitOutput(like(o_zero_state, dtype)),
         config=c.replaced(BK=tile(K), BV=BV, BT=BT, num_blocks=blocks),
         grid=(blocks * -(-plan.index.split_len // BT), H, B * c.num_splits),
         launch=Launch(num_warps),
-    )[0]
+    ).o
 
 
 def split_dht(
@@ -114,11 +116,11 @@ def split_dht(
     update = triton_call(
         state_grad_kernel,
         EntryOutput(q_entry, do, None, plan.index.T, plan.index.split_len),
-        out=(jax.ShapeDtypeStruct((B * c.num_splits, H, K, V), jnp.float32),),
+        out=SplitGrad(jax.ShapeDtypeStruct((B * c.num_splits, H, K, V), jnp.float32)),
         config=c.replaced(BK=tile(K), BV=BV),
         grid=(-(-V // BV), H, B * c.num_splits),
         launch=Launch(num_warps=4, num_stages=3),
-    )[0]
+    ).dh
     if shard is not None:
         dht = shard.enter_backward(
             _by_sequence(transition, c.num_splits), _by_sequence(update, c.num_splits), dht
