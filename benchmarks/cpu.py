@@ -34,9 +34,9 @@ def compiled(op: str, decay: str, size: dict[str, int]) -> tuple[Call, float]:
     """The compiled call and the seconds that compiling takes on two cores: CPU time where other processes
     hold them meanwhile.
     """
-    import cases
     import jax
     import jax.numpy as jnp
+    from harness import cases
 
     x = jax.tree.map(jnp.asarray, cases.build(cases.Case(op, decay=decay, **size)))
     wall, cpu = time.perf_counter(), time.process_time()
@@ -47,8 +47,8 @@ def compiled(op: str, decay: str, size: dict[str, int]) -> tuple[Call, float]:
 
 def compile_seconds(op: str, size: dict[str, int]) -> float:
     """Of two attempts where the first is too slow."""
-    import cases
     import jax
+    from harness import cases
 
     best = float("inf")
     for _ in range(2):
@@ -62,9 +62,9 @@ def compile_seconds(op: str, size: dict[str, int]) -> float:
 
 def naive(op: str, decay: str, size: dict[str, int]) -> Call:
     """The recurrence as a plain `jax.lax.scan`, differentiated by JAX: what the chunked form replaces."""
-    import cases
     import jax
     import jax.numpy as jnp
+    from harness import cases
 
     x = jax.tree.map(jnp.asarray, cases.build(cases.Case(op, decay=decay, **size)))
 
@@ -80,7 +80,7 @@ def naive(op: str, decay: str, size: dict[str, int]) -> Call:
     def loss(arrays: Any) -> Any:
         tokens = {name: jnp.moveaxis(arrays[name], 1, 0) for name in cases.TOKENS[op]}
         final, o = jax.lax.scan(step, arrays["initial_state"], tokens)
-        return jnp.sum(jnp.moveaxis(o, 0, 1) * x.do) + jnp.sum(final * x.ds)
+        return jnp.sum(jnp.moveaxis(o, 0, 1) * x.cotangents["o"]) + jnp.sum(final * x.cotangents["ht"])
 
     f = jax.jit(jax.grad(loss)).lower(x.arrays).compile()
     return lambda: jax.block_until_ready(f(x.arrays))

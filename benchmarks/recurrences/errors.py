@@ -1,5 +1,5 @@
-"""Errors of an implementation: relative Frobenius norm against the float64 recurrence of tests/oracle.py on
-the same rounded inputs, B1 T128 H2.
+"""Errors of an implementation on B1 T128 H2: relative Frobenius norm against the float64 recurrence of
+tests/harness/oracles.py on the same rounded inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def relative(got: Any, want: Any) -> float:
 
 def errors(side: Any, implementation: Implementation, task: Task) -> dict[str, Any]:
     """Errors on the small shape, after the inputs were rounded as the implementation takes them."""
-    import oracle
+    from harness import oracles
 
     backward = implementation.backward
     small = dataclasses.replace(
@@ -47,14 +47,14 @@ def errors(side: Any, implementation: Implementation, task: Task) -> dict[str, A
     x["initial_state"], ds = turn(x["initial_state"]), turn(ds) * implementation.final_cotangent
     if backward and not implementation.states_backward:
         x["initial_state"], ds = np.zeros_like(ds), np.zeros_like(ds)
-    out, *rest = getattr(oracle, small.op.split("_")[-1])(*x.values(), *((do, ds) if backward else ()))
+    oracle = getattr(oracles, small.op.split("_")[-1])
+    out, want = oracle(x, {"o": do, "ht": ds} if backward else None)
     found: dict[str, Any] = {
-        "o": relative(o, out[0]),
-        "final_state": None if final is None else relative(turn(final), out[1]),
+        "o": relative(o, out["o"]),
+        "final_state": None if final is None else relative(turn(final), out["ht"]),
     }
     found |= {"worst_gradient": None, "dw": None}
     if backward:
-        want = dict(zip(x, rest[0]))
         if implementation.raw_decay:
             want["w"] = want["w"] * x["w"]
         if implementation.states_backward:

@@ -130,7 +130,7 @@ def launch_options(table: LaunchTable, launch_pass: str, K: int, bf16_dots: bool
 
     "Small" are all GPUs but 9.0 and 10.x: a block of 8.6, 8.9 and 12.0 has 99 KiB of shared memory, and for
     8.0 as for them ptxas gives up on the tiles that those two hold (32 or 40 registers and up to 15 KB
-    spilled by each thread); smaller blocks of values compile well. tests/compile has the numbers.
+    spilled by each thread); smaller blocks of values compile well (tests/harness/resources.py).
     """
     small = "" if compute_capability() // 10 in (9, 10) else "small"
     kind = " ".join(filter(None, [small, "" if bf16_dots else "float32"]))

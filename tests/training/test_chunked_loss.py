@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import re
 
-import fake_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import processes
 
 from fla_jax.training import chunked_cross_entropy, cross_entropy
 
@@ -163,7 +163,7 @@ def test_errors():
 
 def test_sharded_over_the_batch():
     """On two devices, on meshes with automatic and with explicit axes."""
-    want, found = fake_devices.report("training/sharded_loss_run.py")
+    want, found = processes.report("training/sharded_loss_run.py")
     assert {*found} == {"Auto", "Explicit"}
     for got, spec in found.values():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, want)
