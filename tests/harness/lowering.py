@@ -7,15 +7,15 @@ code. Triton's interpreter must be off in the process.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.util
 import pathlib
 import re
 import subprocess
 import tempfile
+import types
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,22 +30,16 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Launch(NamedTuple):
-    """One call of a Triton kernel in a program.
+    """One call of a Triton kernel in a lowered program.
 
     Attributes:
         kernel: its name.
-        ptx: its code.
-        shared: bytes of shared memory of a block.
-        warps: of a block.
         aliases: (operand, result) that share memory.
         makers: operations that make the operands whose memory a result takes.
         target: the name by which XLA knows the call.
     """
 
     kernel: str
-    ptx: str
-    shared: int
-    warps: int
     aliases: tuple[tuple[int, int], ...]
     makers: tuple[str, ...]
     target: str
@@ -76,18 +70,31 @@ def cannot_lower() -> str | None:
     """Why programs cannot be lowered for CUDA in this process."""
     from fla_jax.pallas.backend import triton
 
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        return "neither jax-cuda12-plugin nor jax-cuda13-plugin is installed"
     with lowering_for(90):
         return triton.why_not("gpu")
 
 
-def launches(program: Program, capability: int | None = 90) -> list[Launch]:
-    """The Triton kernels that a program calls, in its order; with None for the GPU that jax-triton finds."""
+def lowered(program: Program, capability: int = 90) -> list[Any]:
+    """The operations of a program that call Triton kernels, in its order."""
     f, args = program
-    with contextlib.nullcontext() if capability is None else gpu(capability):
+    with gpu(capability):
         module = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir()
-    return [_launch(op) for op in _operations(module.operation) if _calls_triton(op)]
+    return [op for op in _operations(module.operation) if _calls_triton(op)]
+
+
+def launches(program: Program, capability: int = 90) -> tuple[list[Launch], list[Any]]:
+    """The calls in a program, and the distinct ones as the backend knows them; nothing is compiled."""
+    from fla_jax.pallas.backend import lowering
+
+    calls = []
+
+    def compiled(call, signature):
+        calls.append((call, signature))
+        return types.SimpleNamespace(to_proto=lambda name, _: name.encode())
+
+    stubs = dict(_compiled=compiled, _cached=lambda key: None, _cache=lambda key, opaque: None)
+    with mock.patch.multiple(lowering, compiled_in_this_process={}, **stubs):
+        return [_launch(op) for op in lowered(program, capability)], calls
 
 
 def _operations(op: Any) -> Iterator[Any]:
@@ -105,18 +112,12 @@ def _calls_triton(op: Any) -> bool:
 
 
 def description(op: Any) -> bytes:
-    """jaxlib's TritonAnyKernelCall (jaxlib/gpu/triton.proto) of a custom call, as bytes."""
-    attributes = op.attributes  # jax-triton 0.3 stores it in one, 0.4 in the other
-    packed = (
-        ir.DictAttr(attributes["mhlo.backend_config"])["opaque"]
-        if "mhlo.backend_config" in attributes
-        else attributes["backend_config"]
-    )
+    """What jaxlib reads of a custom call: a kernel with its PTX, or the name in its place."""
+    packed = ir.DictAttr(op.attributes["mhlo.backend_config"])["opaque"]
     return zlib.decompress(ir.StringAttr(packed).value_bytes)
 
 
 def _launch(op: Any) -> Launch:
-    kernel = _fields(_fields(_fields(description(op))[1])[1])
     pairs = re.findall(
         r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)",
         str(op.attributes["output_operand_aliases"]),
@@ -124,59 +125,57 @@ def _launch(op: Any) -> Launch:
     aliases = sorted((int(operand), int(result)) for result, operand in pairs)
     makers = tuple(op.operands[operand].owner.name for operand, _ in aliases)
     target = ir.StringAttr(op.attributes["call_target_name"]).value
-    name, ptx = kernel[1].decode(), kernel[4].decode()
-    return Launch(name, ptx, kernel.get(3, 0), kernel.get(2, 1), tuple(aliases), makers, target)
+    return Launch(description(op).decode(), tuple(aliases), makers, target)
 
 
-def _fields(data: bytes) -> dict[int, Any]:
-    """The fields of a protobuf message: numbers, or bytes; of repeated ones the last."""
-    found, i = {}, 0
-
-    def varint() -> int:
-        nonlocal i
-        value = shift = 0
-        while True:
-            byte = data[i]
-            i += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if not byte & 128:
-                return value
-
-    while i < len(data):
-        key = varint()
-        if key & 7 == 0:
-            found[key >> 3] = varint()
-        else:
-            size = varint() if key & 7 == 2 else {1: 8, 5: 4}[key & 7]
-            found[key >> 3] = data[i : i + size]
-            i += size
-    return found
+def usages(calls: list[Any]) -> list[Usage]:
+    """What the kernels of `launches` take, each once."""
+    distinct = {}
+    for call, signature in calls:
+        key = (call.kernel.__name__, repr(signature), call.constants, call.launch, call.capability)
+        distinct[key] = call, signature
+    return [_usage(key, *made) for key, made in distinct.items()]
 
 
-def usage(launch: Launch, capability: int) -> Usage:
-    """What Triton's ptxas makes of a kernel."""
-    registers, spilled = _assembled(launch.ptx, capability)
-    return Usage(launch.kernel, capability, launch.warps, registers, spilled, launch.shared)
+_USAGES: dict[Any, Usage] = {}
 
 
-@functools.lru_cache(maxsize=256)
-def _assembled(ptx: str, capability: int) -> tuple[int, int]:
-    """Registers and spilled bytes."""
+def _usage(key: Any, call: Any, signature: Any) -> Usage:
+    """Compiles to a cubin with Triton's ptxas."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from fla_jax.pallas.backend.lowering import triton_source
+
+    if key not in _USAGES:
+        source, _ = triton_source(call.kernel, signature, dict(call.constants))
+        # As jaxlib compiles: without --regAllocOptLevel=2, which Triton gives ptxas from 3.7 on and by which
+        # these kernels spill up to 150 bytes more. The last one counts; 4 is ptxas' default.
+        options = dict(ptx_options="--regAllocOptLevel=4", maxnreg=call.launch.max_registers or None)
+        options |= dict(num_warps=call.launch.num_warps, num_stages=call.launch.num_stages)
+        target = GPUTarget("cuda", call.capability, 32)
+        made = triton.compile(source, target=target, options=options)
+        assert f".target sm_{call.capability}" in made.asm["ptx"]
+        used = _resources(made.asm["cubin"])
+        spilled = max(used["STACK"], used["LOCAL"])
+        name = call.kernel.__name__
+        _USAGES[key] = Usage(
+            name, call.capability, call.launch.num_warps, used["REG"], spilled, made.metadata.shared
+        )
+    return _USAGES[key]
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """cuobjdump's REG, STACK (where spilled registers go), LOCAL and SHARED."""
     import triton
 
-    target = re.search(r"\.target (\w+)", ptx)
-    assert target is not None and target[1].removeprefix("sm_").rstrip("a") == str(capability), target
-    exe = f"ptxas{'-blackwell' if capability >= 100 else ''}"  # Triton brings one of its own for these
-    exe = str(pathlib.Path(triton.__file__).parent / "backends/nvidia/bin" / exe)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
+    exe = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
         file.flush()
-        options = ["-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
-        text = subprocess.run([exe, *options], capture_output=True, text=True, check=True).stderr
-    registers, stack = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes stack frame", text)
-    assert registers is not None, text
-    return int(registers[1]), int(stack[1]) if stack else 0
+        command = [exe, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
 
 
 def array(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:

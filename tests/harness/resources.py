@@ -18,7 +18,7 @@ import re
 from typing import Any
 
 from . import cases, lowering
-from .lowering import Launch, Program, Usage
+from .lowering import Program, Usage
 
 STATED = pathlib.Path(__file__).parents[1] / "kernels" / "spills.json"
 
@@ -100,21 +100,19 @@ def _programs(name: str) -> tuple[int, list[Program]]:
     return int(capability), made
 
 
-def launches(name: str) -> tuple[int, list[Launch]]:
-    """Of the call, then those that small batches add (splits), a forward alone included."""
-    capability, programs = _programs(name)
-    first, *others = (lowering.launches(program, capability) for program in programs)
-    known = {launch.kernel for launch in first}
-    return capability, first + [one for other in others for one in other if one.kernel not in known]
-
-
-def usages(name: str) -> list[Usage] | str:
-    """What the kernels of a call take, or why that cannot be known here."""
+def usages(name: str) -> tuple[int, list[Usage]] | str:
+    """How many kernels a call launches and what they take; those of small batches (splits), a forward alone
+    included, where the large one has none of their name. Or why that cannot be known here.
+    """
     reason = lowering.cannot_lower()
     if reason is not None:
         return reason
-    capability, found = launches(name)
-    return [lowering.usage(launch, capability) for launch in found]
+    capability, programs = _programs(name)
+    (found, calls), *others = (lowering.launches(program, capability) for program in programs)
+    known = {launch.kernel for launch in found}
+    for _, more in others:
+        calls += [made for made in more if made[0].kernel.__name__ not in known]
+    return len(found), lowering.usages(calls)
 
 
 def stated_name(name: str, kernel: str) -> str:
@@ -142,7 +140,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=PROGRAMS, help="calls, see the names in the table")
     parser.add_argument("--record", action="store_true", help="write the spills into spills.json")
     args = parser.parse_args()
-    found = {name: usages(name) for name in args.names}
+    found = {name: usages(name)[1] for name in args.names}
     print(table(found))
     if args.record:
         spills: dict[str, int] = {}

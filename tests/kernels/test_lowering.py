@@ -1,6 +1,6 @@
 """Jitted public ops lower for CUDA without a GPU and call each kernel as often as they should.
 
-Needs jax-triton and JAX's CUDA plugin of the same version as jaxlib:
+Needs JAX's CUDA plugin of the same version as jaxlib:
 ``pip install --no-deps jax-cuda13-plugin==<version of jax>`` (8 MB, only lowers). It is no part of an extra:
 with the 380 MB that pip would install along, JAX tries to start CUDA in every process and complains.
 """
@@ -76,12 +76,12 @@ def programs(op: str, name: str) -> lowering.Program:
 
 
 def launched(op: str, name: str, **sizes: int) -> list[lowering.Launch] | str:
-    """The launches of a program without their code, or why there are none."""
+    """The launches of a program, or why it cannot be lowered."""
     reason = lowering.cannot_lower()
     if reason is not None:
         return reason
     program = gradient(op, **sizes) if sizes else programs(op, name)
-    return [launch._replace(ptx="") for launch in lowering.launches(program)]
+    return lowering.launches(program)[0]
 
 
 def result(future: concurrent.futures.Future) -> Any:
@@ -159,29 +159,29 @@ def cached() -> Any:
     that was not compiled before is missed there; and the GPUs that kernels are compiled for by machines that
     share a cache.
     """
-    from jax_triton import triton_lib
+    from fla_jax.pallas.backend import lowering as backend
 
     reason = lowering.cannot_lower()
     if reason is not None:
         return reason
+    described = lambda program, capability=90: [
+        lowering.description(op) for op in lowering.lowered(program, capability)
+    ]
 
-    def launches(D: int) -> list[lowering.Launch]:
+    def calls(D: int) -> list[bytes]:
         arrays = lowering.abstract("rwkv6", 4, 2048, 64, D, "bfloat16")
-        return lowering.launches((lambda arrays: cases.call("rwkv6", arrays, **BOUNDED), (arrays,)))
+        return described((lambda arrays: cases.call("rwkv6", arrays, **BOUNDED), (arrays,)))
 
     targets = []
     for capability in (80, 90):
-        triton_lib._COMPILED_KERNEL_CACHE.clear()
-        jax.clear_caches()
-        triton_lib.triton_kernel_call_lib.get_compute_capability = lambda device, c=capability: c
-        found = lowering.launches((lowering.choose, (lowering.array(1, 300),)), None)
-        targets.append(sorted({re.search(r"\.target (\w+)", one.ptx)[1] for one in found}))
-    first = launches(16)
-    triton_lib._COMPILED_KERNEL_CACHE.clear()
-    triton_lib.compile_ttir_inplace = None
-    again = launches(16) == first
+        texts = described((lowering.choose, (lowering.array(1, 300),)), capability)
+        targets.append(sorted({re.search(rb"\.target (\w+)", text)[1].decode() for text in texts}))
+    first = calls(16)
+    backend.compiled_in_this_process.clear()
+    backend.make_backend = None
+    again = calls(16) == first
     try:
-        launches(24)
+        calls(24)
     except TypeError:
         return {"again": again, "missed": True, "targets": targets}
     return {"again": again, "missed": False, "targets": targets}

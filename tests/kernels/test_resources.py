@@ -11,10 +11,11 @@ import pytest
 from harness import processes, resources
 from harness.lowering import Usage
 
+from fla_jax.core.gpu import GPUS
+
 pytest.importorskip("triton", reason="Triton is not installed (it exists for Linux only)")
 
 pytestmark = pytest.mark.one_python
-SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 RWKV6 = {f"rwkv6_{name}_kernel" for name in ("fwd", "chunk_state", "bwd")}
 RWKV7 = {f"rwkv7_{name}_kernel" for name in ("chunk_A", "fwd", "chunk_state", "bwd", "bwd_dh", "bwd_grads")}
 SPLITS = {"state_passing_kernel", "state_grad_kernel", "add_entry_output_kernel"}
@@ -39,13 +40,17 @@ def started(name: str):
     return processes.compilers().submit(resources.usages, name)
 
 
-def used(*names: str) -> dict[str, list[Usage]]:
+def counted(*names: str) -> dict[str, tuple[int, list[Usage]]]:
     futures = {name: started(name) for name in names}
     found = {name: future.result(timeout=900) for name, future in futures.items()}
     for reason in found.values():
         if isinstance(reason, str):
             pytest.skip(f"kernels cannot be lowered here: {reason}")
     return found
+
+
+def used(*names: str) -> dict[str, list[Usage]]:
+    return {name: found for name, (_, found) in counted(*names).items()}
 
 
 def kernels(found: dict[str, list[Usage]]) -> dict[str, set[int]]:
@@ -58,7 +63,7 @@ def kernels(found: dict[str, list[Usage]]) -> dict[str, set[int]]:
 
 
 def too_much(found: dict[str, list[Usage]]) -> list[Usage]:
-    return [u for one in found.values() for u in one if u.spilled or u.shared > SHARED[u.capability]]
+    return [u for one in found.values() for u in one if u.spilled or u.shared > GPUS[u.capability].smem]
 
 
 def test_recurrences():
@@ -76,7 +81,7 @@ def test_recurrences():
         for u in one:
             allowed = stated[triton].get(resources.stated_name(name, u.kernel), 0)
             assert u.spilled <= allowed, (name, u, f"spills.json states {allowed} bytes")
-            assert u.shared <= SHARED[u.capability] and not (u.registers <= 40 and u.spilled), (name, u)
+            assert u.shared <= GPUS[u.capability].smem and not (u.registers <= 40 and u.spilled), (name, u)
 
 
 def test_ops_on_heads():
@@ -116,7 +121,6 @@ def test_kernels_of_a_decoded_token():
     """Of two layers: five for RWKV-7 and seven for RWKV-6 with a small batch, one for the head, three to
     choose; with a larger one mixes alone, the library multiplies.
     """
-    found = used(*resources.DECODES)
-    counts = {name.split(" ", 2)[2]: len(one) for name, one in found.items()}
+    counts = {name.split(" ", 2)[2]: count for name, (count, _) in counted(*resources.DECODES).items()}
     assert counts["rwkv7 2048 1 []"] == 2 * 5 + 4 and counts["rwkv6 2048 1 []"] == 2 * 7 + 1
     assert counts["rwkv7 2048 32 []"] == 2 * 4 + 3
