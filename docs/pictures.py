@@ -18,7 +18,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import history
 import records
 
 from fla_jax.ops import chunk_rwkv6, chunk_rwkv7, fused_recurrent_rwkv6, fused_recurrent_rwkv7
@@ -234,11 +233,11 @@ def over_time() -> str:
         figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
         ours = []
         for path in sorted(records.RESULTS.glob("*.history.jsonl")):
-            chunked = (r for r in history.read(path) if r.get("form") == "chunk")
+            chunked = (r for r in records.read_history(path) if r.get("form") == "chunk")
             ours += [r for r in chunked if r.get("library") == "fla_jax"]
         runs = sorted({r["run"] for r in ours})
-        for one in sorted({history.key(r) for r in ours}):
-            mine = sorted((r for r in ours if history.key(r) == one), key=lambda r: r["run"])
+        for one in sorted({records.measurement(r) for r in ours}):
+            mine = sorted((r for r in ours if records.measurement(r) == one), key=lambda r: r["run"])
             if len({r["run"] for r in mine}) > 1:
                 x = [runs.index(r["run"]) for r in mine]
                 axes.plot(x, [r["ms"] / mine[0]["ms"] for r in mine], "o-", ms=3, lw=1, alpha=0.6)

@@ -44,14 +44,14 @@ def test_peers_come_shape_by_shape(module, monkeypatch):
     layers, piece = module("layers"), module("pieces.piece")
     started, settings = [], []
 
-    class Process(module("running.processes").Process):
-        def __init__(self, script, name, jobs, given, **more):
+    class Process(module("runner").Process):
+        def __init__(self, work, name, jobs, given, **more):
             started.append([(job["piece"], job["shape"]) for job in jobs])
             settings.append(given["shares"])
-            super().__init__(script, name, [], given, **more)
+            super().__init__(work, name, [], given, **more)
 
-    monkeypatch.setattr(layers.processes, "Process", Process)
-    monkeypatch.setattr(layers.processes, "importable", lambda name: True)
+    monkeypatch.setattr(layers.runner, "Process", Process)
+    monkeypatch.setattr(layers.runner, "is_importable", lambda name: True)
     monkeypatch.setattr(layers.os, "cpu_count", lambda: 2)
     some = [
         piece.piece_of(label) for label in ("rwkv7_readout rwkv7 attention", "rwkv6_readout rwkv6 attention")
@@ -59,7 +59,7 @@ def test_peers_come_shape_by_shape(module, monkeypatch):
     shapes, skipped = ((1, 2, 64), (2, 2, 64)), []
     options = layers.parse(["--timeout", "20", "--compile-seconds", "20"])
     jobs = [(one, shape) for one in some for shape in shapes]
-    assert list(layers.peer_rows(jobs, options, {"dtype": "bfloat16"}, skipped)) == []
+    assert list(layers.measure_peers(jobs, options, {"dtype": "bfloat16"}, skipped)) == []
     assert settings == [(0, 2), (1, 2), None]
     assert started == [[(one.label, shape) for shape in shapes for one in some]] * 3
     assert len(skipped) == 4

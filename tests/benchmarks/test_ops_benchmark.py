@@ -60,14 +60,14 @@ def test_quick_writes_whole_records(tmp_path, command):
 def test_missing_peers_are_said(tmp_path, command, module):
     path = tmp_path / "cpu.json"
     path.write_text("[]")
-    importable = module("running.processes").importable
+    importable = module("runner").is_importable
     missing = [name for name in ("fla", "wind_rwkv", "jla", "rwkv_ops") if not importable(name)]
     text = command("ops.py", "--quick", "--out", path, "--only", "(wind|FLA|jla|rwkv-ops)")
     assert all(f"package {name} is not installed" in text for name in missing)
 
 
 def test_roofline_is_the_bytes_that_must_move(module):
-    Task, roofline_ms = module("recurrences.peers").Task, module("recurrences.plan").roofline_ms
+    Task, roofline_ms = module("peers.ops").Task, module("recurrences.plan").roofline_ms
     task = Task("chunk_rwkv7", "chunk", (8, 4096, 64, 64, 64), "fwd", "bounded")
     assert roofline_ms(task, "NVIDIA H200") == pytest.approx(0.44, abs=0.01)
     both = Task("chunk_rwkv7", "chunk", (8, 4096, 64, 64, 64), "fwd+bwd", "bounded")

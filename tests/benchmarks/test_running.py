@@ -1,4 +1,4 @@
-"""Processes of benchmarks, and the command for CPUs."""
+"""Child processes of benchmarks, and the command for CPUs."""
 
 import json
 
@@ -8,7 +8,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.one_python]
 
 CHILD = """
 import os, time
-from running.processes import serve
 
 def run(job):
     if job["do"] == "crash":
@@ -19,45 +18,49 @@ def run(job):
         raise ValueError("wrong")
     return job["do"]
 
-serve(lambda settings: run)
+def make(settings):
+    return run
 """
 
 
-def test_after_a_crash_another_process_does_the_rest(module, tmp_path):
-    processes, started = module("running.processes"), []
-    (tmp_path / "child.py").write_text(CHILD)
+@pytest.fixture
+def start(module, tmp_path):
+    """A process with jobs by what they do."""
+    (tmp_path / "some_child.py").write_text(CHILD)
+    runner = module("runner")
+    return lambda jobs, name="test", **rest: runner.Process(
+        "some_child:make", name, jobs, paths=(tmp_path,), **rest
+    )
 
-    def start(jobs):
-        started.append([job["do"] for job in jobs])
-        return processes.Process(tmp_path / "child.py", "test", jobs)
+
+def test_after_a_crash_another_process_runs_the_rest(module, start):
+    started = []
+
+    def noted(jobs):
+        started.append(len(jobs))
+        return start(jobs)
 
     jobs = [{"do": what} for what in ("a", "raise", "crash", "b", "wait", "c")]
-    lines = [line for _, line in processes.results(start, jobs, 4)]
-    assert [len(jobs) for jobs in started] == [6, 3]
-    said = [line.get("record") or line["error"] for line in lines]
+    said = [line.get("record") or line["error"] for _, line in module("runner").results(noted, jobs, 4)]
+    assert started == [6, 3]
     assert said[:2] == ["a", "ValueError: wrong"] and said[3] == "b"
     assert "the process ended with status 3" in said[2]
-    assert "no result within" in said[4] and "no result within" in said[5]  # c came behind what took too long
+    assert (
+        "no result within" in said[4] and "no result within" in said[5]
+    )  # c came after a job that took too long
 
 
-def test_those_that_are_late_are_ended_and_named(module, tmp_path):
-    processes = module("running.processes")
-    (tmp_path / "child.py").write_text(CHILD)
+def test_late_processes_are_killed_and_named(module, start):
     jobs = {"quick": "a", "wrong": "raise", "late": "wait"}
-    started = [processes.Process(tmp_path / "child.py", name, [{"do": jobs[name]}]) for name in jobs]
-    said = processes.all_done(started, 4)
+    started = [start([{"do": what}], name) for name, what in jobs.items()]
+    said = module("runner").wait_for(started, 4)
     assert said.endswith(" s, 1 of 3 processes not done, late, ValueError: wrong")
-    assert all(process.done() for process in started)
+    assert all(process.is_done() for process in started)
 
 
-def test_no_interpreter_is_an_error_of_each_job(module, tmp_path):
-    processes = module("running.processes")
-
-    def start(jobs):
-        return processes.Process(tmp_path / "child.py", "test", jobs, python="no/python")
-
-    [(_, one), (_, two)] = processes.results(start, [{}, {}], 5)
-    assert "FileNotFoundError" in one["error"] and "FileNotFoundError" in two["error"]
+def test_a_missing_interpreter_is_an_error_of_each_job(module, start):
+    lines = module("runner").results(lambda jobs: start(jobs, python="no/python"), [{}, {}], 5)
+    assert ["FileNotFoundError" in line["error"] for _, line in lines] == [True, True]
 
 
 def test_cpu_records_and_checks(command, module, monkeypatch, tmp_path):

@@ -33,16 +33,16 @@ def test_quick_writes_whole_records(tmp_path, command, module):
     assert fla["implementation"] == "fla" and "FileNotFoundError" in fla["error"]
 
 
-def test_rows_are_the_named_ones(module):
+def test_sizes_are_the_named_ones(module):
     train_step = module("train_step")
-    rows = train_step.rows_of(train_step.parse(["--rows", "all"]))
+    rows = train_step.sizes_of(train_step.parse(["--sizes", "all"]))
     assert [(r.model, r.layers, r.width, r.batch, r.tokens, r.vocab) for r in rows] == [
         ("rwkv7", 24, 1024, 8, 4096, 32000),
         ("rwkv7", 24, 2048, 4, 4096, 32000),
         ("rwkv7", 12, 768, 16, 4096, 32000),
         ("rwkv6", 24, 1024, 8, 4096, 32000),
     ]
-    [row] = train_step.rows_of(train_step.parse(["--rows", "rwkv6-24x1024", "--layers", "2"]))
+    [row] = train_step.sizes_of(train_step.parse(["--sizes", "rwkv6-24x1024", "--layers", "2"]))
     assert (row.model, row.layers, row.width) == ("rwkv6", 2, 1024)
 
 
