@@ -1,6 +1,4 @@
-"""Child processes of benchmarks, and the command for CPUs."""
-
-import json
+"""Child processes of benchmarks."""
 
 import pytest
 
@@ -61,16 +59,3 @@ def test_late_processes_are_killed_and_named(module, start):
 def test_a_missing_interpreter_is_an_error_of_each_job(module, start):
     lines = module("runner").results(lambda jobs: start(jobs, python="no/python"), [{}, {}], 5)
     assert ["FileNotFoundError" in line["error"] for _, line in lines] == [True, True]
-
-
-def test_cpu_records_and_checks(command, module, monkeypatch, tmp_path):
-    path = tmp_path / "cpu.json"
-    assert "compiles in" in command("cpu.py", "--quick", "--out", path)
-    found = json.loads(path.read_text())
-    assert len(found) == 5 and all(r["ms"] > 0 and r["commit"] for r in found)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # which it sets
-    cpu = module("cpu")
-    monkeypatch.setattr(cpu, "measure", lambda size: ([], ["too slow"]))
-    assert cpu.main(["--check"]) == 1 and cpu.main([]) == 0
-    monkeypatch.setattr(cpu, "measure", lambda size: ([], []))
-    assert cpu.main(["--check"]) == 0
