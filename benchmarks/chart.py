@@ -48,7 +48,6 @@ def grouped(results: list[Record], names: tuple[str, ...], order: Any) -> list[l
 
 
 def panels(results: list[Record]) -> list[Panel]:
-    """Those of the ops."""
 
     def order(key: tuple[Any, ...]) -> tuple[Any, ...]:
         op, form, (B, T, H, K, V), passes, dtype = key
@@ -66,7 +65,6 @@ def panels(results: list[Record]) -> list[Panel]:
 
 
 def piece_panels(results: list[Record]) -> list[Panel]:
-    """Those of the layer operations."""
     found = [r for r in results if r.get("op") in PIECES]
     narrow = min((r["shape"][2] for r in found), default=0)
 
@@ -91,7 +89,6 @@ def color(r: Record) -> str:
 
 
 def label(r: Record) -> str:
-    """The name of a bar."""
     ours = r["library"] == "fla_jax"
     name = f"fla_jax {r['implementation']}" if ours else r["implementation"]
     return f"{name}, {r['decay']}" if "decay" in r and (ours or r["decay"] == "any-strong") else name
@@ -110,7 +107,6 @@ def remark(r: Record) -> str:
 
 
 def draw_panel(axis: Any, panel: Panel) -> None:
-    """Bars with their times."""
     times = [max(r["ms"], r.get("ms_end", 0.0)) for r in panel.records]
     axis.barh(range(len(times)), times, color=[color(r) for r in panel.records])
     for i, (r, ms) in enumerate(zip(panel.records, times)):
@@ -170,7 +166,6 @@ def pictures(results: list[Record], path: Path) -> list[Path]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Draws the files that were named, or all of benchmarks/results."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("files", nargs="*", type=Path, help="results; default: all of benchmarks/results")

@@ -45,7 +45,6 @@ FORMS: dict[str, bool | str] = {"unroll": "unroll", "loop": True, "off": False} 
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
@@ -234,7 +233,6 @@ def engine_rates(model: Any, params: Any, slots: int, options: argparse.Namespac
 
 
 def table(made: list[Record]) -> str:
-    """The records as text."""
     head = ("op", "model", "batch", "implementation", "ms/token", "tokens/s", "floor")
     lines = [(*head, "kernels", "copies", "first s")]
     for r in made:
@@ -283,7 +281,6 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures the selected models, then the peers."""
     options = parse(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory as well
     sys.path.insert(0, str(records.ROOT))

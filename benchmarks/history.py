@@ -86,7 +86,6 @@ def full_hash(commit: str) -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--results", type=Path, default=records.RESULTS, help="folder of the results files")

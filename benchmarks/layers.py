@@ -130,7 +130,6 @@ def shape_of(text: str) -> Shape:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
@@ -147,7 +146,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures the selected pieces."""
     options = parse(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory as well
     sys.path.insert(0, str(records.ROOT))

@@ -85,7 +85,6 @@ def prepare(groups: dict[str, list[Job]], seconds: float) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
@@ -99,7 +98,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the selected jobs."""
     options = parse(arguments)
 
     def is_ours(job: Job) -> bool:

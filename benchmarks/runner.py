@@ -29,7 +29,6 @@ LOST = ("CUDA error", "CUDA_ERROR", "illegal")  # messages after which a process
 
 
 def is_importable(package: str) -> bool:
-    """Whether a package is installed."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -89,7 +88,6 @@ class Process:
         return [json.loads(line) for line in new.splitlines()]
 
     def is_done(self) -> bool:
-        """Whether it has ended."""
         return self.process.poll() is not None
 
     def end(self) -> str:

@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import records
 import runner
@@ -38,24 +38,16 @@ VOCAB, SMALL_VOCAB = 32000, 64
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One line of the table.
-
-    Attributes:
-        mesh: sizes for `fla_jax.parallel.make_mesh`.
-        layers: of the model; 0 for the op alone, with ``width / 64`` heads.
-        width: C.
-        batch: of a device; of all devices with context parallelism.
-        tokens: T of a sequence.
-        baseline: what one device runs: ``"batch"``, its own sequences; ``"tokens"``, its own tokens of each
-            sequence; ``"all"``, everything; None if that does not fit.
+    """One line of the table. The baseline on one device is its share of the batch or of the tokens of each
+    sequence, or all of the work; None if that does not fit.
     """
 
-    mesh: dict[str, int]
-    layers: int
+    mesh: dict[str, int]  # sizes for `fla_jax.parallel.make_mesh`
+    layers: int  # 0 for the op alone, with width / 64 heads
     width: int
-    batch: int
+    batch: int  # of a device; of all devices with context parallelism
     tokens: int = 4096
-    baseline: str | None = "batch"
+    baseline: Literal["batch", "tokens", "all"] | None = "batch"
 
 
 MODES = {
@@ -69,7 +61,6 @@ MODES = {
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
@@ -240,7 +231,6 @@ def with_efficiency(many: Record, one: Record, mode: Mode, fake: bool) -> Record
 
 
 def line(record: Record) -> str:
-    """A record on the screen."""
     head = f"{record['mode']:16} {record['devices']:3}"
     if "error" in record:
         return f"{head}  {record['error']}"

@@ -38,7 +38,6 @@ OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "memory")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
@@ -145,15 +144,6 @@ def outcome(job: runner.Job, options: argparse.Namespace) -> Record:
     return line["record"] if "record" in line else {"error": line["error"]}
 
 
-def facts_of(result: Record) -> str:
-    """A measurement as one line."""
-    facts = [f"{result['ms']:.1f} ms a step", f"{result['tokens_per_s']:,.0f} tokens/s"]
-    facts += [f"6N {result['share_6n']:.1%} of 989 TFLOP/s", f"{result['peak_gb']:.1f} GB"]
-    facts += [f"compiled in {result['compile_s']:.0f} s"] if "compile_s" in result else []
-    loss = f"loss {result['loss_first']:.2f} -> {result['loss_last']:.2f}"
-    return ", ".join([*facts, f"first step {result['first_step_s']:.0f} s", loss])
-
-
 def run_side(side: str, size: Size, options: argparse.Namespace) -> list[Record]:
     """Records of one side and size: failures, and the measurement if one succeeds."""
     made: list[Record] = []
@@ -166,8 +156,8 @@ def run_side(side: str, size: Size, options: argparse.Namespace) -> list[Record]
         record = {"op": "train_step", "implementation": side, "model": size.model, "shape": size.shape}
         record |= {"dtype": "bfloat16", "pass": "forward + backward + optimizer", "remat": remat, **result}
         made.append(record)
+        print(table(made[-1:]), flush=True)
         error = result.get("error", "")
-        print(f"  failed: {error[:300]}" if error else f"  {facts_of(result)}", flush=True)
         if side != "fla_jax" and not any(word in error for word in OUT_OF_MEMORY):
             break
     return made
@@ -191,7 +181,6 @@ def compare(made: list[Record]) -> None:
 
 
 def table(made: list[Record]) -> str:
-    """The records as text."""
     lines = [("model", "side", "remat", "ms", "tokens/s", "6N", "GB", "first step", "loss", "note")]
     for r in made:
         head = (Size(r["model"], **r["shape"]).name, r["implementation"], r["remat"])
@@ -206,7 +195,6 @@ def table(made: list[Record]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the sides and writes the results."""
     options = parse(arguments)
     common, device = records.stamp(), "unknown"
     made: list[Record] = []

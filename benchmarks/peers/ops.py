@@ -132,7 +132,6 @@ def rwkv_ops() -> Any:
 
 
 def load_rwkv_ops7(task: Task, kernel: str) -> Call:
-    """rwkv-ops in JAX."""
     op, _ = rwkv_ops().get_generalized_delta_rule(HEAD_SIZE=task.shape[3], KERNEL_TYPE=kernel)
     options = {"output_final_state": True}
     return lambda x: op(*arrays(x, "r w k v a b"), initial_state=x["initial_state"], **options)

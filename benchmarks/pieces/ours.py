@@ -33,7 +33,6 @@ def draw(piece: Piece, shape: Shape, dtype: str, seed: int = 0) -> tuple[dict[st
 
 
 def num_calls(piece: Piece) -> int:
-    """Calls in a program."""
     return CALLS if piece.flops is None else 1
 
 
@@ -85,6 +84,5 @@ def call_ms(piece: Piece, compiled: Any, arguments: tuple[Any, ...]) -> float:
 
 
 def milliseconds(piece: Piece, shape: Shape, dtype: str, implementation: str | None) -> dict[str, float]:
-    """Milliseconds of a call for each pass."""
     made = programs(piece, shape, dtype, implementation)
     return {name: call_ms(piece, *program) for name, program in made.items()}

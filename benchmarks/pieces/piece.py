@@ -85,7 +85,6 @@ def mixes(
 
 
 def heads_of(shape: Shape) -> tuple[int, int, int, int]:
-    """B, T, H, N."""
     B, T, C = shape
     return B, T, max(1, C // HEAD), min(C, HEAD)
 
@@ -186,5 +185,4 @@ PIECES = [
 
 
 def piece_of(label: str) -> Piece:
-    """The piece with this label."""
     return next(piece for piece in PIECES if piece.label == label)

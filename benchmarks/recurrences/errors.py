@@ -22,7 +22,6 @@ def relative(got: Any, want: Any) -> float:
 
 
 def errors(framework: Any, implementation: Implementation, task: Task) -> dict[str, Any]:
-    """Errors on the small shape, on inputs rounded as the implementation takes them."""
     import oracle
 
     backward, states = implementation.backward, implementation.states_backward

@@ -21,7 +21,6 @@ class Size:
 
     @property
     def shape(self) -> dict[str, int]:
-        """As in records."""
         return {name: getattr(self, name) for name in FIELDS}
 
     @property

@@ -10,7 +10,7 @@ import pytest
 # pattern of an old word: the word to use
 OLD_WORDS = {
     r"stretch(es)?": "split",
-    r"walk(s|ed|ing)?": "scan",
+    r"(?<!\.)walk(s|ed|ing)?": "scan",
     r"launchers?": "host code",
     r"transfer (kernels?|pass(es)?)": "chunk_state kernel",
     r"(carry|gradients) kernels?": "bwd_dh, bwd_grads",
