@@ -1,9 +1,8 @@
-"""The training step of RWKV-LM's own trainer, RWKV-v7/train_temp of a checkout: nothing of it is here.
+"""The training step of RWKV-LM's trainer, imported from RWKV-v7/train_temp of a checkout.
 
-It is imported, given the official initial values in bfloat16 and called as its trainer calls it; optimiser
-and clipping are torch's, as for the other peer. Its module compiles CUDA extensions one after another when it
-is imported: `compile_share`, in several processes at once before, leaves them in torch's folder of
-extensions.
+It gets the official initial values in bfloat16 and is called as its trainer calls it; optimizer and clipping
+are torch's. Its module compiles CUDA extensions one after another at import: `compile_share`, run before in
+several processes, fills torch's folder of extensions.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import types
 from pathlib import Path
 from typing import Any
 
-from running.processes import Job, importable
+from runner import Job, is_importable
+from steps.sizes import Size
 
-from steps import torch_training
-from steps.rows import Row
+from peers import torch_training
 
 EXTENSIONS = 8
 VARIABLES = {
@@ -33,10 +32,10 @@ VARIABLES = {
 
 
 def trainer_of(checkout: str) -> Path:
-    """The folder that its module is imported from: of a checkout, or named itself.
+    """The folder of its module: in a checkout, or named itself.
 
     Raises:
-        FileNotFoundError: there is no src/model.py in it.
+        FileNotFoundError: it has no src/model.py.
     """
     folder = Path(checkout).resolve()
     folder = next((x for x in (folder / "RWKV-v7" / "train_temp", folder) if x.is_dir()), folder)
@@ -46,8 +45,8 @@ def trainer_of(checkout: str) -> Path:
 
 
 def _stand_in_for_lightning() -> None:
-    """pytorch_lightning is no more than a base class here: where it is missing, torch's will do."""
-    if importable("pytorch_lightning"):
+    """pytorch_lightning is only a base class here: if it is missing, torch's replaces it."""
+    if is_importable("pytorch_lightning"):
         return
     import torch
 
@@ -69,7 +68,7 @@ def _stand_in_for_lightning() -> None:
 
 
 def _module(checkout: str) -> Any:
-    """Its module, imported in its folder, for it names its sources relative to that."""
+    """Its module, imported from its folder, since it names its sources relative to that."""
     folder = trainer_of(checkout)
     os.environ.update(VARIABLES)
     os.chdir(folder)
@@ -79,48 +78,48 @@ def _module(checkout: str) -> Any:
 
 
 def compile_share(checkout: str, share: int, shares: int) -> None:
-    """Compiles the extensions whose number is ``share`` modulo ``shares``; the others are passed over, and so
-    is what the module does with them when it is imported.
+    """Compiles the extensions whose number is ``share`` modulo ``shares``, and skips the others and what the
+    module does with them at import.
     """
     import torch
     from torch.utils import cpp_extension
 
     load, seen = cpp_extension.load, 0
 
-    def some(*arguments: Any, **options: Any) -> Any:
+    def load_share(*arguments: Any, **options: Any) -> Any:
         nonlocal seen
         seen += 1
         return load(*arguments, **options) if (seen - 1) % shares == share else None
 
-    def as_it_is(function: Any, *rest: Any, **options: Any) -> Any:
+    def unchanged(function: Any, *rest: Any, **options: Any) -> Any:
         return function
 
-    cpp_extension.load = some
+    cpp_extension.load = load_share
     torch.library.register_autograd = lambda *arguments, **options: None  # type: ignore[assignment]
-    torch.jit.script = as_it_is  # type: ignore[assignment]
+    torch.jit.script = unchanged  # type: ignore[assignment]
     _module(checkout)
 
 
-def train(row: Row, job: Job) -> dict[str, Any]:
-    """Its model of the row.
+def train(size: Size, job: Job) -> dict[str, Any]:
+    """Its model of the size.
 
     Raises:
-        ValueError: the row is none of RWKV-7.
+        ValueError: the model is not RWKV-7.
     """
     import torch
 
-    if row.model != "rwkv7":
-        raise ValueError(f"its trainer is RWKV-7's, the row is {row.model}'s")
+    if size.model != "rwkv7":
+        raise ValueError(f"its trainer supports rwkv7, got {size.model}")
     torch_training.check_device()
     module = _module(job["checkout"])
     torch.backends.cuda.matmul.allow_tf32 = True
     arguments = argparse.Namespace(
-        n_layer=row.layers,
-        n_embd=row.width,
-        dim_att=row.width,
-        dim_ffn=4 * row.width,
-        vocab_size=row.vocab,
-        ctx_len=row.tokens,
+        n_layer=size.layers,
+        n_embd=size.width,
+        dim_att=size.width,
+        dim_ffn=4 * size.width,
+        vocab_size=size.vocab,
+        ctx_len=size.tokens,
         head_size=64,
         my_testing="x070",
         grad_cp=0,
@@ -139,4 +138,4 @@ def train(row: Row, job: Job) -> dict[str, Any]:
     def loss_of(inputs: Any, labels: Any) -> Any:
         return model.training_step((inputs, labels), 0)
 
-    return torch_training.train(model, loss_of, row, job)
+    return torch_training.train(model, loss_of, size, job)

@@ -1,12 +1,13 @@
-"""Processes of benchmarks: a script with a list of jobs and a time limit, whose lines are read as they come.
+"""Child processes of benchmarks: jobs with a time limit, whose results are read as they come.
 
-The script is given two files: what it is to do, ``{"jobs": [...], ...}``, and where it says what it begins
-and what came of it, a JSON line each. `serve` is the script's half. Nothing here needs more than the standard
-library: a peer's interpreter may be another environment's.
+A child runs this file with three arguments: ``MODULE:FUNCTION``, a file with ``{"jobs": [...], ...}``, and a
+file for its results, one JSON line each. ``FUNCTION(settings)`` returns a function of one job. Only the
+standard library is needed here, since a peer's interpreter may belong to another environment.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -20,15 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = Path(__file__).parents[1]
+BENCHMARKS = Path(__file__).parent
 ROOT = BENCHMARKS.parent
 Job = dict[str, Any]
 Line = dict[str, Any]
-LOST = ("CUDA error", "CUDA_ERROR", "illegal")  # the device is lost to a process that says this
+LOST = ("CUDA error", "CUDA_ERROR", "illegal")  # messages after which a process can no longer use the device
 
 
-def importable(package: str) -> bool:
-    """Whether a package is there."""
+def is_importable(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -36,31 +36,31 @@ def importable(package: str) -> bool:
 
 
 def scratch() -> Path:
-    """Where processes of this user have their files: specifications, lines, logs, extensions."""
+    """The folder of this user's processes: specifications, results, logs, compiled extensions."""
     folder = Path(tempfile.gettempdir()) / f"fla_jax-benchmark-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     return folder
 
 
 class Process:
-    """One process, started at once.
+    """A child process, started at once.
 
     Args:
-        script: what runs, a file that calls `serve`.
+        work: ``MODULE:FUNCTION``.
         name: of its files.
-        jobs: given to it in this order; a job's number is its place.
-        settings: given to it beside the jobs.
-        paths: in front of PYTHONPATH, after the folder of benchmarks.
+        jobs: passed to it in this order.
+        settings: passed to ``FUNCTION``.
+        paths: prepended to PYTHONPATH, after the folder of benchmarks.
         variables: of its environment.
         python: the interpreter.
 
     Raises:
-        OSError: there is no such interpreter.
+        OSError: the interpreter does not exist.
     """
 
     def __init__(
         self,
-        script: Path,
+        work: str,
         name: str,
         jobs: Sequence[Job],
         settings: Mapping[str, Any] | None = None,
@@ -74,27 +74,25 @@ class Process:
         self.lines, self.log, spec = (stem.with_suffix(end) for end in (".jsonl", ".log", ".json"))
         self.lines.write_text("")
         spec.write_text(json.dumps({**(settings or {}), "jobs": list(jobs)}))
-        given = filter(None, [os.environ.get("PYTHONPATH")])
-        environment = {**os.environ, **(variables or {})}
-        environment["PYTHONPATH"] = os.pathsep.join([*map(str, (BENCHMARKS, *paths)), *given])
-        self.read, self.killed = 0, False
+        folders = [*map(str, (BENCHMARKS, *paths)), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(folders)}
+        self.num_read, self.killed = 0, False
         with open(self.log, "w") as log:
-            command = [python, str(script), str(spec), str(self.lines)]
+            command = [python, __file__, work, str(spec), str(self.lines)]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
-    def news(self) -> list[Line]:
-        """Complete lines that were not read yet."""
+    def new_lines(self) -> list[Line]:
+        """Complete result lines that were not read yet."""
         text = self.lines.read_text()
-        new, self.read = text[self.read : text.rfind("\n") + 1], text.rfind("\n") + 1
+        new, self.num_read = text[self.num_read : text.rfind("\n") + 1], text.rfind("\n") + 1
         return [json.loads(line) for line in new.splitlines()]
 
-    def done(self) -> bool:
-        """Whether it has ended."""
+    def is_done(self) -> bool:
         return self.process.poll() is not None
 
     def end(self) -> str:
-        """Ends it if need be and says how it ended."""
-        if not self.done():
+        """Kills it if it still runs; returns how it ended."""
+        if not self.is_done():
             self.killed = True
             self.process.kill()
             self.process.wait()
@@ -104,17 +102,17 @@ class Process:
         return f"the process ended with status {self.process.returncode}: {tail}"
 
     @property
-    def crashed(self) -> bool:
-        """Whether it ended by itself, and not well (-9: the system ended it, for its memory)."""
+    def has_crashed(self) -> bool:
+        """Whether it failed without being killed (-9: by the system, for its memory)."""
         return not self.killed and self.process.returncode not in (0, -9)
 
 
 def results(
     start: Callable[[list[Job]], Process], jobs: Iterable[Job], seconds: float
 ) -> Iterator[tuple[Job, Line]]:
-    """What came of each job, as it comes: a line with ``record``, or with ``error``, which says why not.
+    """Each job with its line as it comes: ``record``, or ``error`` with the reason.
 
-    After a crash, what comes after the job that crashed runs in another process.
+    After a crash another process runs the jobs behind the one that crashed.
     """
     jobs, limit = list(jobs), time.monotonic() + seconds
     while jobs:
@@ -126,45 +124,40 @@ def results(
         except OSError as error:
             yield from ((job, {"error": f"{type(error).__name__}: {error}"}) for job in jobs)
             return
-        left, current = dict(enumerate(jobs)), 0
+        left, current, over = dict(enumerate(jobs)), 0, False
         try:
-            over = False
             while not over:
-                over = process.done() or time.monotonic() > limit
-                for line in process.news():
+                over = process.is_done() or time.monotonic() > limit
+                for line in process.new_lines():
                     current = line.get("began", current)
                     if "id" in line:
                         yield left.pop(line["id"]), line
                 time.sleep(0 if over else 0.2)
         finally:
             why = process.end()
-        yield from ((job, {"error": why}) for i, job in left.items() if i <= current or not process.crashed)
-        jobs = [job for i, job in left.items() if i > current] if process.crashed else []
+        crashed = process.has_crashed
+        yield from ((job, {"error": why}) for i, job in left.items() if i <= current or not crashed)
+        jobs = [job for i, job in left.items() if i > current] if crashed else []
 
 
-def all_done(processes: Sequence[Process], seconds: float) -> str:
-    """Waits for all processes, ``seconds`` at most, and ends those that are late; says how long it took,
-    which were late, and what went wrong.
-    """
+def wait_for(processes: Sequence[Process], seconds: float) -> str:
+    """Waits at most ``seconds`` for processes and kills the others; returns a line about time and errors."""
     began = time.monotonic()
-    while time.monotonic() < began + seconds and not all(process.done() for process in processes):
+    while time.monotonic() < began + seconds and not all(process.is_done() for process in processes):
         time.sleep(0.2)
-    late = [process for process in processes if not process.done()]
+    late = [process for process in processes if not process.is_done()]
     for process in late:
         process.end()
-    wrong = {line["error"][:300] for process in processes for line in process.news() if "error" in line}
-    names = sorted({process.name for process in late})
+    errors = {line["error"][:300] for process in processes for line in process.new_lines() if "error" in line}
     took = f"{time.monotonic() - began:.0f} s, {len(late)} of {len(processes)} processes not done"
-    return ", ".join([took, *names, *wrong])
+    return ", ".join([took, *sorted({process.name for process in late}), *errors])
 
 
-def serve(make: Callable[[dict[str, Any]], Callable[[Job], Any]]) -> None:
-    """The script's half: ``make(settings)`` gives what does a job and returns its record.
+def serve(work: str, spec_file: str, lines_file: str) -> None:
+    """The child: runs each job, and records what an exception says and goes on.
 
-    Whatever is raised is recorded, and the next job begun. A process that has lost the device ends: another
-    one does the rest.
+    A process that has lost the device exits; another one runs the rest.
     """
-    spec_file, lines_file = sys.argv[1:]
     spec = json.loads(Path(spec_file).read_text())
     jobs, run = spec.pop("jobs"), None
     with open(lines_file, "a") as out:
@@ -176,7 +169,9 @@ def serve(make: Callable[[dict[str, Any]], Callable[[Job], Any]]) -> None:
             say({"began": i})
             began = time.perf_counter()
             try:
-                run = run or make(spec)
+                if run is None:
+                    module, _, function = work.partition(":")
+                    run = getattr(importlib.import_module(module), function)(spec)
                 record = run(job)
             except Exception as error:
                 traceback.print_exc()
@@ -185,3 +180,7 @@ def serve(make: Callable[[dict[str, Any]], Callable[[Job], Any]]) -> None:
                     sys.exit(1)
             else:
                 say({"id": i, "record": record, "took_s": round(time.perf_counter() - began, 1)})
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

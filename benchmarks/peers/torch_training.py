@@ -1,20 +1,19 @@
-"""Training steps of the peers, which all run on torch: optimiser, clipping and memory are the same."""
+"""Training steps of the peers, which all run on torch, with equal optimizer, clipping and count of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from running.processes import Job
-
+from runner import Job
 from steps.measuring import measure
-from steps.rows import Row
+from steps.sizes import Size
 
 PACKAGES = ("flash-linear-attention", "fla-core", "torch", "triton", "transformers", "pytorch-lightning")
 
 
 def check_device() -> None:
-    """Raises a RuntimeError where torch has no CUDA device."""
+    """Raises a RuntimeError if torch has no CUDA device."""
     import torch
 
     if not torch.cuda.is_available():
@@ -22,7 +21,7 @@ def check_device() -> None:
 
 
 def train(
-    model: Any, loss_of: Callable[[Any, Any], Any], row: Row, job: Job, autocast: bool = False
+    model: Any, loss_of: Callable[[Any, Any], Any], size: Size, job: Job, autocast: bool = False
 ) -> dict[str, Any]:
     """Steps of ``loss_of(inputs, labels)`` on one batch [B, T], with fused AdamW."""
     import torch
@@ -30,7 +29,7 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=6e-4, betas=(0.9, 0.99), weight_decay=0.1, fused=True
     )
-    tokens = torch.randint(0, row.vocab, (row.batch, row.tokens + 1), device="cuda")
+    tokens = torch.randint(0, size.vocab, (size.batch, size.tokens + 1), device="cuda")
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     torch.cuda.reset_peak_memory_stats()
 
@@ -43,7 +42,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    result = measure(step, row, job)
+    result = measure(step, size, job)
     return {
         **result,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,

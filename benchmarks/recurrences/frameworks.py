@@ -1,9 +1,8 @@
-"""JAX's and torch's side of a measurement: arrays, functions, time and memory.
+"""JAX's and torch's side of a measurement: arrays, functions, time (`timing`) and memory.
 
-Time: `running.timing`, the same for both. Memory is what a call needs beyond its inputs, its outputs (and
-gradients) included: JAX's compiler says it (``memory_analysis``: temporaries and outputs), torch's allocator
-counts it (peak allocation in a call less the allocation before). ``first_call_s``: tracing, compilation and
-one run, less than a fresh process needs where an earlier measurement compiled the same kernels.
+Memory is what a call needs beyond its inputs, outputs and gradients included: temporaries and outputs by
+JAX's compiler, for torch the allocator's peak during a call less the allocation before. ``first_call_s`` is
+tracing, compilation and one run, less if an earlier measurement compiled the same kernels.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from running.timing import jax_ms, timed, torch_ms
+from peers.ops import Call, Implementation, Task
+from timing import jax_ms, timed, torch_ms
 
-from recurrences.inputs import conventions, draw, split
-from recurrences.peers import Implementation, Task
+from recurrences.inputs import converted, draw, split
 
 DECODE_STEPS = 32
+Function = Callable[..., Any]
 
 
 class Jax:
-    """JAX's side: the call is compiled ahead, so that its memory is known."""
+    """JAX's side. Calls are compiled ahead of time, so that their memory is known."""
 
     def __init__(self):
         import jax
@@ -33,20 +33,11 @@ class Jax:
     def arrays(self, implementation: Implementation, task: Task) -> Any:
         jax, jnp = self.jax, self.jax.numpy
         keys = iter(jax.random.split(jax.random.key(0), 16))
-        cast = jax.jit(
-            lambda x: conventions(implementation, x, jnp, task.dtype, jax.lax.convert_element_type)
-        )
-        return split(
-            task,
-            cast(
-                draw(
-                    task,
-                    jnp,
-                    lambda *s: jax.random.normal(next(keys), s),
-                    lambda *s: jax.random.uniform(next(keys), s),
-                )
-            ),
-        )
+        convert = jax.lax.convert_element_type
+        cast = jax.jit(lambda x: converted(implementation, x, jnp, task.dtype, convert))
+        normal, uniform = jax.random.normal, jax.random.uniform
+        drawn = draw(task, jnp, lambda *s: normal(next(keys), s), lambda *s: uniform(next(keys), s))
+        return split(task, cast(drawn))
 
     def from_numpy(self, x: Any) -> Any:
         return self.jax.tree.map(self.jax.numpy.asarray, x)
@@ -54,39 +45,26 @@ class Jax:
     def to_numpy(self, x: Any) -> Any:
         return self.jax.tree.map(lambda a: np.asarray(a).astype(np.float64), x)
 
-    def function(
-        self, implementation: Implementation, task: Task, call: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def function(self, implementation: Implementation, task: Task, call: Call) -> Function:
         def backward(x, do, ds):
             (o, final), pull = self.jax.vjp(call, x)
-            return (o, final), pull(
-                (
-                    do,
-                    None
-                    if final is None
-                    else ds
-                    if implementation.final_cotangent
-                    else self.jax.numpy.zeros_like(ds),
-                )
-            )[0]
+            if not implementation.final_cotangent:
+                ds = self.jax.numpy.zeros_like(ds)
+            return (o, final), pull((do, None if final is None else ds))[0]
 
         return self.jax.jit(backward if task.backward else lambda x, do, ds: (call(x), {}))
 
-    def measure(self, function: Callable[..., Any], inputs: Any) -> dict[str, Any]:
+    def measure(self, function: Function, inputs: Any) -> dict[str, Any]:
         began = time.perf_counter()
         compiled = function.lower(*inputs).compile()
         self.jax.block_until_ready(compiled(*inputs))
         first = time.perf_counter() - began
         ms, planned = jax_ms(compiled, *inputs), compiled.memory_analysis()
         peak = None if planned is None else (planned.temp_size_in_bytes + planned.output_size_in_bytes) / 1e9
-        return {
-            "ms": ms,
-            "peak_gb": peak,
-            "peak_from": "compiler: temporaries and outputs",
-            "first_call_s": first,
-        }
+        source = "compiler: temporaries and outputs"
+        return {"ms": ms, "peak_gb": peak, "peak_from": source, "first_call_s": first}
 
-    def decode(self, implementation: Implementation, task: Task, call: Callable[..., Any]) -> dict[str, Any]:
+    def decode(self, implementation: Implementation, task: Task, call: Call) -> dict[str, Any]:
         """A step of a jitted loop over tokens whose state is donated."""
         jax, jnp = self.jax, self.jax.numpy
         B, _, H, K, V = task.shape
@@ -116,7 +94,7 @@ class Jax:
 
 
 class Torch:
-    """torch's side; one CUDA device or an error."""
+    """torch's side, on one CUDA device."""
 
     def __init__(self):
         import torch
@@ -132,30 +110,20 @@ class Torch:
         torch = self.torch
         generator = torch.Generator("cuda").manual_seed(0)
         of = lambda draws: lambda *shape: draws(shape, generator=generator, device="cuda")
-        return split(
-            task,
-            conventions(
-                implementation,
-                draw(task, torch, of(torch.randn), of(torch.rand)),
-                torch,
-                task.dtype,
-                self._cast,
-            ),
-        )
+        drawn = draw(task, torch, of(torch.randn), of(torch.rand))
+        return split(task, converted(implementation, drawn, torch, task.dtype, self._cast))
 
     def from_numpy(self, x: Any) -> Any:
         arrays, do, ds = x
-        there = lambda a: self._cast(self.torch.from_numpy(a.astype(np.float32)).cuda(), a.dtype.name)
-        return {name: there(a) for name, a in arrays.items()}, there(do), there(ds)
+        to_gpu = lambda a: self._cast(self.torch.from_numpy(a.astype(np.float32)).cuda(), a.dtype.name)
+        return {name: to_gpu(a) for name, a in arrays.items()}, to_gpu(do), to_gpu(ds)
 
     def to_numpy(self, x: Any) -> Any:
         (o, final), grads = x
-        back = lambda a: a.detach().double().cpu().numpy()
-        return (back(o), back(final)), {name: back(g) for name, g in grads.items()}
+        to_cpu = lambda a: a.detach().double().cpu().numpy()
+        return (to_cpu(o), to_cpu(final)), {name: to_cpu(g) for name, g in grads.items()}
 
-    def function(
-        self, implementation: Implementation, task: Task, call: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def function(self, implementation: Implementation, task: Task, call: Call) -> Function:
         torch = self.torch
 
         def run(x, do, ds):
@@ -165,13 +133,12 @@ class Torch:
             leaves = {name: a.detach().requires_grad_() for name, a in x.items()}
             o, final = call(leaves)
             results, cotangents = ((o, final), (do, ds)) if implementation.final_cotangent else ((o,), (do,))
-            return (o, final), dict(
-                zip(leaves, torch.autograd.grad(results, list(leaves.values()), cotangents))
-            )
+            grads = torch.autograd.grad(results, list(leaves.values()), cotangents)
+            return (o, final), dict(zip(leaves, grads))
 
         return run
 
-    def measure(self, function: Callable[..., Any], inputs: Any) -> dict[str, Any]:
+    def measure(self, function: Function, inputs: Any) -> dict[str, Any]:
         torch = self.torch
         began = time.perf_counter()
         function(*inputs)
@@ -180,14 +147,10 @@ class Torch:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         function(*inputs)
-        peak = (torch.cuda.max_memory_allocated() - before) / 1e9
-        return {
-            "ms": torch_ms(function, *inputs),
-            "peak_gb": peak,
-            "peak_from": "allocator: peak in a call",
-            "first_call_s": first,
-        }
+        peak, source = (torch.cuda.max_memory_allocated() - before) / 1e9, "allocator: peak in a call"
+        ms = torch_ms(function, *inputs)
+        return {"ms": ms, "peak_gb": peak, "peak_from": source, "first_call_s": first}
 
-    def decode(self, implementation: Implementation, task: Task, call: Callable[..., Any]) -> dict[str, Any]:
-        """A call with one token: there is no loop on the device."""
+    def decode(self, implementation: Implementation, task: Task, call: Call) -> dict[str, Any]:
+        """A call with one token: torch has no loop on the device."""
         return self.measure(self.function(implementation, task, call), self.arrays(implementation, task))
