@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -148,15 +149,14 @@ class MetricWriter:
         """
         if not self._writes:
             return
-        try:
+        with _naming(self._path):
             csv.writer(self._csv).writerows([[row.get(name, "") for name in self._columns] for row in rows])
             self._csv.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
-        for row in rows:
-            for name in self._columns[1:]:
-                if name in row:
-                    self._board.add_scalar(name, row[name], int(row["step"]))
+        with _naming(self._path.with_name("tensorboard")):
+            for row in rows:
+                for name in self._columns[1:]:
+                    if name in row:
+                        self._board.add_scalar(name, row[name], int(row["step"]))
 
     def _earlier_rows(self, last_step: int) -> list[list[str]]:
         """Complete rows up to a step: a killed run may have left a part of a later one."""
@@ -168,6 +168,15 @@ class MetricWriter:
             return [row for row in rows if int(row[0]) <= last_step]
         except (OSError, ValueError, csv.Error) as error:
             raise ValueError(f"{self._path} cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Adds a path to errors of the system, which name no file when a write fails."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _summary_writer(folder: Path, step: int) -> Any:
