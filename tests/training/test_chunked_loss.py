@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import processes
 
 from fla_jax.training import chunked_cross_entropy, cross_entropy
 
