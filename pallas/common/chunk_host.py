@@ -12,7 +12,8 @@ import triton.language as tl
 
 from ...core.context import Context, RecurrenceConfig
 from ..backend.triton import INTERPRET, Launch, triton_call
-from .chunk import UNSAFE_GATE, C, Config, Index
+from .chunk import UNSAFE_GATE, C, Index
+from .chunk_config import Config
 from .cotangent_scale import Cotangents, Scaled, cotangent_scale_kernel
 from .shapes import like, tile
 from .variants import SAFE_GATE_BOUND, BlockLaunch

@@ -35,8 +35,8 @@ from ..common.chunk import (
     tokens_reaching_ht,
     tokens_seeing_h0,
     transposed_mask,
-    with_safe_gate,
 )
+from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors, in_first_half, masked_A
 from ..common.dots import dot, token_sums_f32
 from ..common.state_buffers import aliased_gradients, state_offset, state_pointers

@@ -22,8 +22,8 @@ from ..common.chunk import (
     split_of_program,
     tile_axes,
     token_offsets,
-    with_safe_gate,
 )
+from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors, masked_A
 from ..common.dots import inverse16
 from ..common.token_tiles import load_tokens

@@ -35,8 +35,8 @@ from ..common.chunk import (
     tokens_reaching_ht,
     tokens_seeing_h0,
     transposed_mask,
-    with_safe_gate,
 )
+from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors
 from ..common.dots import dot
 from ..common.state_buffers import state_offset, state_pointers

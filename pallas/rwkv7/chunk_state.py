@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from ...core.context import RWKV7Inputs
-from ..common.chunk import has_unsafe_gate, load_gate, with_safe_gate, with_square_state
+from ..common.chunk import has_unsafe_gate, load_gate
+from ..common.chunk_config import with_safe_gate, with_square_state
 from .chunk_fwd import FwdOut, chunk_fwd
 
 
