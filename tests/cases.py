@@ -20,7 +20,10 @@ import numpy as np
 import oracle
 
 from fla_jax import ops
-from fla_jax.core.context import Context, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs, abstract
+from fla_jax.core.context import Context
+from fla_jax.core.context import shapes_of as abstract
+from fla_jax.core.gpu import current_gpu
+from fla_jax.core.types import RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 
 OPS = ("rwkv6", "rwkv7")
 IMPLEMENTATIONS = ("reference", "xla")  # every implementation that the shared suite runs
@@ -252,6 +255,7 @@ def call_of(case: Case, devices: int = 1) -> Context:
         abstract(arrays),
         RecurrenceConfig(case.scale, case.chunk_size, case.lower_bound),
         "gpu",
+        current_gpu(),
         devices,
     )
 

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..core.sharding import is_explicit, reshard, spec_of
+from ..core.mesh import is_explicit, reshard, spec_of
 from ..layers.state import RWKVState
 from .mesh import ROWS, check_axes, row_parts
 

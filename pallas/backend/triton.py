@@ -18,7 +18,8 @@ from typing import Any
 import jax
 
 from ...core.context import Context
-from ...core.gpu import Fixable, gpu_missing, lowering_target, unfit_inputs
+from ...core.gpu import gpu_missing, lowering_target
+from ...core.implementation import Unsupported, unfit_inputs
 
 OURS = "fla_jax"  # the name by which lowering.py knows our kernels
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,7 +49,7 @@ def _jax_triton():
     return jax_triton, old
 
 
-def supports(ctx: Context) -> str | None:
+def supports(ctx: Context) -> Unsupported | None:
     """None where Triton kernels can serve ``call``, else the reason."""
     return why_not(ctx.platform) or unfit_inputs(ctx)
 
@@ -58,7 +59,7 @@ def preferred(ctx: Context) -> bool:
     return not INTERPRET
 
 
-def why_not(platform: str) -> str | None:
+def why_not(platform: str) -> Unsupported | None:
     """None where Triton kernels can be called on ``platform`` (``"gpu"``, ``"cpu"``, ...), else the
     reason.
     """
@@ -66,11 +67,11 @@ def why_not(platform: str) -> str | None:
         return None
     reason = gpu_missing(platform)
     if reason is not None:
-        return reason
+        return Unsupported(reason)
     try:
         _jax_triton()
     except Exception as error:  # whatever it raises at import where CUDA is missing or versions do not fit
-        return Fixable(f"jax-triton cannot be imported ({type(error).__name__}: {error})")
+        return Unsupported(f"jax-triton cannot be imported ({type(error).__name__}: {error})", fixable=True)
     return None
 
 

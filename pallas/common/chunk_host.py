@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import triton.language as tl
 
-from ...core.context import Context, RecurrenceConfig
+from ...core.context import Context
 from ...core.gpu import current_gpu
+from ...core.types import RecurrenceConfig
 from ..backend.triton import INTERPRET, launch
 from .chunk import UNSAFE_GATE, C, Config
 from .cotangent_scale import cotangent_scale_kernel
@@ -83,24 +84,24 @@ class ChunkPlan(NamedTuple):
         return store_dtype(self.config.operand == tl.bfloat16)
 
 
-def num_splits_of(ctx: Context[RecurrenceConfig], passes: int = 1) -> int:
+def num_splits_of(ctx: Context[Any, RecurrenceConfig], passes: int = 1) -> int:
     """Into how many stretches to cut each whole row: 1 where rows and heads alone keep the GPU busy, and as
     many on each of the devices that share rows. So many ``walks`` of each stretch run at once.
 
     Packed sequences are not cut: there are usually many.
     """
-    B, T, H, K = ctx.inputs.r.shape
-    T //= ctx.cp_size
-    programs = max(1, B * H * ctx.cp_size // ctx.devices)
-    if ctx.inputs.cu_seqlens is not None or programs > MAX_SPLIT_PROGRAMS.get(max(64, tile(K)), 0):
-        return ctx.cp_size
+    B, T, H, K = ctx.shapes.r.shape
+    T //= ctx.cp.size
+    programs = max(1, B * H * ctx.cp.size // ctx.num_devices)
+    if ctx.shapes.cu_seqlens is not None or programs > MAX_SPLIT_PROGRAMS.get(max(64, tile(K)), 0):
+        return ctx.cp.size
     wanted = min(-(-FULL_GPU // (passes * programs)), T // MIN_SPLIT_LEN)
-    return ctx.cp_size * -(-T // _split_len(T, max(1, wanted)))
+    return ctx.cp.size * -(-T // _split_len(T, max(1, wanted)))
 
 
-def local_num_splits(ctx: Context[RecurrenceConfig], passes: int = 1) -> int:
+def local_num_splits(ctx: Context[Any, RecurrenceConfig], passes: int = 1) -> int:
     """How many of `num_splits_of` the tokens are that an implementation sees."""
-    return num_splits_of(ctx, passes) // (1 if ctx.sequence is None else ctx.cp_size)
+    return num_splits_of(ctx, passes) // (1 if ctx.cp.axis is None else ctx.cp.size)
 
 
 def _split_len(T: int, num_splits: int) -> int:
@@ -168,7 +169,7 @@ def store_dtype(bf16_dots: bool) -> Any:
 def make_plan(
     launch_pass: str,
     table: LaunchTable,
-    ctx: Context[RecurrenceConfig],
+    ctx: Context[Any, RecurrenceConfig],
     x: Any,
     num_splits: int = 1,
     precomputed_A: bool = False,

@@ -56,7 +56,7 @@ class StateBuffers:
     def axes(self) -> dict[str, str]:
         """Names and axes of the arrays, as an op's ``kept_axes`` wants them."""
         if not self.num_buffers:
-            return {"states": "b kept h v k"}
+            return {"states": "b state h v k"}
         return {f"states{i}": "b t h k" for i in range(self.num_buffers)}
 
     @property

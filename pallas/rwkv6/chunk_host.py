@@ -7,8 +7,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Outputs, RecurrenceConfig, RWKV6Inputs
+from ...core.context import Context
 from ...core.context_parallel import shard_of
+from ...core.implementation import Residuals
+from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ..backend.triton import launch
 from ..common.chunk_host import (
     ChunkPlan,
@@ -63,10 +65,10 @@ def _state_buffers(x: RWKV6Inputs) -> StateBuffers:
     return state_buffers(x, ("r", "k", "v", "w"), most)
 
 
-def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
+def residual_axes(ctx: Context[RWKV6Inputs, RecurrenceConfig]) -> dict[str, str]:
     """What the forward keeps, and its axes."""
-    axes = _state_buffers(ctx.inputs).axes
-    return axes | {"M": "b stretch h k", "reads": "b t h k"} if num_splits_of(ctx) > 1 else axes
+    axes = _state_buffers(ctx.shapes).axes
+    return axes | {"M": "b split h k", "reads": "b t h k"} if num_splits_of(ctx) > 1 else axes
 
 
 def _tokens(x: RWKV6Inputs) -> dict[str, jax.Array]:
@@ -93,13 +95,13 @@ def _chunk_state(plan: ChunkPlan, x: RWKV6Inputs) -> dict[str, jax.Array]:
     )
 
 
-def fwd(ctx: Context[RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+def fwd(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, Residuals]:
     """Outputs and what the backward reads."""
     (B, _, H, K), V, num_splits = x.r.shape, x.v.shape[-1], local_num_splits(ctx)
-    shard, final = shard_of(ctx, x.segment_ids), None
+    shard, final = shard_of(ctx.cp, x.segment_ids), None
     buffers, h0 = _state_buffers(x), x.initial_state
     plan = make_plan("fwd", LAUNCH, ctx, x, num_splits)
-    residuals: dict[str, jax.Array] = {}
+    residuals: Residuals = {}
     if num_splits_of(ctx) > 1:
         chunk_state = _chunk_state(make_plan("chunk_state", LAUNCH, ctx, x, num_splits), x)
         h0, final = split_h0(chunk_state["transition_"], chunk_state["update_"], h0, num_splits, shard)
@@ -110,13 +112,13 @@ def fwd(ctx: Context[RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, dict[s
     made = launch(
         rwkv6_fwd_kernel,
         _tokens(x) | dict(h0_=h0) | plan.ranges,
-        dict(o_=like(x.v), ht_=like(h0, jnp.float32)) | buffers.shapes(x.r, V, plan, ctx.keep),
-        SAVE_RESIDUALS=ctx.keep,
+        dict(o_=like(x.v), ht_=like(h0, jnp.float32)) | buffers.shapes(x.r, V, plan, ctx.save_residuals),
+        SAVE_RESIDUALS=ctx.save_residuals,
         NUM_BUFFERS=buffers.num_buffers,
         **plan.options,
     )
     outputs = Outputs(made["o_"], made["ht_"] if final is None else final)
-    return outputs, residuals | buffers.residuals(made) if ctx.keep else {}
+    return outputs, residuals | buffers.residuals(made) if ctx.save_residuals else {}
 
 
 def _is_key_major(plan: ChunkPlan, x: RWKV6Inputs, do: jax.Array) -> bool:
@@ -131,14 +133,17 @@ def _is_key_major(plan: ChunkPlan, x: RWKV6Inputs, do: jax.Array) -> bool:
 
 
 def bwd(
-    ctx: Context[RecurrenceConfig], x: RWKV6Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
+    ctx: Context[RWKV6Inputs, RecurrenceConfig],
+    x: RWKV6Inputs,
+    residuals: Residuals,
+    cotangents: Outputs,
 ) -> RWKV6Inputs:
     """Gradients of all inputs, that of u per row."""
     do, dht = cotangents
     (B, _, H, K), V, num_splits = x.r.shape, x.v.shape[-1], local_num_splits(ctx)
     buffers = _state_buffers(x)
     plan = make_plan("bwd", LAUNCH, ctx, x, num_splits)
-    shard = shard_of(ctx, x.segment_ids)
+    shard = shard_of(ctx.cp, x.segment_ids)
     if num_splits_of(ctx) > 1:
         dht = split_dht(plan, residuals["M"].reshape(-1, H, K), residuals["reads"], do, dht, shard)
     plan = with_cotangent_scale(plan, x, do, dht)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import triton.language as tl
 
-from ...core.context import Context, RecurrenceConfig, RWKV7Inputs
+from ...core.context import Context
+from ...core.types import RecurrenceConfig, RWKV7Inputs
 from ..backend.triton import launch
 from ..common.chunk_host import CHUNK, ChunkPlan, launch_options, make_plan, with_cotangent_scale
 from ..common.shapes import like, tile
@@ -57,7 +58,7 @@ def launch_bwd_grads(
 
 
 def bwd_grads_from_scans(
-    ctx: Context[RecurrenceConfig],
+    ctx: Context[RWKV7Inputs, RecurrenceConfig],
     x: RWKV7Inputs,
     do: jax.Array,
     v_new: jax.Array,

@@ -7,8 +7,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Outputs, RecurrenceConfig, RWKV7Inputs
+from ...core.context import Context
 from ...core.context_parallel import shard_of
+from ...core.implementation import Residuals
+from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ..backend.triton import launch
 from ..common.chunk_host import (
     CHUNK,
@@ -53,7 +55,9 @@ def _chunks_per_state(x: RWKV7Inputs) -> int:
     return 2 if _has_split_bwd(x) and has_bf16_dots(x) else 1
 
 
-def _precompute_A(ctx: Context[RecurrenceConfig], x: RWKV7Inputs, num_splits: int) -> jax.Array | None:
+def _precompute_A(
+    ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs, num_splits: int
+) -> jax.Array | None:
     """What chunk_A.py makes of all chunks beforehand, [rows, chunks, H, 4 * 16, 16]."""
     if not _has_precomputed_A(x):
         return None
@@ -84,13 +88,13 @@ def _dstate_buffers(x: RWKV7Inputs) -> StateBuffers:
     return state_buffers(x, ("r", "k", "a", "b"), tile(x.v.shape[-1]), _chunks_per_state(x), "dstates")
 
 
-def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
+def residual_axes(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> dict[str, str]:
     """What the forward keeps, and its axes."""
-    axes = _state_buffers(ctx.inputs).axes | {"scores": "b chunk h x y"}
-    if _has_split_bwd(ctx.inputs):
+    axes = _state_buffers(ctx.shapes).axes | {"scores": "b chunk h x y"}
+    if _has_split_bwd(ctx.shapes):
         axes["U"] = "b t h v"
     if num_splits_of(ctx) > 1:
-        axes |= {"M": "b stretch h k j", "reads": "b t h k"}
+        axes |= {"M": "b split h k j", "reads": "b t h k"}
     return axes
 
 
@@ -122,14 +126,14 @@ def _chunk_state(
     )
 
 
-def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
     """Outputs and what the backward reads."""
     (B, _, H, K), V = x.r.shape, x.v.shape[-1]
     # the transfer kernel's two walks are all there are; in float32 large heads leave no registers for that
-    is_single_pass = not ctx.keep and (has_bf16_dots(x) or K <= 64)
+    is_single_pass = not ctx.save_residuals and (has_bf16_dots(x) or K <= 64)
     passes = 2 if is_single_pass else 1
     num_splits = local_num_splits(ctx, passes)
-    shard, final = shard_of(ctx, x.segment_ids), None
+    shard, final = shard_of(ctx.cp, x.segment_ids), None
     h0, residuals, A = x.initial_state, {}, _precompute_A(ctx, x, num_splits)
     if num_splits_of(ctx, passes) > 1:
         transfer = make_plan("chunk_state", LAUNCH, ctx, x, num_splits, _has_precomputed_A(x))
@@ -144,20 +148,22 @@ def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[s
             "M": chunk_state["transition_"].reshape(B, num_splits, H, K, K),
             "reads": chunk_state["q_entry_"],
         }
-    buffers, save_v_new = _state_buffers(x), ctx.keep and _has_split_bwd(x)
+    buffers, save_v_new = _state_buffers(x), ctx.save_residuals and _has_split_bwd(x)
     plan = make_plan("fwd", LAUNCH, ctx, x, num_splits, _has_precomputed_A(x))
     out = dict(
         o_=like(x.v),
         ht_=like(h0),
-        **buffers.shapes(x.r, V, plan, ctx.keep),
-        made_=result(ctx.keep and A is None, (*plan.chunks, H, NUM_A_TILES.value * CHUNK, CHUNK), plan.store),
+        **buffers.shapes(x.r, V, plan, ctx.save_residuals),
+        made_=result(
+            ctx.save_residuals and A is None, (*plan.chunks, H, NUM_A_TILES.value * CHUNK, CHUNK), plan.store
+        ),
         v_new_=result(save_v_new, x.v.shape, plan.store),
     )
     made = launch(
         rwkv7_fwd_kernel,
         token_arguments(x) | dict(A_=given(A, unused()), h0_=h0) | plan.ranges,
         out,
-        SAVE_RESIDUALS=ctx.keep,
+        SAVE_RESIDUALS=ctx.save_residuals,
         NUM_BUFFERS=buffers.num_buffers,
         CHUNKS_PER_STATE=buffers.chunks_per_state,
         SAVE_V_NEW=save_v_new,
@@ -165,8 +171,10 @@ def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[s
     )
     final = made["ht_"] if final is None else final
     outputs = Outputs(made["o_"], final)
-    residuals |= buffers.residuals(made) | {"scores": given(A, made["made_"]), "U": made["v_new_"]}
-    return outputs, residuals if ctx.keep else {}
+    residuals |= buffers.residuals(made) | {"scores": given(A, made["made_"])}
+    if save_v_new:
+        residuals["U"] = made["v_new_"]
+    return outputs, residuals if ctx.save_residuals else {}
 
 
 def _is_key_major(plan: ChunkPlan, x: RWKV7Inputs, do: jax.Array) -> bool:
@@ -179,7 +187,7 @@ def _is_key_major(plan: ChunkPlan, x: RWKV7Inputs, do: jax.Array) -> bool:
 
 
 def _bwd_fused(
-    plan: ChunkPlan, x: RWKV7Inputs, residuals: dict[str, jax.Array], do: jax.Array, dht: jax.Array
+    plan: ChunkPlan, x: RWKV7Inputs, residuals: Residuals, do: jax.Array, dht: jax.Array
 ) -> RWKV7Inputs:
     """All gradients in one kernel."""
     buffers = _state_buffers(x)
@@ -219,7 +227,7 @@ def _is_pair_tile(plan: ChunkPlan, x: RWKV7Inputs, do: jax.Array) -> bool:
 
 
 def _bwd_split(
-    plan: ChunkPlan, x: RWKV7Inputs, residuals: dict[str, jax.Array], do: jax.Array, dht: jax.Array
+    plan: ChunkPlan, x: RWKV7Inputs, residuals: Residuals, do: jax.Array, dht: jax.Array
 ) -> RWKV7Inputs:
     """The carry kernel, then the gradients kernel."""
     V, dstates = x.v.shape[-1], _dstate_buffers(x)
@@ -246,14 +254,17 @@ def _bwd_split(
 
 
 def bwd(
-    ctx: Context[RecurrenceConfig], x: RWKV7Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
+    ctx: Context[RWKV7Inputs, RecurrenceConfig],
+    x: RWKV7Inputs,
+    residuals: Residuals,
+    cotangents: Outputs,
 ) -> RWKV7Inputs:
     """Gradients of all inputs."""
     do, dht = cotangents
     (H, K), V, num_splits = x.r.shape[2:], x.v.shape[-1], local_num_splits(ctx)
     two = _has_split_bwd(x)
     plan = make_plan("bwd_dh" if two else "bwd", LAUNCH, ctx, x, num_splits, _has_precomputed_A(x))
-    shard = shard_of(ctx, x.segment_ids)
+    shard = shard_of(ctx.cp, x.segment_ids)
     if num_splits_of(ctx) > 1:
         dht = split_dht(plan, residuals["M"].reshape(-1, H, K, K), residuals["reads"], do, dht, shard)
     plan = with_cotangent_scale(plan, x, do, dht)

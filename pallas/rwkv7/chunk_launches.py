@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from ...core.context import RWKV7Inputs
+from ...core.types import RWKV7Inputs
 from ..common.chunk_host import LaunchTable
 
 # (value block, warps, pipeline stages) by pass and padded K, measured on an H200

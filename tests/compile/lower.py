@@ -248,7 +248,8 @@ def programs(op: str):
 
 if __name__ == "__main__":
     with lowering_for(CAPABILITY):
-        reason = why_not("gpu")
+        refused = why_not("gpu")
+    reason = refused and refused.reason
     # jax-triton 0.4 imports without
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         reason = "neither jax-cuda12-plugin nor jax-cuda13-plugin is installed"

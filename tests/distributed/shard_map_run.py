@@ -15,7 +15,7 @@ from cases import OPS, Case, build, call
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fla_jax.core.sharding import varying_axes
+from fla_jax.core.mesh import varying_axes
 from fla_jax.layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward
 from fla_jax.ops.layer import norm_shift_mix
 

@@ -125,7 +125,7 @@ def test_vectors_are_summed_over_rows_together():
     "bad, reason",
     [
         (dict(M=7), "it takes 1 to 6 mixes, got 7"),
-        (dict(B=0), "there are no rows"),
+        (dict(B=0), "the batch is empty"),
         (dict(dtype="float64"), "float64"),
         (dict(C=16400, T=1, B=1, M=1), "it takes up to 16384 channels, got C = 16400"),
     ],

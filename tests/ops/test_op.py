@@ -14,6 +14,7 @@ import pytest
 import toy_op as toy
 
 import fla_jax
+from fla_jax.core.implementation import Unsupported
 from fla_jax.ops import Implementation, Op
 
 X = jax.random.normal(jax.random.key(0), (3, 4, 5))
@@ -70,15 +71,13 @@ def test_results_that_nothing_depends_on(opaque, used):
         dy = cotangents.y if cotangents.total is None else cotangents.y.at[:, -1].add(cotangents.total)
         return toy.bwd(call, x, kept, toy.Outputs(dy))
 
-    module = types.SimpleNamespace(
-        fwd=fwd, bwd=bwd, residual_axes=toy.residual_axes, unused_cotangents=("total",)
-    )
+    module = types.SimpleNamespace(fwd=fwd, bwd=bwd, residual_axes=toy.residual_axes)
     op = Op(
         "two_sums",
         toy.Inputs,
         Both,
         toy.OP.axes | {"total": "b c"},
-        [Implementation("one", lambda: module, opaque=opaque)],
+        [Implementation("one", lambda: module, opaque=opaque, unused_cotangents=("total",))],
     )
 
     def weighed(made):
@@ -140,7 +139,9 @@ def test_choice():
     ):
         call("fast")
     refused = Implementation(
-        "refused", lambda: 1 / 0, supports=lambda call: f"no {call.inputs.x.shape} on {call.platform}"
+        "refused",
+        lambda: 1 / 0,
+        supports=lambda ctx: Unsupported(f"no {ctx.shapes.x.shape} on {ctx.platform}"),
     )
     toy.OP.implementations.insert(0, refused)
     try:
@@ -159,9 +160,11 @@ def test_an_implementation_from_outside_serves_a_recurrence():
     from fla_jax.ops.rwkv7 import api, reference
 
     class Doubled:
+        residual_axes = staticmethod(reference.RULE.residual_axes)
+
         @staticmethod
         def fwd(call, x):
-            outputs, kept = reference.fwd(call, x)
+            outputs, kept = reference.RULE.fwd(call, x)
             return outputs._replace(o=2 * outputs.o), kept
 
     api.CHUNK.implementations.insert(0, Implementation("doubled", lambda: Doubled))
