@@ -23,7 +23,7 @@ from fla_jax.core.gpu import lowering_for
 from fla_jax.core.names import remat_policy
 from fla_jax.generation import Sampling
 from fla_jax.generation.sampling import TokenCounts, sample
-from fla_jax.pallas.backend.triton import _jax_triton, why_not
+from fla_jax.pallas.backend.triton import why_not
 
 H, D, T = 64, 16, 2048  # small heads: they compile fast
 CAPABILITY = 90
@@ -178,7 +178,7 @@ def kept() -> dict[str, object]:
     that was not compiled before is missed there. And the GPUs that kernels are compiled for by machines that
     share what they keep.
     """
-    from jax_triton import triton_lib
+    from fla_jax.pallas.backend import lowering
 
     named = ("call_target_name", "backend_config", "output_operand_aliases")
 
@@ -189,18 +189,17 @@ def kept() -> dict[str, object]:
 
     targets = []
     for capability in (80, 90):
-        triton_lib._COMPILED_KERNEL_CACHE.clear()
         jax.clear_caches()
-        triton_lib.triton_kernel_call_lib.get_compute_capability = lambda device, c=capability: c
         rules, none = Sampling().arrays(300), TokenCounts.none(1, 300)
         keys = jax.random.split(jax.random.key(0), 1)
-        traced = jax.jit(sample, static_argnums=4).trace(rules, jnp.zeros((1, 300)), none, keys, "triton")
-        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+        with lowering_for(capability):
+            traced = jax.jit(sample, static_argnums=4).trace(rules, jnp.zeros((1, 300)), none, keys, "triton")
+            module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
         texts = [description(call) for call in calls_in(module.operation)]
         targets.append(sorted({re.search(rb"\.target (\w+)", text)[1].decode() for text in texts}))
     first = calls(16)
-    triton_lib._COMPILED_KERNEL_CACHE.clear()
-    triton_lib.compile_ttir_inplace = None
+    lowering.compiled_in_this_process.clear()
+    lowering.make_backend = None
     again = calls(16) == first
     try:
         calls(24)
@@ -250,7 +249,6 @@ if __name__ == "__main__":
     with lowering_for(CAPABILITY):
         refused = why_not("gpu")
     reason = refused and refused.reason
-    # jax-triton 0.4 imports without
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         reason = "neither jax-cuda12-plugin nor jax-cuda13-plugin is installed"
     report = (
@@ -259,7 +257,6 @@ if __name__ == "__main__":
         else {op: {name: kernels(f, *args) for name, f, args in programs(op)} for op in OPS}
     )
     if not reason:
-        report["old"] = _jax_triton()[1]
         report["taken over"] = {
             op: [taken_over(op, 64, 32), taken_over(op, 32, 32), taken_over(op, 32, 33)] for op in OPS
         }

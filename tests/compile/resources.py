@@ -6,8 +6,8 @@ generation, without a GPU: by the chunked forms, and by the recurrent one.
     python tests/compile/resources.py --ci --record        the same, and writes its spills into spills.json
     python tests/compile/resources.py --targets 86 --heads 128 --dtypes bfloat16
 
-What is compiled is what the rules launch: they are traced with abstract inputs while jax-triton's call is
-replaced by a recorder, so that kernels, types, constants and launch options cannot drift from the code.
+What is compiled is what the ops launch: they are traced with abstract inputs, and the Triton calls read from
+the traced program, so that kernels, types, constants and launch options cannot drift from the code.
 Triton brings ptxas and cuobjdump along. On a GPU jaxlib assembles the same PTX with a ptxas of its own;
 those of CUDA 12.8 to 13.5 make nearly the same of it. Triton's interpreter must be off in this process.
 """
@@ -26,9 +26,9 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 # compute capability: shared memory that one block can have, in bytes (CUDA C++ Programming Guide, technical
@@ -41,7 +41,6 @@ HEADS, DTYPES, DECAYS, LAYOUTS = (
     ("any", "bounded"),
     ("rows", "uneven", "segments", "packed"),
 )
-POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
 # Bytes that a thread may spill, by Triton version and launch; launches that are not in it spill none.
 STATED = pathlib.Path(__file__).parent / "spills.json"
 
@@ -67,10 +66,9 @@ class Launch:
     call: Call
     module: str
     kernel: str
-    signature: tuple[tuple[str, str], ...]
-    constexprs: tuple[tuple[str, Any], ...]
-    num_warps: int
-    num_stages: int
+    signature: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[str, Any], ...]
+    options: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,52 +96,43 @@ class Usage:
         )
 
 
-class _Recorder:
-    """Stands in for jax-triton."""
+def recorded(call: Call, run: Any, *inputs: Any) -> list[Launch]:
+    """The Triton calls in the program of ``run``, in its order."""
+    import jax
 
-    def __init__(self, call: Call):
-        self.call, self.launches = call, []
+    from fla_jax.core.gpu import lowering_for
 
-    def triton_call(
-        self,
-        *inputs,
-        kernel,
-        grid,
-        num_warps,
-        num_stages,
-        name,
-        compute_capability,
-        out_shape,
-        input_output_aliases=None,
-        custom_call_target_name=None,
-        **constexprs,
-    ):
-        import jax
-        import jax.numpy as jnp
+    with lowering_for(call.target):
+        traced = jax.make_jaxpr(run)(*inputs)
+    return [_launch(call, equation) for equation in _equations(traced.jaxpr)]
 
-        assert compute_capability == self.call.target, compute_capability
-        types = {}
-        constants = dict(constexprs)
-        for argument, x in zip(kernel.arg_names, (*inputs, *jax.tree.leaves(out_shape))):
-            if isinstance(x, int):  # jax-triton makes a constant of 1, and nothing of other numbers
-                types[argument] = "constexpr" if x == 1 else "i32" if abs(x) < 2**31 else "i64"
-                constants |= {argument: 1} if x == 1 else {}
-            else:
-                types[argument] = POINTERS[jnp.dtype(x.dtype).name]
-        types |= {argument: "constexpr" for argument in constexprs}
-        signature = tuple((argument, types[argument]) for argument in kernel.arg_names)
-        self.launches.append(
-            Launch(
-                self.call,
-                kernel.fn.__module__,
-                kernel.__name__,
-                signature,
-                tuple(constants.items()),
-                num_warps,
-                num_stages,
-            )
-        )
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), out_shape)
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    import jax
+
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "fla_jax_triton_call":
+            yield equation
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+def _launch(call: Call, equation: Any) -> Launch:
+    from fla_jax.pallas.backend.lowering import pointer_type
+
+    made = equation.params["call"]
+    assert made.capability == call.target, made.capability
+    pointers = [[pointer_type(x.aval) for x in side] for side in (equation.invars, equation.outvars)]
+    return Launch(
+        call,
+        made.kernel.fn.__module__,
+        made.kernel.__name__,
+        tuple(made.parameters(*pointers).items()),
+        made.constants,
+        made.launch,
+    )
 
 
 def record(call: Call) -> list[Launch]:
@@ -164,7 +153,6 @@ def _trace(call: Call, B: int, T: int, H: int, gradient: bool = True) -> list[La
     import jax.numpy as jnp
 
     from fla_jax import ops
-    from fla_jax.core.gpu import lowering_for
     from fla_jax.pallas.backend import triton as run_triton
 
     assert not run_triton.INTERPRET, (
@@ -194,45 +182,28 @@ def _trace(call: Call, B: int, T: int, H: int, gradient: bool = True) -> list[La
         out, pull = jax.vjp(forward, inputs, state)
         return pull(out)
 
-    recorder, original = _Recorder(call), run_triton._jax_triton
-    run_triton._jax_triton = lambda: (recorder, True)
-    try:
-        with lowering_for(call.target):
-            jax.eval_shape(jax.jit(run), inputs, state, layout)
-    finally:
-        run_triton._jax_triton = original
-        jax.clear_caches()  # what was traced holds the recorder's zeros
-    return recorder.launches
+    return recorded(call, run, inputs, state, layout)
 
 
 def compile_launch(launch: Launch) -> Usage:
     """Compiles to PTX and a cubin with Triton's own ptxas, and reads what it takes."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+
+    from fla_jax.core.gpu import GPUS
+    from fla_jax.pallas.backend.lowering import triton_source
 
     start = time.perf_counter()
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
-    # all arrays begin at multiples of 16 bytes: what jax-triton promises
-    attrs = {
-        (i,): [["tt.divisibility", 16]]
-        for i, (_, kind) in enumerate(launch.signature)
-        if kind.startswith("*")
-    }
-    source = ASTSource(
-        fn=kernel, signature=dict(launch.signature), constexprs=dict(launch.constexprs), attrs=attrs
-    )
-    from fla_jax.core.gpu import GPUS
-
-    # As jax-triton and jaxlib compile: without the option --regAllocOptLevel=2 that Triton gives its own
+    source, _ = triton_source(kernel, dict(launch.signature), dict(launch.constants))
+    # As jaxlib compiles: without the option --regAllocOptLevel=2 that Triton gives its own
     # ptxas from 3.7 on, by which these kernels spill up to 150 bytes more. The last one counts; 4 is ptxas'
     # own choice.
     options = dict(
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        enable_fp_fusion=True,
+        num_warps=launch.options.num_warps,
+        num_stages=launch.options.num_stages,
         ptx_options="--regAllocOptLevel=4",
-        maxnreg=dict(launch.constexprs).get("MAX_REGISTERS") or None,
+        maxnreg=launch.options.max_registers or None,
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", launch.call.target, 32), options=options)
     assert f".target sm_{launch.call.target}" in compiled.asm["ptx"]
@@ -240,8 +211,8 @@ def compile_launch(launch: Launch) -> Usage:
     return Usage(
         launch.kernel,
         launch.call,
-        launch.num_warps,
-        launch.num_stages,
+        launch.options.num_warps,
+        launch.options.num_stages,
         used["REG"],
         max(used["STACK"], used["LOCAL"]),
         compiled.metadata.shared,
@@ -298,7 +269,6 @@ def measure(wanted: list[Call], workers: int) -> list[Usage]:
         for launch in record(call):
             any_call = dataclasses.replace(call, op="", decay="", layout="", few=True)
             launches.setdefault(dataclasses.replace(launch, call=any_call), launch)
-    assert "jax_triton" not in sys.modules
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(compile_launch, launches.values()))
 

@@ -29,9 +29,7 @@ from fla_jax.generation.decode_weights import prepare_decode_weights  # noqa: E4
 from fla_jax.generation.sampling import Sampling, TokenCounts, sample  # noqa: E402
 from fla_jax.generation.steps import FastStep  # noqa: E402
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM  # noqa: E402
-from fla_jax.pallas.backend import triton  # noqa: E402
 
-resources.POINTERS.update(int8="*i8", bool="*i1")
 MODELS = {6: (RWKV6Config, RWKV6ForCausalLM), 7: (RWKV7Config, RWKV7ForCausalLM)}
 
 
@@ -77,18 +75,14 @@ def record(case: Case) -> list[resources.Launch]:
     state = jax.eval_shape(lambda: model.init_state(case.batch))
     state = state.replace(wkv=jax.ShapeDtypeStruct(state.wkv.shape, case.state))
     about = resources.Call(f"rwkv{case.version} {case.batch}", case.target, case.width, case.dtype)
-    recorder, original = resources._Recorder(about), triton._jax_triton
-    triton._jax_triton = lambda: (recorder, True)
-    try:
+    active = jax.ShapeDtypeStruct((case.batch,), bool)
+    step = FastStep(model, "triton")
+    launches = resources.recorded(about, step, weights, tokens, state, active)
+    if case.version == 7:
         with lowering_for(case.target):
-            active = jax.ShapeDtypeStruct((case.batch,), bool)
-            logits, _ = jax.eval_shape(FastStep(model, "triton"), weights, tokens, state, active)
-            if case.version == 7:
-                jax.eval_shape(functools.partial(choose, case.batch), logits)
-    finally:
-        triton._jax_triton = original
-        jax.clear_caches()  # what was traced holds the recorder's zeros
-    return recorder.launches
+            logits, _ = jax.eval_shape(step, weights, tokens, state, active)
+        launches += resources.recorded(about, functools.partial(choose, case.batch), logits)
+    return launches
 
 
 def main() -> None:

@@ -46,21 +46,12 @@ def abstract(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
 
 def record(case: Case, target: int) -> list[resources.Launch]:
     """What forward and backward launch."""
-    recorder, original = (
-        resources._Recorder(resources.Call(case.op, target, case.N, case.dtype)),
-        triton._jax_triton,
-    )
-    triton._jax_triton = lambda: (recorder, True)
-    try:
-        with lowering_for(target):
-            jax.eval_shape(jax.jit(gradient(case)), abstract(case))
-            if case.op == "rwkv7_keys":  # in a loop over layers that nothing differentiates
-                traced = dataclasses.replace(case, residual="traced True")
-                jax.eval_shape(jax.jit(lambda arrays: call(traced, arrays, "triton")), abstract(case))
-    finally:
-        triton._jax_triton = original
-        jax.clear_caches()  # what was traced holds the recorder's zeros
-    return recorder.launches
+    about = resources.Call(case.op, target, case.N, case.dtype)
+    launches = resources.recorded(about, gradient(case), abstract(case))
+    if case.op == "rwkv7_keys":  # in a loop over layers that nothing differentiates
+        traced = dataclasses.replace(case, residual="traced True")
+        launches += resources.recorded(about, lambda arrays: call(traced, arrays, "triton"), abstract(case))
+    return launches
 
 
 def lowered(case: Case) -> int | None:

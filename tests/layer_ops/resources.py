@@ -14,11 +14,9 @@ import multiprocessing
 
 import jax
 import jax.numpy as jnp
-from compile.resources import TARGETS, Call, Launch, Usage, _Recorder, compile_launch
+from compile.resources import TARGETS, Call, Launch, Usage, compile_launch, recorded
 
-from fla_jax.core.gpu import lowering_for
 from fla_jax.ops.layer import norm_shift_mix
-from fla_jax.pallas.backend import triton as run_triton
 
 # what layers call: mixes, with a sum and a norm, with moves, with the normalised tokens as a result
 KINDS = {
@@ -51,15 +49,8 @@ def record(kind: str, C: int, dtype: str, target: int) -> list[Launch]:
         made, pull = jax.vjp(f, floats)
         return pull(made)
 
-    recorder, original = _Recorder(Call(kind, target, C, dtype)), run_triton._jax_triton
-    run_triton._jax_triton = lambda: (recorder, True)
-    try:
-        with lowering_for(target):
-            jax.eval_shape(both, floats, array(8, 2048, dtype=jnp.int32))
-    finally:
-        run_triton._jax_triton = original
-        jax.clear_caches()  # what was traced holds the recorder's zeros
-    return recorder.launches
+    call = Call(kind, target, C, dtype)
+    return recorded(call, both, floats, array(8, 2048, dtype=jnp.int32))
 
 
 def measure(wanted: list[tuple[str, int, str, int]], workers: int) -> list[Usage]:
