@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import jax
 
 from ...core.context import Context
-from ...core.gpu import Fixable, current_gpu, gpu_missing, unfit_inputs
+from ...core.gpu import current_gpu, gpu_missing
+from ...core.implementation import Unsupported, unfit_inputs
 from .call import Launch, TritonCall
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -150,7 +151,7 @@ def launch(
     return dict(zip(outputs, results, strict=True))
 
 
-def supports(ctx: Context) -> str | None:
+def supports(ctx: Context) -> Unsupported | None:
     """None where Triton kernels can serve the call, else the reason."""
     return why_not(ctx.platform) or unfit_inputs(ctx)
 
@@ -160,15 +161,17 @@ def preferred(ctx: Context) -> bool:
     return not INTERPRET
 
 
-def why_not(platform: str) -> str | None:
+def why_not(platform: str) -> Unsupported | None:
     """None where Triton kernels run on ``platform`` (``"gpu"``, ``"cpu"``, ...), else the reason."""
     if INTERPRET:
         return None
     reason = gpu_missing(platform)
     if reason is not None:
-        return reason
+        return Unsupported(reason)
     try:
         from . import lowering  # noqa: F401
     except Exception as error:  # whatever Triton and jaxlib raise at import where versions do not fit
-        return Fixable(f"Triton kernels cannot be compiled ({type(error).__name__}: {error})")
+        return Unsupported(
+            f"Triton kernels cannot be compiled ({type(error).__name__}: {error})", fixable=True
+        )
     return None

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import triton.language as tl
 
-from ...core.context import Context, RecurrenceConfig
+from ...core.context import Context
+from ...core.types import RecurrenceConfig
 from ..backend.triton import INTERPRET, Launch, triton_call
 from .chunk import UNSAFE_GATE, C, Index
 from .chunk_config import Config
@@ -72,22 +73,22 @@ class ChunkPlan:
         return jnp.bfloat16 if self.config.operand == tl.bfloat16 else jnp.float32
 
 
-def num_splits_of(ctx: Context[RecurrenceConfig], passes: int = 1) -> int:
+def num_splits_of(ctx: Context[Any, RecurrenceConfig], passes: int = 1) -> int:
     """Splits of each sequence: 1 if sequences and heads alone keep the GPU busy, and equally many on each
     device of a sequence axis. ``passes`` scans of a split run at once. Packed sequences are not split.
     """
-    B, T, H, K = ctx.inputs.r.shape
-    T //= ctx.cp_size
-    programs = max(1, B * H * ctx.cp_size // ctx.devices)
-    if ctx.inputs.cu_seqlens is not None or programs > MAX_SPLIT_PROGRAMS.get(max(64, tile(K)), 0):
-        return ctx.cp_size
+    B, T, H, K = ctx.shapes.r.shape
+    T //= ctx.cp.size
+    programs = max(1, B * H * ctx.cp.size // ctx.num_devices)
+    if ctx.shapes.cu_seqlens is not None or programs > MAX_SPLIT_PROGRAMS.get(max(64, tile(K)), 0):
+        return ctx.cp.size
     wanted = min(-(-FULL_GPU // (passes * programs)), T // MIN_SPLIT_LEN)
-    return ctx.cp_size * -(-T // _split_len(T, max(1, wanted)))
+    return ctx.cp.size * -(-T // _split_len(T, max(1, wanted)))
 
 
-def local_num_splits(ctx: Context[RecurrenceConfig], passes: int = 1) -> int:
+def local_num_splits(ctx: Context[Any, RecurrenceConfig], passes: int = 1) -> int:
     """Splits of the tokens that one device has."""
-    return num_splits_of(ctx, passes) // (1 if ctx.sequence is None else ctx.cp_size)
+    return num_splits_of(ctx, passes) // (1 if ctx.cp.axis is None else ctx.cp.size)
 
 
 def _split_len(T: int, num_splits: int) -> int:
@@ -112,7 +113,7 @@ def segment_bits(segment_ids: jax.Array) -> jax.Array:
 
 
 def plan_pass(
-    ctx: Context[RecurrenceConfig],
+    ctx: Context[Any, RecurrenceConfig],
     x: Any,
     launch: BlockLaunch,
     bf16_dots: bool,
@@ -202,7 +203,7 @@ def with_cotangent_scale(plan: ChunkPlan, x: Any, do: jax.Array, dht: jax.Array)
     return dataclasses.replace(plan, index=plan.index._replace(gates=made.gates))
 
 
-def partial_shapes(NV: int, *arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:
+def partial_shapes(NV: int, *arrays: jax.Array) -> list[Any]:
     """Shapes of gradients with an axis of value blocks in front: float32 if more than one are summed."""
     return [jax.ShapeDtypeStruct((NV, *x.shape), x.dtype if NV == 1 else jnp.float32) for x in arrays]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...core.context import RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 from ...core.gpu import GPU, current_gpu
+from ...core.types import RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 from ..backend.triton import Launch
 from .shapes import tile
 

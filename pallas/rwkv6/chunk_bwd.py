@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.context import RWKV6Inputs
+from ...core.types import RWKV6Inputs
 from ..common.chunk import (
     C,
     chunk_mask,

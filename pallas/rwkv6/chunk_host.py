@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Outputs, RecurrenceConfig, RWKV6Inputs
+from ...core.context import Context
 from ...core.context_parallel import shard_of
+from ...core.implementation import Residuals
+from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ..backend.triton import triton_call
 from ..common.chunk_host import (
     ChunkPlan,
@@ -17,7 +21,7 @@ from ..common.chunk_host import (
     sum_value_blocks,
     with_cotangent_scale,
 )
-from ..common.shapes import like
+from ..common.shapes import like, shaped
 from ..common.state_buffers_host import StateBuffers, state_buffers
 from ..common.state_passing_host import split_dht, split_h0
 from ..common.variants import launch_of, select, variant_key
@@ -26,8 +30,10 @@ from .chunk_fwd import FwdOut, rwkv6_fwd_kernel
 from .chunk_state import StateOut, rwkv6_chunk_state_kernel
 from .variants import LAUNCHES, VARIANTS
 
+Ctx = Context[RWKV6Inputs, RecurrenceConfig]
 
-def _plan(ctx: Context[RecurrenceConfig], x: RWKV6Inputs, name: str, num_splits: int) -> ChunkPlan:
+
+def _plan(ctx: Ctx, x: RWKV6Inputs, name: str, num_splits: int) -> ChunkPlan:
     """The pass ``name`` of the call's variant."""
     key = variant_key(x, ctx.settings)
     variant = select(VARIANTS, key)
@@ -35,28 +41,28 @@ def _plan(ctx: Context[RecurrenceConfig], x: RWKV6Inputs, name: str, num_splits:
     return plan_pass(ctx, x, launch, key.bf16_dots, num_splits, key_major=variant.key_major)
 
 
-def _state_buffers(ctx: Context[RecurrenceConfig], x: RWKV6Inputs) -> StateBuffers:
+def _state_buffers(ctx: Ctx, x: RWKV6Inputs) -> StateBuffers:
     key = variant_key(x, ctx.settings)
     launch = launch_of(LAUNCHES, select(VARIANTS, key), "bwd", key)
     return state_buffers(x, ("r", "k", "v", "w"), launch.block, key.store_dtype)
 
 
-def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
+def residual_axes(ctx: Ctx) -> dict[str, str]:
     """Residuals of the forward, and their axes."""
-    axes = _state_buffers(ctx, ctx.inputs).axes
+    axes = _state_buffers(ctx, ctx.shapes).axes
     if num_splits_of(ctx) == 1:
         return axes
     return axes | {"transition": "b split h k", "q_entry": "b t h k"}
 
 
-def _kernel_inputs(x: RWKV6Inputs, h0: jax.Array | None) -> RWKV6Inputs:
+def _kernel_inputs(x: Any, h0: jax.Array | None) -> RWKV6Inputs:
     """The fields that kernels read: u for each sequence, [B, H, K], and the states at the starts of
     splits."""
     u = jnp.broadcast_to(x.u, (x.r.shape[0], *x.u.shape))
     return x._replace(u=u, initial_state=h0, segment_ids=None, cu_seqlens=None)
 
 
-def _chunk_state(ctx: Context[RecurrenceConfig], x: RWKV6Inputs, num_splits: int) -> StateOut:
+def _chunk_state(ctx: Ctx, x: Any, num_splits: int) -> StateOut:
     """Transitions, updates and entry queries of all splits (`state_passing_host`)."""
     (B, _, H, K), V = x.r.shape, x.v.shape[-1]
     plan = _plan(ctx, x, "chunk_state", num_splits)
@@ -66,8 +72,8 @@ def _chunk_state(ctx: Context[RecurrenceConfig], x: RWKV6Inputs, num_splits: int
         plan.index._replace(gates=None),
         out=StateOut(
             q_entry=like(x.r, plan.store_dtype),
-            transition=jax.ShapeDtypeStruct((B * num_splits, H, K), jnp.float32),
-            update=jax.ShapeDtypeStruct((B * num_splits, H, K, V), jnp.float32),
+            transition=shaped((B * num_splits, H, K), jnp.float32),
+            update=shaped((B * num_splits, H, K, V), jnp.float32),
         ),
         config=plan.config.replaced(unsafe_gate=True),  # exact at any decay, so the gate does not matter
         grid=plan.grid,
@@ -75,12 +81,12 @@ def _chunk_state(ctx: Context[RecurrenceConfig], x: RWKV6Inputs, num_splits: int
     )
 
 
-def fwd(ctx: Context[RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+def fwd(ctx: Ctx, x: RWKV6Inputs) -> tuple[Outputs, Residuals]:
     """Outputs and residuals."""
     (B, _, H, K), V, num_splits = x.r.shape, x.v.shape[-1], local_num_splits(ctx)
-    shard, final = shard_of(ctx, x.segment_ids), None
+    shard, final = shard_of(ctx.cp, x.segment_ids), None
     buffers, h0 = _state_buffers(ctx, x), x.initial_state
-    residuals: dict[str, jax.Array] = {}
+    residuals: Residuals = {}
     if num_splits_of(ctx) > 1:
         split = _chunk_state(ctx, x, num_splits)
         h0, final = split_h0(split.transition, split.update, h0, num_splits, shard)
@@ -96,23 +102,21 @@ def fwd(ctx: Context[RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, dict[s
         out=FwdOut(
             o=like(x.v),
             ht=like(h0, jnp.float32),
-            states=buffers.shapes(x.r, V, plan) if ctx.keep else None,
+            states=buffers.shapes(x.r, V, plan) if ctx.save_residuals else None,
         ),
         config=plan.config.replaced(num_buffers=buffers.num_buffers),
         grid=plan.grid,
         launch=plan.launch,
     )
     outputs = Outputs(out.o, out.ht if final is None else final)
-    return outputs, residuals | buffers.residuals(out.states) if ctx.keep else {}
+    return outputs, residuals | buffers.residuals(out.states) if ctx.save_residuals else {}
 
 
-def bwd(
-    ctx: Context[RecurrenceConfig], x: RWKV6Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
-) -> RWKV6Inputs:
+def bwd(ctx: Ctx, x: RWKV6Inputs, residuals: Residuals, cotangents: Outputs) -> RWKV6Inputs:
     """Gradients of all inputs."""
     do, dht = cotangents
     (B, _, H, K), V, num_splits = x.r.shape, x.v.shape[-1], local_num_splits(ctx)
-    buffers, shard = _state_buffers(ctx, x), shard_of(ctx, x.segment_ids)
+    buffers, shard = _state_buffers(ctx, x), shard_of(ctx.cp, x.segment_ids)
     plan = _plan(ctx, x, "bwd", num_splits)
     if num_splits_of(ctx) > 1:
         transition = residuals["transition"].reshape(-1, H, K)
@@ -121,7 +125,7 @@ def bwd(
     NV = plan.grid[0]
     dr, dk, dw = partial_shapes(NV, x.r, x.k, x.w)
     (dv,) = partial_shapes(1, x.v)
-    du = jax.ShapeDtypeStruct((NV, dht.shape[0], H, K), jnp.float32)  # of each split: no atomics
+    du = shaped((NV, dht.shape[0], H, K), jnp.float32)  # of each split: no atomics
     grads = triton_call(
         rwkv6_bwd_kernel,
         _kernel_inputs(x, None),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.context import RWKV7Inputs
+from ...core.types import RWKV7Inputs
 from ..common.chunk import (
     C,
     batched16_mask,

@@ -4,34 +4,36 @@ the chunked op's backward in two kernels, and for the recurrent op.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, RecurrenceConfig, RWKV7Inputs
+from ...core.context import Context
+from ...core.types import RecurrenceConfig, RWKV7Inputs
 from ..backend.triton import triton_call
 from ..common.chunk_host import CHUNK, ChunkPlan, plan_pass, with_cotangent_scale
 from ..common.shapes import like, tile
 from ..common.state_buffers_host import StateBuffers
 from ..common.variants import BlockLaunch
 from .chunk_bwd_split import GradsSaved, rwkv7_bwd_grads_kernel
+from .chunk_tokens import KeyGrads
 from .variants import GRADS_VALUES, from_scans_launch
 
 
 def bwd_grads(
-    plan: ChunkPlan, x: RWKV7Inputs, saved: GradsSaved, dstates: StateBuffers, launch: BlockLaunch
-) -> RWKV7Inputs:
-    """Gradients of r, w, k, a and b; the other fields are None."""
+    plan: ChunkPlan, x: Any, saved: GradsSaved, dstates: StateBuffers, launch: BlockLaunch
+) -> KeyGrads:
+    """Gradients of r, w, k, a and b."""
     K, V, c = x.r.shape[-1], x.v.shape[-1], plan.config
     BK, chunks = min(launch.block, tile(K)), dstates.chunks_per_state
-    num_blocks, ((number, *others), index) = -(-K // BK), plan.by_chunks(chunks)
+    num_blocks, ((number, H, splits), index) = -(-K // BK), plan.by_chunks(chunks)
     return triton_call(
         rwkv7_bwd_grads_kernel,
         x._replace(initial_state=None, segment_ids=None, cu_seqlens=None),
         saved,
         index,
-        out=RWKV7Inputs(
-            r=like(x.r), w=like(x.w), k=like(x.k), v=None, a=like(x.a), b=like(x.b), initial_state=None
-        ),
+        out=KeyGrads(r=like(x.r), w=like(x.w), k=like(x.k), a=like(x.a), b=like(x.b)),
         config=c.replaced(
             BK=BK,
             BV=tile(V) if chunks > 1 else min(GRADS_VALUES, tile(V)),
@@ -42,15 +44,15 @@ def bwd_grads(
             num_aliased=dstates.num_aliased,
             late_loads=launch.max_registers > 0,
         ),
-        grid=(number * num_blocks, *others),
+        grid=(number * num_blocks, H, splits),
         launch=launch.launch,
         aliases=dstates.aliases("saved.dstates", ("r", "k", "a", "b")),
     )
 
 
 def bwd_grads_from_scans(
-    ctx: Context[RecurrenceConfig], x: RWKV7Inputs, saved: GradsSaved, dht: jax.Array
-) -> RWKV7Inputs:
+    ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs, saved: GradsSaved, dht: jax.Array
+) -> KeyGrads:
     """Gradients of r, w, k, a and b with float32 operands, from the arrays of the recurrent kernels.
 
     Args:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.context import RWKV7Inputs
 from ..common.chunk import (
     C,
     causal_masks,
@@ -39,7 +38,7 @@ from ..common.token_tiles import load_tokens, where_or_zero
 from .chunk_bwd_grads import A_gradients, Masks, TokenTiles, Values, token_gradients
 from .chunk_bwd_split_one import one_chunk_gradients
 from .chunk_bwd_split_pair import safe_gate_pair_gradients
-from .chunk_tokens import chunk_grads, scaled_tokens
+from .chunk_tokens import KeyGrads, chunk_grads, scaled_tokens
 
 
 class GradsSaved(NamedTuple):
@@ -297,7 +296,7 @@ def rwkv7_bwd_grads_kernel(x, saved, index, grads, c: tl.constexpr):
     """Grid (states times ``num_blocks`` blocks of keys, heads, splits), see `chunks_of_program`."""
     gate = load_gate(index, split_of_program(tl.program_id(0) // c.num_blocks, index, c), c)
     dr, dk, da, db = aliased_gradients(saved.dstates, (grads.r, grads.k, grads.a, grads.b), c)
-    grads = RWKV7Inputs(dr, grads.w, dk, None, da, db, None, None, None)
+    grads = KeyGrads(dr, grads.w, dk, da, db)
     if has_unsafe_gate(gate, c):
         block_gradients(x, saved, index, gate, grads, c)
     else:

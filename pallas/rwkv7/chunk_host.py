@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Outputs, RecurrenceConfig, RWKV7Inputs
+from ...core.context import Context
 from ...core.context_parallel import shard_of
+from ...core.implementation import Residuals
+from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ..backend.triton import triton_call
 from ..common.chunk_host import (
     CHUNK,
@@ -20,7 +22,7 @@ from ..common.chunk_host import (
     sum_value_blocks,
     with_cotangent_scale,
 )
-from ..common.shapes import like, tile
+from ..common.shapes import like, shaped, tile
 from ..common.state_buffers_host import StateBuffers, state_buffers
 from ..common.state_passing_host import add_entry_output, split_dht, split_h0
 from ..common.variants import Variant, VariantKey, launch_of, select, variant_key
@@ -32,6 +34,8 @@ from .chunk_fwd import FwdOut, rwkv7_fwd_kernel
 from .chunk_state import StateOut, rwkv7_chunk_state_kernel
 from .variants import A_LAUNCH, LAUNCHES, VARIANTS
 
+Ctx = Context[RWKV7Inputs, RecurrenceConfig]
+
 
 class Call(NamedTuple):
     """A call's key, and the variant that it selects."""
@@ -40,12 +44,12 @@ class Call(NamedTuple):
     variant: Variant
 
     @classmethod
-    def of(cls, ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> Call:
+    def of(cls, ctx: Ctx, x: RWKV7Inputs) -> Call:
         """The call of the op on ``x``."""
         key = variant_key(x, ctx.settings)
         return cls(key, select(VARIANTS, key))
 
-    def plan(self, ctx: Context[RecurrenceConfig], x: RWKV7Inputs, name: str, num_splits: int) -> ChunkPlan:
+    def plan(self, ctx: Ctx, x: RWKV7Inputs, name: str, num_splits: int) -> ChunkPlan:
         """The pass ``name``."""
         launch, variant = launch_of(LAUNCHES, self.variant, name, self.key), self.variant
         return plan_pass(
@@ -73,10 +77,10 @@ class Call(NamedTuple):
         return state_buffers(x, ("r", "k", "a", "b"), block, dtype, self.variant.chunks_per_state)
 
 
-def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
+def residual_axes(ctx: Ctx) -> dict[str, str]:
     """Residuals of the forward, and their axes."""
-    call = Call.of(ctx, ctx.inputs)
-    axes = call.state_buffers(ctx.inputs).axes | {"A": "b chunk h x y"}
+    call = Call.of(ctx, ctx.shapes)
+    axes = call.state_buffers(ctx.shapes).axes | {"A": "b chunk h x y"}
     if call.variant.split_bwd:
         axes["v_new"] = "b t h v"
     if num_splits_of(ctx) > 1:
@@ -84,20 +88,20 @@ def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
     return axes
 
 
-def _kernel_inputs(x: RWKV7Inputs, h0: jax.Array | None) -> RWKV7Inputs:
+def _kernel_inputs(x: Any, h0: jax.Array | None) -> RWKV7Inputs:
     """The fields that kernels read, with the states at the starts of splits."""
     return x._replace(initial_state=h0, segment_ids=None, cu_seqlens=None)
 
 
-def _precompute_A(plan: ChunkPlan, x: RWKV7Inputs) -> jax.Array:
+def _precompute_A(plan: ChunkPlan, x: Any) -> jax.Array:
     """A of all chunks, [rows, chunks, H, 4 * 16, 16] float32."""
     grid, index = plan.by_chunks(1)
     shape = (*plan.chunks, plan.config.H, NUM_A_TILES.value * CHUNK, CHUNK)
     return triton_call(
         rwkv7_chunk_A_kernel,
-        _kernel_inputs(x, None)._replace(v=None),
+        x._replace(v=None, initial_state=None, segment_ids=None, cu_seqlens=None),
         index,
-        out=AOut(jax.ShapeDtypeStruct(shape, jnp.float32)),
+        out=AOut(shaped(shape, jnp.float32)),
         config=plan.config.replaced(BK=min(A_LAUNCH.block, plan.config.BK)),
         grid=grid,
         launch=A_LAUNCH.launch,
@@ -116,8 +120,8 @@ def _chunk_state(plan: ChunkPlan, x: RWKV7Inputs, A: jax.Array | None, o_zero_st
         plan.index,
         out=StateOut(
             q_entry=like(x.r, plan.store_dtype),
-            transition=jax.ShapeDtypeStruct((splits, H, K, K), jnp.float32),
-            update=jax.ShapeDtypeStruct((splits, H, K, V), jnp.float32),
+            transition=shaped((splits, H, K, K), jnp.float32),
+            update=shaped((splits, H, K, V), jnp.float32),
             o_zero_state=like(x.v, jnp.float32) if o_zero_state else None,  # rounded once, with its sum
         ),
         config=c.replaced(unmasked=c.unmasked and K % c.BV == 0, num_blocks=NV),
@@ -126,14 +130,14 @@ def _chunk_state(plan: ChunkPlan, x: RWKV7Inputs, A: jax.Array | None, o_zero_st
     )
 
 
-def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+def fwd(ctx: Ctx, x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
     """Outputs and residuals."""
     (B, _, H, K), V = x.r.shape, x.v.shape[-1]
     call = Call.of(ctx, x)
     # without residuals the two scans of chunk_state replace the forward, but for float32 tiles of large heads
-    is_single_pass = not ctx.keep and (call.key.bf16_dots or K <= 64)
+    is_single_pass = not ctx.save_residuals and (call.key.bf16_dots or K <= 64)
     passes = 2 if is_single_pass else 1
-    num_splits, shard = local_num_splits(ctx, passes), shard_of(ctx, x.segment_ids)
+    num_splits, shard = local_num_splits(ctx, passes), shard_of(ctx.cp, x.segment_ids)
     plan = call.plan(ctx, x, "fwd", num_splits)
     A = _precompute_A(plan, x) if call.variant.precomputed_A else None
     h0, final, residuals = x.initial_state, None, {}
@@ -158,16 +162,16 @@ def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[s
         out=FwdOut(
             o=like(x.v),
             ht=like(h0),
-            states=buffers.shapes(x.r, V, plan) if ctx.keep else None,
-            A=jax.ShapeDtypeStruct(shape, plan.store_dtype) if ctx.keep and A is None else None,
-            v_new=like(x.v, plan.store_dtype) if ctx.keep and call.variant.split_bwd else None,
+            states=buffers.shapes(x.r, V, plan) if ctx.save_residuals else None,
+            A=shaped(shape, plan.store_dtype) if ctx.save_residuals and A is None else None,
+            v_new=like(x.v, plan.store_dtype) if ctx.save_residuals and call.variant.split_bwd else None,
         ),
         config=plan.config.replaced(num_buffers=buffers.num_buffers),
         grid=plan.grid,
         launch=plan.launch,
     )
     outputs = Outputs(out.o, out.ht if final is None else final)
-    if not ctx.keep:
+    if not ctx.save_residuals:
         return outputs, {}
     residuals |= buffers.residuals(out.states) | {"A": out.A if A is None else A}
     return outputs, residuals | ({} if out.v_new is None else {"v_new": out.v_new})
@@ -177,7 +181,7 @@ def _bwd_fused(
     call: Call,
     plan: ChunkPlan,
     x: RWKV7Inputs,
-    residuals: dict[str, jax.Array],
+    residuals: Residuals,
     do: jax.Array,
     dht: jax.Array,
 ) -> RWKV7Inputs:
@@ -204,7 +208,7 @@ def _bwd_split(
     call: Call,
     plan: ChunkPlan,
     x: RWKV7Inputs,
-    residuals: dict[str, jax.Array],
+    residuals: Residuals,
     do: jax.Array,
     dht: jax.Array,
 ) -> RWKV7Inputs:
@@ -229,16 +233,14 @@ def _bwd_split(
     name = "bwd_grads_safe" if is_safe_pair else "bwd_grads"
     saved = GradsSaved(do, residuals["v_new"], made.da_read, residuals["states"], made.dstates)
     grads = bwd_grads(plan, x, saved, buffers, launch_of(LAUNCHES, call.variant, name, call.key))
-    return grads._replace(v=made.v, initial_state=made.initial_state)
+    return RWKV7Inputs(**grads._asdict(), v=made.v, initial_state=made.initial_state)
 
 
-def bwd(
-    ctx: Context[RecurrenceConfig], x: RWKV7Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
-) -> RWKV7Inputs:
+def bwd(ctx: Ctx, x: RWKV7Inputs, residuals: Residuals, cotangents: Outputs) -> RWKV7Inputs:
     """Gradients of all inputs."""
     do, dht = cotangents
     (H, K), V, num_splits = x.r.shape[2:], x.v.shape[-1], local_num_splits(ctx)
-    call, shard = Call.of(ctx, x), shard_of(ctx, x.segment_ids)
+    call, shard = Call.of(ctx, x), shard_of(ctx.cp, x.segment_ids)
     is_split = call.variant.split_bwd
     plan = call.plan(ctx, x, "bwd_dh" if is_split else "bwd", num_splits)
     if num_splits_of(ctx) > 1:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.context import RWKV7Inputs
 from ..common.chunk import has_unsafe_gate, load_gate
 from ..common.chunk_config import with_safe_gate, with_square_state
 from .chunk_fwd import FwdOut, chunk_fwd
+from .chunk_tokens import ScanInputs
 
 
 class StateOut(NamedTuple):
@@ -30,14 +30,14 @@ class StateOut(NamedTuple):
 @triton.jit
 def split_update(x, A, index, gate, out, block, c: tl.constexpr):
     """What a split makes of v, from a state of zero."""
-    x = RWKV7Inputs(x.r, x.w, x.k, x.v, x.a, x.b, None, None, None)
+    x = ScanInputs(x.r, x.w, x.k, x.v, x.a, x.b, None)
     chunk_fwd(x, A, index, gate, FwdOut(out.o_zero_state, out.update, None, None, None), block, c)
 
 
 @triton.jit
 def split_transition(x, A, index, gate, out, block, c: tl.constexpr):
     """What a split makes of the state, from the identity."""
-    x = RWKV7Inputs(x.r, x.w, x.k, None, x.a, x.b, None, None, None)
+    x = ScanInputs(x.r, x.w, x.k, None, x.a, x.b, None)
     out = FwdOut(out.q_entry, out.transition, None, None, None)
     chunk_fwd(x, A, index, gate, out, block, with_square_state(c))
 

@@ -8,8 +8,21 @@ import triton.language as tl
 from ..common.decay import Keys, Queries
 
 
+class ScanInputs(NamedTuple):
+    """The inputs that a scan reads; without v it gives the transition, without an initial state it starts at
+    zero."""
+
+    r: Any
+    w: Any
+    k: Any
+    v: Any
+    a: Any
+    b: Any
+    initial_state: Any
+
+
 class KeyGrads(NamedTuple):
-    """Pointers to the gradients of a chunk's r, w, k, a and b."""
+    """Gradients of r, w, k, a and b."""
 
     r: Any
     w: Any

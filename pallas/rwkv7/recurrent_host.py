@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Outputs, RecurrenceConfig, RWKV7Inputs
+from ...core.context import Context
+from ...core.implementation import Residuals
+from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ..backend import pallas, triton
 from ..common.recurrent_host import RecurrentPlan, by_key_block, make_plan
 from ..common.value_sums_host import RATES, float32, sum_over_values
@@ -25,7 +27,7 @@ from .recurrent_step import has_step_kernel, step
 SAVE_EVERY = 16
 
 
-def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
+def residual_axes(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> dict[str, str]:
     """The states that enter each window and a^T S of each token, padded."""
     return {"states": "b c h x y", "inner": "b s h y"}
 
@@ -36,7 +38,7 @@ def _padded(plan: RecurrentPlan, x: RWKV7Inputs) -> tuple[jax.Array, ...]:
     return r, jnp.exp(w.astype(jnp.float32)), k, plan.tokens(x.v, plan.sizes.V), a, b
 
 
-def _by_chunks(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> bool:
+def _by_chunks(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> bool:
     """Whether the gradients of r, w, k, a, b come from the kernel of the chunked form, with float32 operands.
 
     It takes 4.5 ms less of 18.5 at B8 T4096 H64 D64. Strong decays cost it up to 2e-5 of the gradient of a
@@ -79,12 +81,12 @@ def _scan(
     )
 
 
-def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
     """Outputs and what the backward reads."""
     scale, K, V = ctx.settings.scale, x.r.shape[3], x.v.shape[3]
-    if x.r.shape[1] == 1 and not ctx.keep and x.cu_seqlens is None and has_step_kernel(K, V):
+    if x.r.shape[1] == 1 and not ctx.save_residuals and x.cu_seqlens is None and has_step_kernel(K, V):
         return step(scale, x), {}
-    plan = make_plan(x, SAVE_EVERY, ctx.keep)
+    plan = make_plan(x, SAVE_EVERY, ctx.save_residuals)
     r, decay, k, v, a, b = _padded(plan, x)
     o, inner, final, states = _scan(
         plan,
@@ -93,16 +95,19 @@ def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[s
         plan.state(x.initial_state),
         x.v.dtype,
         reverse=False,
-        keep=ctx.keep,
+        keep=ctx.save_residuals,
         by_value=_by_chunks(ctx, x),
         scales=(1.0, scale),
     )
     outputs = Outputs(plan.untokens(o, x.v), plan.unstate(final, x.initial_state))
-    return outputs, {"states": plan.by_row(states), "inner": plan.by_row(inner)} if ctx.keep else {}
+    return outputs, {"states": plan.by_row(states), "inner": plan.by_row(inner)} if ctx.save_residuals else {}
 
 
 def bwd(
-    ctx: Context[RecurrenceConfig], x: RWKV7Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
+    ctx: Context[RWKV7Inputs, RecurrenceConfig],
+    x: RWKV7Inputs,
+    residuals: Residuals,
+    cotangents: Outputs,
 ) -> RWKV7Inputs:
     """Gradients of all inputs."""
     scale, plan, by_chunks = ctx.settings.scale, make_plan(x, SAVE_EVERY), _by_chunks(ctx, x)
@@ -147,7 +152,7 @@ def _gradients_by_pairs(
 
 
 def _gradients_by_chunks(
-    ctx: Context[RecurrenceConfig],
+    ctx: Context[RWKV7Inputs, RecurrenceConfig],
     plan: RecurrentPlan,
     x: RWKV7Inputs,
     values: Sequence[jax.Array],

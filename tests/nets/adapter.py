@@ -39,7 +39,8 @@ def cannot_compile() -> str | None:
     if triton.INTERPRET:
         return "Triton's interpreter is on (TRITON_INTERPRET)"
     with lowering_for(90):
-        return triton.why_not("gpu")
+        refused = triton.why_not("gpu")
+        return refused and refused.reason
 
 
 def patch_interpreter() -> None:
