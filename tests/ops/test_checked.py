@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import cases
+from harness import cases, tiers
 from harness.cases import INPUTS, OPS, Case
 from jax.experimental.checkify import JaxRuntimeError
 
@@ -27,7 +27,7 @@ def _spoiled(x, name, value):
 
 
 @each_op
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("implementation", tiers.first(["xla", "reference"]))
 @pytest.mark.parametrize("decay", ["none", "mixed", "forget"])
 def test_good_inputs_give_the_same_result(op, implementation, decay):
     case = Case(op, **SMALL, decay=decay)

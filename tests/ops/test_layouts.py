@@ -5,12 +5,12 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-from harness import cases
+from harness import cases, tiers
 from harness.cases import OPS, TOKENS, Case
 from hypothesis import strategies as st
 
 each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", ["reference", "xla"])
+each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xla", "reference"]))
 
 
 def some(n: int):

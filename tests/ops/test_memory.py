@@ -5,13 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from harness import cases, jaxprs
+from harness import cases, jaxprs, tiers
 from harness.cases import OPS, Case
 
 import fla_jax
 
 each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", ["reference", "xla"])
+each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xla", "reference"]))
 
 
 def _residual_floats(op, implementation, chunk_size, T, K=32, V=16):

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from harness import cases
+from harness import cases, tiers
 from harness.cases import OPS, Case
 
 each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", ["reference", "xla"])
+each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xla", "reference"]))
 
 
 @each_implementation
