@@ -65,7 +65,7 @@ def _vmaps(place: Place) -> Iterator[Entry]:
 
 ENTRIES = [entry for place in places.here() for entry in _entries(place)]
 VMAPS = [entry for place in places.here() for entry in _vmaps(place)]
-# the first of every op and place stands for the others
+# the first of every op and place
 FIRST = {(entry.place, entry.name.split()[0]): entry for entry in reversed(ENTRIES)}
 
 

@@ -34,7 +34,7 @@ STATES = [
     segments(5, 27, 16, T=48, K=K, V=V)
     for K, V in ((16, 10), (16, 24), (24, 40), (64, 64), (16, 72), (128, 16))
 ]
-# RWKV-7 keeps a state of large heads for two chunks, and gradients of states where those of tokens will lie
+# RWKV-7 stores a state of large heads for two chunks, and gradients of states where those of tokens will be
 PAIRS = [
     dict(T=64, K=72, V=128),
     dict(T=96, K=128, V=40, decay="strong"),
@@ -139,6 +139,14 @@ def test_without_a_gradient_no_residuals_are_stored(op):
     jaxpr = str(jax.make_jaxpr(lambda arrays: cases.call(op, arrays, implementation="triton"))(x.arrays))
     assert "pure_callback" in jaxpr and "3,2,16,16]" not in jaxpr  # states of three chunks
     assert "3,2,16,16]" in str(jax.make_jaxpr(cases.runner(op, "triton"))(*x))
+
+
+def test_float64_is_refused(op):
+    with jax.enable_x64(True):
+        x = cases.build(Case(op, dtype="float64")).arrays
+        message = "implementation='triton' cannot run this call: .*float64"
+        with pytest.raises(ValueError, match=message):
+            cases.call(op, x, implementation="triton")
 
 
 @pytest.mark.parametrize("policy, forwards", [("named", 1), ("nothing", 2)])

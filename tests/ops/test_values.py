@@ -1,4 +1,4 @@
-"""What the recurrences compute beside conformance: promotion, the state's dtype, empty calls, same bits."""
+"""Recurrences, in addition to conformance: promotion, the state's dtype, empty calls, same bits."""
 
 import jax
 import numpy as np
