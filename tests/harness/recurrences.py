@@ -46,7 +46,7 @@ class Case:
     scale: float = 1.0
     chunk_size: int | None = None
     lower_bound: float | None = None
-    layout: str = "rows"
+    layout: str = "batch"
     lengths: tuple[int, ...] = ()
     parallel: bool = False  # RWKV-7: nearly parallel kk with gate 1
     seed: int = 0
@@ -55,10 +55,10 @@ class Case:
 
     def options(self, form: str = "chunk", **more: Any) -> dict[str, Any]:
         """Static arguments of the public function; ``more`` win."""
-        own = dict(scale=self.scale, form=form)
+        options = dict(scale=self.scale, form=form)
         if form == "chunk":
-            own |= dict(chunk_size=self.chunk_size, lower_bound=self.lower_bound)
-        return own | more
+            options |= dict(chunk_size=self.chunk_size, lower_bound=self.lower_bound)
+        return options | more
 
     def build(self) -> Inputs:
         rng = np.random.default_rng(self.seed)

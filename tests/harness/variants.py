@@ -73,7 +73,7 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
 
 @contextlib.contextmanager
 def forced(*names: str) -> Iterator[None]:
-    """Context in which calls take these variants; nothing traced elsewhere is used, nor kept afterwards."""
+    """Context in which calls take these variants; nothing traced elsewhere is used, nor the reverse."""
     if not names:
         yield
         return
@@ -86,7 +86,7 @@ def forced(*names: str) -> Iterator[None]:
 
 
 def num_splits(case: cases.Case) -> int:
-    """Into how many pieces kernels split the tokens of a batch entry."""
+    """How often kernels split the tokens of a batch entry."""
     from fla_jax.pallas.common import chunk_host
 
     return chunk_host.num_splits_of(case.context())
