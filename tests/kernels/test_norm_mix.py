@@ -102,7 +102,7 @@ def test_vectors_are_summed_over_the_batch_together():
     "case, reason",
     [
         (MixCase(M=7), "it takes 1 to 6 mixes, got 7"),
-        (MixCase(B=0), "there are no rows"),
+        (MixCase(B=0), "the batch is empty"),
         (MixCase(dtype="float64"), "float64"),
         (MixCase(C=16400, T=1, B=1, M=1), "it takes up to 16384 channels, got C = 16400"),
     ],
