@@ -14,7 +14,8 @@ import optax
 
 from ..core.arguments import check_number
 from ..core.sharding import is_explicit, reshard, shard_like, spec_of
-from ..layers.sharding import constrain, join_tokens, out_sharding, split_tokens, token_parts, unshard_for_dot
+from ..layers.sharding import ActivationSharding, constrain, out_sharding
+from ..layers.token_blocks import join_tokens, split_tokens, token_blocks
 
 
 def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | None) -> None:
@@ -144,10 +145,11 @@ def _walk(
     gradient of the kernel of its own. They are summed once, at the end: summed block by block they would be
     most of the traffic.
     """
-    narrow = unshard_for_dot(hidden, kernel.astype(hidden.dtype), ("embed", "vocab"))
+    sharding = ActivationSharding.of(hidden)
+    narrow = sharding.unshard_for_dot(hidden, kernel.astype(hidden.dtype), ("embed", "vocab"))
     walk = functools.partial(_walk_blocks, l2wrap=l2wrap, block=block, gradients=gradients)
     h = reshard(hidden, *spec_of(hidden)[:2], spec_of(narrow)[0]) if is_explicit() else hidden
-    parts = token_parts(hidden)
+    parts = token_blocks(hidden)
     if parts == (1, 1):
         total, d_hidden, d_kernel = walk(h, narrow, labels, weights)
     else:
@@ -290,6 +292,6 @@ def chunked_cross_entropy(
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     weights = jax.lax.stop_gradient(jnp.ones((B, T), wide) if mask is None else mask.astype(wide))
     total = jnp.sum(weights)
-    rows, tokens = token_parts(hidden)
+    rows, tokens = token_blocks(hidden)
     block = max(1, min(T // tokens, block_tokens * rows // max(B, 1)))
     return _sum_of_losses(hidden, kernel, labels, weights, l2wrap, block) / jnp.where(total != 0, total, 1)
