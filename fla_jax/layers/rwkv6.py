@@ -107,20 +107,21 @@ class RWKV6Attention(Attention):
         x = x if norm is None else first.normalised
         xw, xk, xv, xr, xg = tp.mix(x, [mu[name] for name in "wkvrg"], moves=mix_delta).mixed
 
-        r = tp.heads(tp.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr))
-        k = tp.heads(tp.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk))
-        v = tp.heads(tp.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv))
-        g = tp.heads(tp.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg))
+        r = tp.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr)
+        k = tp.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk)
+        v = tp.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv)
+        g = tp.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg)
         # The decay is computed in float32 at least and rounded to bfloat16 alone: float16 lacks the range.
         wide = {"preferred_element_type": jnp.promote_types(dtype, jnp.float32)}
         w = tp.low_rank("time_decay_w", D, symmetric_uniform(0.01), xw, jnp.tanh, **wide)
         time_decay = call.vector("time_decay", computed(depth.decay6), "heads")
-        w = call.heads(rwkv6_decay(w, time_decay, dtype if dtype == jnp.bfloat16 else None))
+        w = rwkv6_decay(w, time_decay, dtype if dtype == jnp.bfloat16 else None)
         u = call.head_vector("time_faaaa", lambda: call.by_head(depth.bonus6()))
 
+        r, k, v, w = map(call.heads, (r, k, v, w))
         o, wkv = call.recurrence(chunk_rwkv6, fused_recurrent_rwkv6, (r, k, v, w, u))
         scale, bias = call.group_norm()
-        y = call.run(rwkv6_readout, o, g, scale=scale, bias=bias)
+        y = call.run(rwkv6_readout, o, call.heads(g), scale=scale, bias=bias)
         y = call.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
         return y, call.state.replace(att_shift=first.last, wkv=wkv), None
 
