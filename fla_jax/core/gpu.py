@@ -1,23 +1,43 @@
-"""Which machine a call runs on, and what GPU kernels need of it."""
+"""The GPUs that kernels are made for, and where a call runs. No other file knows GPU generations."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import jax
 
 from .context import Context
 
-OLDEST = 8.0  # compute capability of Ampere
+
+@dataclasses.dataclass(frozen=True)
+class GPU:
+    """What the choice and the launch of a kernel depend on. A new generation is a row of `GPUS`.
+
+    Attributes:
+        capability: compute capability, 90 for 9.0.
+        smem: bytes of shared memory that one block can use.
+        wgmma: whether it has matrix products of a warp group.
+        large_tiles: whether ptxas holds the state tiles of the chunked kernels without spilling.
+    """
+
+    capability: int
+    smem: int
+    wgmma: bool = False
+    large_tiles: bool = False
+
+
+_SMEM_KIB = {80: 163, 86: 99, 87: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+GPUS = {c: GPU(c, kib << 10, c == 90, c in (90, 100, 103)) for c, kib in _SMEM_KIB.items()}
+_OLDEST = min(GPUS)
+
+_target = jax.make_user_context(default_value=None)
 
 
 class Fixable(str):
     """A reason not to run that the user can do something about: an op that goes without says so in a
     warning.
     """
-
-
-_target = jax.make_user_context(default_value=None)
 
 
 def lowering_for(compute_capability: int):
@@ -35,21 +55,23 @@ def lowering_target() -> int | None:
     return _target.value
 
 
-def compute_capability() -> int:
-    """That of the GPU that kernels are made for, 90 for 9.0.
+def current_gpu() -> GPU:
+    """The GPU that kernels are made for.
 
-    Named by `lowering_for`, else that of this process's first GPU, else (in an interpreter) an H200's.
+    It is the one named by `lowering_for`, else this process's first GPU, else (in an interpreter) an H200. An
+    unknown generation gets the smallest tiles, which fit every GPU.
     """
-    if _target.value is not None:
-        return _target.value
-    found = (getattr(device, "compute_capability", None) for device in jax.local_devices())
-    return next((round(10 * float(x)) for x in found if x is not None), 90)
+    capability = _target.value
+    if capability is None:
+        found = (getattr(device, "compute_capability", None) for device in jax.local_devices())
+        capability = next((round(10 * float(x)) for x in found if x is not None), 90)
+    return GPUS.get(capability) or GPU(capability, 99 << 10)
 
 
 def platform_of(arrays: Iterable[jax.Array]) -> str:
     """The platform that a call on ``arrays`` runs on, ``"gpu"`` for every name that JAX has for GPUs.
 
-    Concrete arrays say it themselves. While a function is traced it is the platform of the mesh in context,
+    Concrete arrays lie on a device. While a function is traced it is the platform of the mesh in context,
     where `jax.set_mesh` has put devices into it, else that of JAX's default device.
     """
     if _target.value is not None:
@@ -74,7 +96,7 @@ def _canonical(platform: str) -> str:
 
 
 def unfit_inputs(ctx: Context) -> str | None:
-    """None where kernels can take the arrays of ``call``, wherever it runs; else the reason."""
+    """None where kernels can take the arrays of a call, wherever it runs; else the reason."""
     arrays = jax.tree.leaves(ctx.inputs)
     if any(x.dtype == "float64" for x in arrays):
         return "its kernels have no float64"
@@ -94,9 +116,11 @@ def gpu_missing(platform: str) -> str | None:
     except RuntimeError:  # a mesh in context names a GPU that this process does not have
         return "it needs an NVIDIA GPU, and this process has none"
     try:
-        new_enough = float(str(capability)) >= OLDEST
+        is_new_enough = round(10 * float(str(capability))) >= _OLDEST
     except ValueError:  # AMD's are called gfx90a and the like
-        new_enough = False
-    if new_enough:
+        is_new_enough = False
+    if is_new_enough:
         return None
-    return f"it needs an NVIDIA GPU of compute capability {OLDEST} or newer, and this one has {capability}"
+    return (
+        f"it needs an NVIDIA GPU of compute capability {_OLDEST / 10} or newer, and this one has {capability}"
+    )

@@ -8,26 +8,18 @@ so use float32 inputs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
+
+from .dtypes import TRITON_DTYPES
+from .triton import TritonCall
 
 # the interpreter patches triton.language while it runs; several devices call at once
 _LOCK = threading.Lock()
-_TRITON_NAMES = {
-    np.dtype(bool): "i1",
-    np.dtype(np.float32): "fp32",
-    np.dtype(np.float16): "fp16",
-    np.dtype(np.float64): "fp64",
-    np.dtype(ml_dtypes.bfloat16): "bf16",
-    np.dtype(np.int8): "i8",
-    np.dtype(np.int32): "i32",
-    np.dtype(np.int64): "i64",
-}
 
 
 class _Storage:
@@ -54,7 +46,7 @@ class _HostTensor:
 
     @property
     def dtype(self) -> str:
-        return _TRITON_NAMES[self._array.dtype]
+        return TRITON_DTYPES[self._array.dtype]
 
     @property
     def _array(self) -> np.ndarray:
@@ -83,35 +75,22 @@ class _HostTensor:
         self.array = storage.array
 
 
-def triton_call_interpreted(
-    kernel: Any,
-    inputs: Sequence[Any],
-    out: Sequence[jax.ShapeDtypeStruct],
-    grid: tuple[int, ...],
-    aliases: Mapping[int, int],
-    constexprs: dict[str, Any],
-) -> Sequence[jax.Array]:
-    """A kernel's call on the host, everything by position. Outputs start as NaN, so that what a kernel
-    forgets to write shows.
-    """
-    is_array = [isinstance(x, jax.Array | np.ndarray) for x in inputs]
+def run_interpreted(call: TritonCall, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The call on the host. Outputs start as NaN, so that a number that the kernel does not write shows."""
 
-    def call(*arrays):
-        remaining = iter(arrays)
-        given = [np.ascontiguousarray(next(remaining)) if flag else x for x, flag in zip(inputs, is_array)]
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        inputs = [np.ascontiguousarray(x) for x in arrays]
         results = [
-            np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else 0, s.dtype) for s in out
+            np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else 0, s.dtype)
+            for s in call.shapes
         ]
-        for i in aliases:
-            given[i] = given[i].copy()  # JAX's own memory
-        host = [_HostTensor(x) if flag else x for x, flag in zip(given, is_array)]
+        for i, _ in call.aliases:
+            inputs[i] = inputs[i].copy()  # the original is JAX's memory
+        parameters = call.parameters([*map(_HostTensor, inputs)], [*map(_HostTensor, results)])
         with _LOCK:
-            kernel[grid](*host, *map(_HostTensor, results), **constexprs)
-        for i, output in aliases.items():
-            results[output] = given[i]
+            call.kernel[call.grid](**parameters, **dict(call.constants))
+        for i, output in call.aliases:
+            results[output] = inputs[i]
         return results
 
-    shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in out]
-    return jax.pure_callback(
-        call, shapes, *(x for x, flag in zip(inputs, is_array) if flag), vmap_method="sequential"
-    )
+    return jax.pure_callback(run, list(call.shapes), *arrays, vmap_method="sequential")

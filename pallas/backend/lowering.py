@@ -1,16 +1,11 @@
-"""How jax-triton 0.3 hands our kernels to XLA: compiled once for all processes, and so that XLA records them.
+"""Lowers `triton_call`: compiles the kernel to PTX and writes jaxlib's custom call for it.
 
-jax-triton 0.3 compiles every kernel in every process. Triton's own cache (``~/.triton/cache``, or
-``TRITON_CACHE_DIR``) keeps what it made.
+The custom call is jaxlib's ``triton_kernel_call_ffi``, which XLA records into CUDA graphs and fuses with
+slices of its operands. Compiled kernels are stored in Triton's cache (``TRITON_CACHE_DIR``,
+``~/.triton/cache``), so that a kernel is compiled once for all processes.
 
-It calls a kernel by a name that XLA cannot record into CUDA graphs: the host looks up some ten kilobytes for
-every kernel of every step, which was a third of the time of a token decoded for one row. jaxlib has a name
-that XLA records, and fuses with slices of the call's operands, which jax-triton 0.4 takes. We take it, too.
-
-A kernel's constant ``REGISTERS`` says how many a thread may have at most; jax-triton has no such option. (Its
-0.4 compiles with as many as wanted, which is right, and slower.)
-
-Calls of other kernels than ours go the way that jax-triton has for them.
+Names that are private to Triton and jaxlib are used here and nowhere else in the library: `gpu_triton`,
+`get_cache_invalidating_env_vars`, `ir`.
 """
 
 from __future__ import annotations
@@ -19,88 +14,184 @@ import contextlib
 import functools
 import hashlib
 import zlib
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax_triton
 import jaxlib
 import triton
-from jax.extend.mlir import ir
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax_triton import triton_lib
 from jaxlib import gpu_triton
-from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton._C.libtriton import get_cache_invalidating_env_vars, ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_manager
 
-_PLAIN, _RECORDED = "triton_kernel_call", "triton_kernel_call_ffi"  # as jaxlib has them
-_FILE = "jax-triton-call"
+from .dtypes import TRITON_DTYPES
+from .triton import TritonCall
+
+_CACHE_FILE = "fla-jax-call"
+_ALIGNMENT = 16  # bytes, of every array that XLA allocates
+
+compiled_in_this_process: dict[str, bytes] = {}
+_kernel_type = gpu_triton.TritonKernel  # fails here, not in a program, where jaxlib has no CUDA plugin
+
+triton_call_p = Primitive("fla_jax_triton_call")
+triton_call_p.multiple_results = True
 
 
-def lowered(ours: str, ctx: Any, *arrays: Any, **parameters: Any) -> Any:
-    """jax-triton's rule for calling a kernel on NVIDIA GPUs, but for those that are called by our name."""
-    if parameters["custom_call_target_name"] != ours:
-        return _theirs(ctx, *arrays, **parameters)
-    parameters["custom_call_target_name"] = _PLAIN
-    key = _key(ctx, parameters)
-    call = _kept(key)
-    if call is None:
-        operation = _theirs(ctx, *arrays, **parameters)[0].owner
-        call = ir.StringAttr(operation.attributes["backend_config"]).value_bytes
-        operation.operation.erase()
-        _keep(key, call)
-    aliases = dict(parameters["input_output_aliases"])
-    rule = jax.ffi.ffi_lowering(_RECORDED, api_version=4, operand_output_aliases=aliases)
-    return rule(ctx, *arrays, opaque=call)
+@triton_call_p.def_abstract_eval
+def _abstract_eval(*_: Any, call: TritonCall) -> list[Any]:
+    return [jax.core.ShapedArray(shape.shape, shape.dtype) for shape in call.shapes]
 
 
-def _theirs(ctx: Any, *arrays: Any, **parameters: Any) -> Any:
-    compiler = functools.partial(_compiler, parameters.get("MAX_REGISTERS"))
-    return triton_lib.triton_kernel_call_lowering(compiler, ctx, *arrays, **parameters)
+def _lower(ctx: Any, *arrays: Any, call: TritonCall) -> Any:
+    """The custom call, from the cache or compiled."""
+    signature = call.parameters(map(pointer_type, ctx.avals_in), map(pointer_type, ctx.avals_out))
+    key = _key(call, signature)
+    opaque = compiled_in_this_process.get(key) or _cached(key)
+    if opaque is None:
+        opaque = zlib.compress(_compiled(call, signature).to_proto(call.kernel.__name__, b""))
+        _cache(key, opaque)
+    compiled_in_this_process[key] = opaque
+    rule = jax.ffi.ffi_lowering(
+        "triton_kernel_call_ffi", api_version=4, operand_output_aliases=dict(call.aliases)
+    )
+    return rule(ctx, *arrays, opaque=opaque)
 
 
-def _compiler(registers: int | None, device: int, capability: int) -> Any:
-    """jax-triton's way to the compiler, with at most so many registers for a thread."""
-    backend = triton_lib.get_cuda_backend(device, capability)
-    if registers:
-        parse = backend.parse_options
-        backend.parse_options = lambda options: parse(options | {"maxnreg": registers})
-    return backend
+mlir.register_lowering(triton_call_p, _lower, platform="cuda")
 
 
-def _key(ctx: Any, parameters: dict[str, Any]) -> str:
-    """All that a compiled kernel and its call are made from: the source with that of all it calls, what it is
-    called with, and who compiles it.
+def pointer_type(array: Any) -> str:
+    """Triton's type of a pointer to an array, or to what has its dtype."""
+    return "*" + TRITON_DTYPES[array.dtype]
+
+
+def _leaves(tree: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Leaves with their paths of indices, None included, as Triton addresses parts of a parameter."""
+    if isinstance(tree, tuple):
+        for i, part in enumerate(tree):
+            yield from _leaves(part, (*path, i))
+    else:
+        yield path, tree
+
+
+def _triton_type(leaf: Any) -> str:
+    """Of a pointer type's name, an int or None; 1 is compiled in, as Triton does by default."""
+    if isinstance(leaf, str):
+        return leaf
+    return "constexpr" if leaf is None or leaf == 1 else _int_type(leaf)
+
+
+def _int_type(value: int) -> str:
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def triton_source(
+    kernel: Any, signature: Mapping[str, Any], constants: Mapping[str, Hashable]
+) -> tuple[ASTSource, list[int | None]]:
+    """What Triton compiles, and the arguments that the compiled kernel has: an int, or None for an array.
+
+    Args:
+        kernel: a `triton.jit` function.
+        signature: its parameters but the constants: trees of pointer types (``"*bf16"``), ints and None.
+        constants: the rest.
     """
-    versions = [package.__version__ for package in (triton, jax_triton, jax, jaxlib)]
-    versions += sorted(get_cache_invalidating_env_vars().items())
-    # as jax-triton finds it out, where nobody has said it; the hash has the assembler's version, too
-    capability = parameters["compute_capability"] or gpu_triton.get_compute_capability(0)
-    versions += [triton_lib.get_cuda_backend(0, capability).hash()]
-    shapes = [(x.shape, x.dtype.name) for x in (*ctx.avals_in, *ctx.avals_out)]
-    rest = sorted((name, value) for name, value in parameters.items() if name not in ("fn", "out_shapes"))
-    described = repr((versions, parameters["fn"].cache_key, shapes, rest))
+    names = kernel.arg_names
+    leaves = [*_leaves(tuple(signature.values()), ())]
+    fixed: dict[Any, Any] = {path: leaf for path, leaf in leaves if leaf is None or leaf == 1}
+    types = jax.tree.map(_triton_type, dict(signature), is_leaf=lambda leaf: leaf is None)
+    source = ASTSource(
+        fn=kernel,
+        signature=types | {name: "constexpr" for name in constants},
+        constexprs=fixed | {(names.index(name),): value for name, value in constants.items()},
+        attrs={path: [["tt.divisibility", _ALIGNMENT]] for path, leaf in leaves if isinstance(leaf, str)},
+    )
+    return source, [None if isinstance(leaf, str) else leaf for path, leaf in leaves if path not in fixed]
+
+
+def _compiled(call: TritonCall, signature: dict[str, Any]) -> Any:
+    """jaxlib's description of the compiled kernel and its arguments."""
+    source, arguments = triton_source(call.kernel, signature, dict(call.constants))
+    described = [
+        gpu_triton.create_array_parameter(0, _ALIGNMENT)
+        if argument is None
+        else gpu_triton.create_scalar_parameter(argument, _int_type(argument))
+        for argument in arguments
+    ]
+    return gpu_triton.TritonKernelCall(_compile_to_ptx(source, call), *call.grid, described)
+
+
+def _compile_to_ptx(source: Any, call: TritonCall) -> Any:
+    """Triton's stages up to PTX, which jaxlib assembles on the GPU's machine."""
+    target = _target(call.capability)
+    backend = make_backend(target)
+    options = backend.parse_options(_options(call))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(target, options, codegen, modules, context)
+    first = str(module)
+    metadata: dict[str, Any] = {}
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    for stage in ("ttir", "ttgir", "llir", "ptx"):
+        module = stages[stage](module, metadata)
+    return _kernel_type(
+        metadata["name"], call.launch.num_warps, 1, metadata["shared"], module, first, call.capability
+    )
+
+
+def _options(call: TritonCall) -> dict[str, Any]:
+    options = {"num_warps": call.launch.num_warps, "num_stages": call.launch.num_stages}
+    return options | ({"maxnreg": call.launch.max_registers} if call.launch.max_registers else {})
+
+
+def _target(capability: int) -> GPUTarget:
+    return GPUTarget("cuda", capability, 32)
+
+
+@functools.cache
+def _backend_hash(capability: int) -> str:
+    return make_backend(_target(capability)).hash()
+
+
+def _key(call: TritonCall, signature: dict[str, Any]) -> str:
+    """Of everything that the compiled kernel and its call depend on."""
+    versions = [package.__version__ for package in (triton, jax, jaxlib)]
+    environment = sorted(get_cache_invalidating_env_vars().items())
+    assembler = _backend_hash(call.capability)
+    described = repr(
+        (
+            versions,
+            environment,
+            assembler,
+            call.kernel.cache_key,
+            signature,
+            call.constants,
+            call.grid,
+            call.launch,
+        )
+    )
     return hashlib.sha256(described.encode()).hexdigest()
 
 
-def _kept(key: str) -> bytes | None:
-    """What `_keep` has put away, if it can be read."""
+def _cached(key: str) -> bytes | None:
+    """What `_cache` has stored, if it can be read."""
     try:
-        path = get_cache_manager(key).get_file(_FILE)
-        call = Path(path).read_bytes() if path else None
-        if call is not None:
-            zlib.decompress(call)
-        return call
-    except (OSError, RuntimeError, zlib.error):  # no place to write to, or half a file
+        path = get_cache_manager(key).get_file(_CACHE_FILE)
+        opaque = Path(path).read_bytes() if path else None
+        if opaque is not None:
+            zlib.decompress(opaque)
+        return opaque
+    except (OSError, RuntimeError, zlib.error):  # no folder to write to, or an incomplete file
         return None
 
 
-def _keep(key: str, call: bytes) -> None:
+def _cache(key: str, opaque: bytes) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # the next process compiles it again
-        get_cache_manager(key).put(call, _FILE, binary=True)
-
-
-def install(ours: str) -> None:
-    """Makes `lowered` the rule, for calls by that name."""
-    rule = functools.partial(lowered, ours)
-    mlir.register_lowering(triton_lib.triton_kernel_call_p, rule, platform="cuda")
+        get_cache_manager(key).put(opaque, _CACHE_FILE, binary=True)

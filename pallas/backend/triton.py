@@ -1,77 +1,169 @@
-"""The one place that calls Triton kernels: through jax-triton on a GPU, through Triton's interpreter where
-``TRITON_INTERPRET=1`` is set.
+"""Calls Triton kernels inside JAX programs: `triton_call`.
 
-jax-triton 0.3 and 0.4 differ in argument names, and both bind arrays to a kernel's parameters by position,
-with wrong numbers and no error where the order is another: so `launch` takes names. Kernels stay in what both
-accept: arrays and Python ints in order, outputs after inputs, everything else `tl.constexpr`, no None, no
-autotuning (its choice changes from run to run).
+A kernel's parameters are records: named tuples of arrays, ints and None, in any nesting. The last but one is
+the record of its outputs, the last one its config, a hashable constant. Fields that are None do not exist in
+the compiled kernel, which tests them with ``is None``.
+
+On a GPU, `lowering` compiles the kernel when the program is lowered. With ``TRITON_INTERPRET=1`` the kernel
+runs on the host instead, in Triton's interpreter (`interpreter`).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from ...core.context import Context
-from ...core.gpu import Fixable, gpu_missing, lowering_target, unfit_inputs
+from ...core.gpu import Fixable, current_gpu, gpu_missing, unfit_inputs
 
-OURS = "fla_jax"  # the name by which lowering.py knows our kernels
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+Out = TypeVar("Out")
 
 
-@functools.cache
-def _jax_triton():
-    """jax-triton and whether it is 0.3; imported late, because 0.3 refuses to import without a CUDA
-    plugin.
+class Launch(NamedTuple):
+    """How a kernel's programs are compiled.
+
+    Attributes:
+        num_warps: warps of a program.
+        num_stages: depth of the pipeline that loads ahead in loops.
+        max_registers: registers of a thread, 0 for as many as ptxas wants.
     """
-    import triton.backends.nvidia.driver as driver
 
-    if not hasattr(driver, "TMA_TF32"):  # all that jax-triton 0.4 misses in triton 3.6
-        driver.TMA_TF32 = 11
-    cache_dir = os.environ.get("TRITON_CACHE_DIR")
-    import jax_triton
-
-    if cache_dir is None:  # 0.3 sets it to '', which breaks other users of Triton in the process
-        os.environ.pop("TRITON_CACHE_DIR", None)
-    else:
-        os.environ["TRITON_CACHE_DIR"] = cache_dir
-    old = "out_shape" in inspect.signature(jax_triton.triton_call).parameters
-    if old:
-        from . import lowering
-
-        lowering.install(OURS)
-    return jax_triton, old
+    num_warps: int
+    num_stages: int = 1
+    max_registers: int = 0
 
 
-def supports(ctx: Context) -> str | None:
-    """None where Triton kernels can serve ``call``, else the reason."""
-    return why_not(ctx.platform) or unfit_inputs(ctx)
+class TritonCall(NamedTuple):
+    """The static half of a call.
 
-
-def preferred(ctx: Context) -> bool:
-    """Whether the op may take them unasked: an interpreter is for tests, which ask for it by name."""
-    return not INTERPRET
-
-
-def why_not(platform: str) -> str | None:
-    """None where Triton kernels can be called on ``platform`` (``"gpu"``, ``"cpu"``, ...), else the
-    reason.
+    Attributes:
+        kernel: a `triton.jit` function.
+        groups: tree of the kernel's input parameters.
+        scalars: the ints among the leaves of ``groups``; None where the leaf is an array.
+        outputs: tree of the kernel's output parameters.
+        shapes: of the leaves of ``outputs``.
+        constants: names and values of the parameters that are compile-time constants.
+        grid: programs along three axes.
+        launch: how programs are compiled.
+        capability: of the GPU, 90 for 9.0.
+        aliases: pairs of an array among the operands and an output that takes over its memory.
     """
+
+    kernel: Any
+    groups: Any
+    scalars: tuple[int | None, ...]
+    outputs: Any
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    constants: tuple[tuple[str, Hashable], ...]
+    grid: tuple[int, int, int]
+    launch: Launch
+    capability: int
+    aliases: tuple[tuple[int, int], ...]
+
+    def parameters(self, arrays: Iterable[Any], outputs: Iterable[Any]) -> dict[str, Any]:
+        """The kernel's parameters but its constants, by name, of arrays and outputs (or of what stands for
+        them).
+        """
+        rest = iter(arrays)
+        leaves = [next(rest) if scalar is None else scalar for scalar in self.scalars]
+        groups = (*jax.tree.unflatten(self.groups, leaves), *jax.tree.unflatten(self.outputs, outputs))
+        return dict(zip(self.kernel.arg_names, groups, strict=False))
+
+
+def triton_call(
+    kernel: Any,
+    *groups: Any,
+    out: Out,
+    config: Hashable,
+    grid: tuple[int, int, int],
+    launch: Launch,
+    aliases: Mapping[str, str] | None = None,
+) -> Out:
+    """Runs a kernel and returns its outputs, in the structure of ``out``.
+
+    Args:
+        kernel: a `triton.jit` function with the parameters ``(*groups, out, config)``.
+        groups: named tuples (or tuples) of arrays, ints and None, or one of these.
+        out: a tuple of `jax.ShapeDtypeStruct` and None.
+        config: the kernel's compile-time constant.
+        grid: programs along the axes 0 (moves fastest), 1 and 2.
+        launch: how programs are compiled.
+        aliases: outputs by the operands whose memory they take over, both as paths:
+            ``{"saved.states.0": "r"}``. The kernel writes such an output through the operand's pointer and
+            leaves the output's own alone.
+
+    Raises:
+        TypeError: the kernel has another number of parameters.
+        KeyError: ``aliases`` names an operand or output that does not exist.
+    """
+    names = kernel.arg_names
+    if len(names) != len(groups) + 2:
+        raise TypeError(f"{kernel.__name__} has {len(names)} parameters, got {len(groups) + 2}")
+    named = dict(zip(names, groups, strict=False))
+    results = {operand: f"0.{output}" for operand, output in (aliases or {}).items()}
+    return _run(kernel, named, (out,), {names[-1]: config}, grid, launch, results)[0]
+
+
+def _run(
+    kernel: Any,
+    groups: Mapping[str, Any],
+    out: tuple[Any, ...],
+    constants: Mapping[str, Hashable],
+    grid: tuple[int, int, int],
+    launch: Launch,
+    aliases: Mapping[str, str],
+) -> Any:
+    leaves, tree = jax.tree.flatten(tuple(groups.values()))
+    shapes, outputs = jax.tree.flatten(out)
+    scalars = tuple(x if isinstance(x, int) else None for x in leaves)
+    arrays = [x for x in leaves if not isinstance(x, int)]
+    call = TritonCall(
+        kernel=kernel,
+        groups=tree,
+        scalars=scalars,
+        outputs=outputs,
+        shapes=tuple(shapes),
+        constants=tuple(sorted(constants.items())),
+        grid=grid,
+        launch=launch,
+        capability=current_gpu().capability,
+        aliases=_positions(groups, out, aliases),
+    )
     if INTERPRET:
-        return None
-    reason = gpu_missing(platform)
-    if reason is not None:
-        return reason
-    try:
-        _jax_triton()
-    except Exception as error:  # whatever it raises at import where CUDA is missing or versions do not fit
-        return Fixable(f"jax-triton cannot be imported ({type(error).__name__}: {error})")
-    return None
+        from .interpreter import run_interpreted
+
+        return jax.tree.unflatten(outputs, run_interpreted(call, arrays))
+    from .lowering import triton_call_p
+
+    # XLA fuses a slice of an operand or into an output with the call and then loses that they share memory
+    if aliases:
+        arrays = jax.lax.optimization_barrier(arrays)
+    results = triton_call_p.bind(*arrays, call=call)
+    if aliases:
+        results = jax.lax.optimization_barrier(results)
+    return jax.tree.unflatten(outputs, results)
+
+
+def _positions(
+    groups: Mapping[str, Any], out: Any, aliases: Mapping[str, str]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs of positions among arrays and outputs that pairs of paths name."""
+    arrays: dict[str, int] = {}
+    names = list(groups)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(groups.values())):
+        if not isinstance(leaf, int):
+            first, *rest = _path(path).split(".")
+            arrays[".".join([names[int(first)], *rest])] = len(arrays)
+    results = {_path(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(out))}
+    return tuple((arrays[operand], results[output]) for operand, output in aliases.items())
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def launch(
@@ -83,70 +175,50 @@ def launch(
     num_warps: int,
     num_stages: int,
     aliases: Mapping[str, str] | None = None,
+    MAX_REGISTERS: int | None = None,
     **constexprs: Any,
 ) -> dict[str, jax.Array]:
-    """Calls a kernel with all its parameters by name, and returns its outputs by name.
-
-    Args:
-        kernel: a `triton.jit` function, whose parameters are inputs, then outputs, then constants.
-        inputs: arrays and Python ints.
-        out: shapes and dtypes of the outputs.
-        grid: number of programs along up to three axes.
-        num_warps: warps per program.
-        num_stages: depth of the load pipeline.
-        aliases: inputs whose memory an output takes over. The kernel writes it through the input's pointer
-            and leaves the output's alone: with jax-triton 0.4 it is none.
-        constexprs: compile-time arguments.
-
-    Raises:
-        TypeError: the kernel has other parameters than those given.
-    """
-    positions = {name: i for i, name in enumerate(kernel.arg_names)}
-    if positions.keys() != {*inputs, *out, *constexprs}:
-        wrong = sorted(positions.keys() ^ {*inputs, *out, *constexprs})
+    """Calls a kernel with flat parameters by name: inputs, then outputs, then constants."""
+    if MAX_REGISTERS is not None:
+        constexprs["MAX_REGISTERS"] = MAX_REGISTERS
+    names = [name for name in kernel.arg_names if name not in constexprs]
+    if {*names, *constexprs} != {*inputs, *out, *constexprs}:
+        wrong = sorted({*kernel.arg_names} ^ {*inputs, *out, *constexprs})
         raise TypeError(f"{kernel.__name__}: parameters missing, or given without being there: {wrong}")
-    outputs = sorted(out, key=positions.__getitem__)
-    operands = [inputs[name] for name in sorted(inputs, key=positions.__getitem__)]
-    taken = {positions[name]: outputs.index(result) for name, result in (aliases or {}).items()}
-    shapes = [out[name] for name in outputs]
+    operands = {name: inputs[name] for name in names if name in inputs}
+    outputs = [name for name in names if name in out]
+    positions = {name: str(outputs.index(result)) for name, result in (aliases or {}).items()}
+    results = _run(
+        kernel,
+        operands,
+        tuple(out[name] for name in outputs),
+        constexprs,
+        tuple([*grid, 1, 1][:3]),  # type: ignore[arg-type]
+        Launch(num_warps, num_stages, MAX_REGISTERS or 0),
+        positions,
+    )
+    return dict(zip(outputs, results, strict=True))
+
+
+def supports(ctx: Context) -> str | None:
+    """None where Triton kernels can serve the call, else the reason."""
+    return why_not(ctx.platform) or unfit_inputs(ctx)
+
+
+def preferred(ctx: Context) -> bool:
+    """Whether an op selects Triton kernels by default: not in the interpreter, which tests select by name."""
+    return not INTERPRET
+
+
+def why_not(platform: str) -> str | None:
+    """None where Triton kernels run on ``platform`` (``"gpu"``, ``"cpu"``, ...), else the reason."""
     if INTERPRET:
-        from .interpreter import triton_call_interpreted
-
-        results = triton_call_interpreted(kernel, operands, shapes, tuple(grid), taken, constexprs)
-    else:
-        options = dict(
-            grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, name=kernel.__name__, **constexprs
-        )
-        # Where an operand is a slice, or a result put into one, XLA makes one operation of all and forgets
-        # that results take over memory: they would be somewhere else. Barriers keep slices apart.
-        if taken:
-            arrays = iter(jax.lax.optimization_barrier([x for x in operands if not isinstance(x, int)]))
-            operands = [x if isinstance(x, int) else next(arrays) for x in operands]
-        results = _call(kernel, operands, shapes, taken, options)
-        if taken:
-            results = jax.lax.optimization_barrier(list(results))
-    return dict(zip(outputs, results))
-
-
-def _call(
-    kernel: Any,
-    inputs: Sequence[jax.Array | int],
-    out: list[jax.ShapeDtypeStruct],
-    aliases: Mapping[int, int],
-    options: dict[str, Any],
-) -> Sequence[jax.Array]:
-    """The call through either jax-triton, everything by position."""
-    jax_triton, old = _jax_triton()
-    options |= {"compute_capability": lowering_target()}
-    if old:
-        # it counts arrays only
-        arrays_only = {sum(not isinstance(x, int) for x in inputs[:i]): o for i, o in aliases.items()}
-        options |= {"custom_call_target_name": OURS, "input_output_aliases": arrays_only}
-        return jax_triton.triton_call(*inputs, kernel=kernel, out_shape=out, **options)
-    # 0.4 binds arrays to parameters in the order operands, results: a result without a parameter must be one
-    # of the last. A Python 1 is a constant and no parameter.
-    order = sorted(range(len(out)), key=lambda o: (o in aliases.values(), o))
-    absent = {kernel.arg_names[len(inputs) + o]: 1 for o in aliases.values()}
-    options |= absent | {"input_output_aliases": {i: order.index(o) for i, o in aliases.items()}}
-    results = jax_triton.triton_call(*inputs, kernel=kernel, out_type=[out[o] for o in order], **options)
-    return [results[order.index(o)] for o in range(len(out))]
+        return None
+    reason = gpu_missing(platform)
+    if reason is not None:
+        return reason
+    try:
+        from . import lowering  # noqa: F401
+    except Exception as error:  # whatever Triton and jaxlib raise at import where versions do not fit
+        return Fixable(f"Triton kernels cannot be compiled ({type(error).__name__}: {error})")
+    return None

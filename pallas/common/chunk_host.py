@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import triton.language as tl
 
 from ...core.context import Context, RecurrenceConfig
-from ...core.gpu import compute_capability
+from ...core.gpu import current_gpu
 from ..backend.triton import INTERPRET, launch
 from .chunk import UNSAFE_GATE, C, Config
 from .cotangent_scale import cotangent_scale_kernel
@@ -125,14 +125,12 @@ def segment_bits(segment_ids: jax.Array) -> jax.Array:
 
 
 def launch_options(table: LaunchTable, launch_pass: str, K: int, bf16_dots: bool) -> tuple[int, int, int]:
-    """(value block, warps, pipeline stages) of a pass for this GPU, known from its compute capability and
-    never by trial.
+    """(value block, warps, pipeline stages) of a pass for this GPU, from its record and never by trial.
 
-    "Small" are all GPUs but 9.0 and 10.x: a block of 8.6, 8.9 and 12.0 has 99 KiB of shared memory, and for
-    8.0 as for them ptxas gives up on the tiles that those two hold (32 or 40 registers and up to 15 KB
-    spilled by each thread); smaller blocks of values compile well. tests/compile has the numbers.
+    Without ``large_tiles`` ptxas spills up to 15 KB a thread on the usual blocks of values; smaller ones
+    compile well.
     """
-    small = "" if compute_capability() // 10 in (9, 10) else "small"
+    small = "" if current_gpu().large_tiles else "small"
     kind = " ".join(filter(None, [small, "" if bf16_dots else "float32"]))
     key = launch_pass, max(64, tile(K))
     return table[(*key, kind)] if (*key, kind) in table else table[key]
@@ -147,10 +145,10 @@ def has_bf16_dots(x: Any) -> bool:
 
 
 def has_wgmma() -> bool:
-    """Whether the GPU has products of a warp group: compute capability 9.0 alone. Tiles with keys as rows
-    (common/key_major.py) are made for them; elsewhere they are longer, and spill up to 800 bytes.
+    """Whether the GPU has products of a warp group, which key-major tiles (common/key_major.py) are made for.
+    Elsewhere these tiles spill up to 800 bytes.
     """
-    return compute_capability() // 10 == 9
+    return current_gpu().wgmma
 
 
 def can_be_key_major(x: Any, do: jax.Array) -> bool:

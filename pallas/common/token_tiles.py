@@ -29,8 +29,8 @@ def store_tokens(ptr, offsets, x, mask, even: tl.constexpr):
 
 
 @triton.jit
-def store_gradient(ptr, offsets, x, factor, mask, mode: tl.constexpr):
+def store_gradient(ptr, offsets, x, factor, mask, c: tl.constexpr):
     """`store_tokens` of ``x``, in the form for any decay times ``factor``."""
-    if mode.unsafe_gate:
+    if c.unsafe_gate:
         x *= factor
-    store_tokens(ptr, offsets, x, mask, mode.unmasked)
+    store_tokens(ptr, offsets, x, mask, c.unmasked)

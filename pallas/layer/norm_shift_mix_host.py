@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ...core.context import Context, Mix, Mixed, MixInputs
-from ...core.gpu import compute_capability
+from ...core.gpu import current_gpu
 from ..backend.triton import launch
 from ..common.shapes import given, like, result, tile
 from .norm_shift_mix_bwd import mix_bwd_kernel, norm_bwd_kernel
@@ -51,7 +51,7 @@ class Launch(NamedTuple):
 # channels a thread and walk few tokens without a pipeline, many programs on a multiprocessor: each loads a
 # group of tokens at once. Backwards hold a sum for every vector and walk many tokens, with loads under way.
 # Of up to forty at 1024, 2048 and 4096 channels these were the fastest on an H200
-# (docs/performance_models.md).
+# (pallas/DESIGN.md, "Layer kernels").
 WHOLE: dict[tuple[str, str, int], Launch] = (
     {("fwd", "few", n): Launch(n, max(1, n // 256), 8, tokens=4, busy=16384) for n in NARROW}
     | {("fwd", "many", n): Launch(n, max(1, n // 256), 4, tokens=4, busy=32768) for n in NARROW}
@@ -79,13 +79,12 @@ TILES: dict[str, Launch] = {
     "norm": Launch(1024, 4, 4),
 }
 FEW = 2
-LARGE = (80, 90, 100, 103)  # GPUs with more than 100 KB of shared memory for a program
 MIN_BLOCK_LEN = 8  # tokens of a share that is cut to keep a GPU busy
 
 
 def _fitting(chosen: Launch, x: MixInputs, most: int = 32) -> Launch:
     """The launch for the GPU's shared memory and the tokens' dtype; ``most`` warps."""
-    if compute_capability() not in LARGE:
+    if current_gpu().smem < 100 << 10:
         chosen = chosen._replace(stages=min(chosen.stages, 2))
     if x.x.dtype.itemsize == 2:
         return chosen

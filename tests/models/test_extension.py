@@ -126,7 +126,9 @@ def test_a_family_trains_saves_loads_and_generates(tmp_path):
 
     # the model itself decodes: greedy tokens are those of a call on the whole text
     assert Decoder(model, params).implementation == "model"
-    rows, _ = generate(scanned, stacked, [[1, 2, 3]], 4, Sampling(temperature=0, presence_penalty=0, frequency_penalty=0))
+    rows, _ = generate(
+        scanned, stacked, [[1, 2, 3]], 4, Sampling(temperature=0, presence_penalty=0, frequency_penalty=0)
+    )
     text = [1, 2, 3]
     for _ in range(4):
         logits, _ = model.apply({"params": params}, jnp.array([text]))
