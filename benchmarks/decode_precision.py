@@ -9,18 +9,16 @@ nats a byte.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import records
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path[:0] = [str(records.ROOT), str(records.ROOT / "examples")]
 
 from _text import python_reference  # noqa: E402
 
@@ -76,8 +74,7 @@ def logits_of(decoder: Decoder, tokens: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = records.parser(__doc__, out=False)
     parser.add_argument("--version", type=int, choices=(6, 7), default=7)
     for name, default in {"layers": 3, "width": 128, "steps": 400, "tokens": 4096}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
