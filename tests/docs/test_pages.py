@@ -49,7 +49,7 @@ def test_tuning():
 
 
 def test_lora():
-    """Frozen parameters stay, merged ones learn; the product starts at 0; stacked layers and single ones alike."""
+    """Frozen parameters stay, merged ones learn, the product starts at 0; stacked layers too."""
     names = blocks.run("docs/tuning.md", "LoRA")
     params, tokens, merge, init_lora = (names[name] for name in ("params", "tokens", "merge", "init_lora"))
     apply = lambda p: names["model"].apply({"params": p}, tokens[:, :-1])[0]
