@@ -28,10 +28,10 @@ Call = Callable[[], Any]
 
 
 def inputs(op: str, decay: str, size: dict[str, int]) -> Any:
-    """The arrays of a case of tests/cases.py."""
-    import cases
+    """The arrays of a case of tests/harness/cases.py."""
     import jax
     import jax.numpy as jnp
+    from harness import cases
 
     return jax.tree.map(jnp.asarray, cases.build(cases.Case(op, decay=decay, **size)))
 
@@ -40,8 +40,8 @@ def compiled(op: str, decay: str, size: dict[str, int]) -> tuple[Call, float]:
     """The compiled call and the seconds of compiling on two cores: the smaller of wall time and half of the
     CPU time.
     """
-    import cases
     import jax
+    from harness import cases
 
     x = inputs(op, decay, size)
     wall, cpu = time.perf_counter(), time.process_time()
@@ -52,8 +52,8 @@ def compiled(op: str, decay: str, size: dict[str, int]) -> tuple[Call, float]:
 
 def compile_seconds(op: str, size: dict[str, int]) -> float:
     """Of two attempts if the first is too slow."""
-    import cases
     import jax
+    from harness import cases
 
     best = float("inf")
     for _ in range(2):
@@ -67,9 +67,9 @@ def compile_seconds(op: str, size: dict[str, int]) -> float:
 
 def token_scan(op: str, decay: str, size: dict[str, int]) -> Call:
     """The recurrence as a plain `jax.lax.scan`, differentiated by JAX."""
-    import cases
     import jax
     import jax.numpy as jnp
+    from harness import cases
 
     x = inputs(op, decay, size)
 
@@ -85,7 +85,7 @@ def token_scan(op: str, decay: str, size: dict[str, int]) -> Call:
     def loss(arrays: Any) -> Any:
         tokens = {name: jnp.moveaxis(arrays[name], 1, 0) for name in cases.TOKENS[op]}
         final, o = jax.lax.scan(step, arrays["initial_state"], tokens)
-        return jnp.sum(jnp.moveaxis(o, 0, 1) * x.do) + jnp.sum(final * x.ds)
+        return jnp.sum(jnp.moveaxis(o, 0, 1) * x.cotangents["o"]) + jnp.sum(final * x.cotangents["ht"])
 
     f = jax.jit(jax.grad(loss)).lower(x.arrays).compile()
     return lambda: jax.block_until_ready(f(x.arrays))
