@@ -20,7 +20,7 @@ import records
 
 sys.path[:0] = [str(records.ROOT), str(records.ROOT / "examples")]
 
-from _text import python_reference  # noqa: E402
+from _text import read_text  # noqa: E402
 
 from fla_jax import models  # noqa: E402
 from fla_jax.generation import Decoder  # noqa: E402
@@ -79,7 +79,7 @@ def main() -> None:
     for name, default in {"layers": 3, "width": 128, "steps": 400, "tokens": 4096}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    text = np.frombuffer(python_reference(), np.uint8)
+    text = np.frombuffer(read_text(None), np.uint8)
     cut = len(text) * 9 // 10
     config = getattr(models, f"RWKV{options.version}Config")(256, options.width, options.layers)
     model = getattr(models, f"RWKV{options.version}ForCausalLM")(config)
