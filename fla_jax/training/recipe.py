@@ -17,8 +17,7 @@ _MUON_RMS = 0.2  # of updates: about what Adam's have (arXiv:2502.16982)
 
 
 def parameter_groups(params: Any) -> Any:
-    """The optimizer group of every parameter, by its name alone, so for scanned and unscanned, boxed and
-    plain parameters alike.
+    """The optimizer group of every parameter, by its name alone: the same for stacked and boxed parameters.
 
     Args:
         params: a tree of parameters, or of anything with their structure.
@@ -45,9 +44,8 @@ def matrix_mask(params: Any) -> Any:
     """Marks the parameters that have weight decay in the official recipe: embedding, head and dense
     projections.
 
-    The mask for `optax.adamw` and the like. It depends on names alone, so it is the same for stacked layers
-    (``scan_layers``), where ``x.ndim > 1`` holds for stacks of vectors too. Low-rank matrices and the bonus
-    per head are not marked.
+    The mask for `optax.adamw` and the like. It depends on names alone: with stacked layers (``scan_layers``),
+    ``x.ndim > 1`` is also true for vectors. Low-rank matrices and the bonus per head are not marked.
 
     Args:
         params: a tree of parameters, or of anything with their structure.
@@ -143,9 +141,7 @@ def rwkv_optimizer(
 
 
 def _names(path: Any) -> list[Any]:
-    """The keys of dicts on the way to a parameter: below them lies only the inside of a box
-    (`flax.linen.LogicallyPartitioned`).
-    """
+    """The dict keys of a path; what follows them is inside a box (`flax.linen.LogicallyPartitioned`)."""
     return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
 
 
@@ -167,7 +163,7 @@ def _muon_labels(params: Any) -> Any:
 def _scale_by_muon() -> optax.GradientTransformation:
     """Muon's updates with a root mean square of `_MUON_RMS`, whatever shape a matrix has.
 
-    Measured rather than computed from the shape: optax before 0.2.7 has a factor of its own in its updates.
+    Measured, not computed from the shape: optax before 0.2.7 scales the updates itself.
     """
     muon = optax.contrib.scale_by_muon(weight_dimension_numbers=muon_dimension_numbers)
 
@@ -182,10 +178,10 @@ def _scale_by_muon() -> optax.GradientTransformation:
 
 
 def _clip_by_global_norm(limit: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm`, whose factor all parameters wait for.
+    """`optax.clip_by_global_norm` with a barrier behind the factor.
 
-    XLA else computes the factor again for every parameter, and looks at all of those places each time that it
-    has changed one: with 24 layers a third of its time to find what to fuse.
+    Without it XLA fuses the factor into the update of every parameter: with 24 layers a third of the time
+    that it spends on fusion.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:

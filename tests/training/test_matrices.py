@@ -17,7 +17,6 @@ PROJECTIONS = {
     | {f"ffn/{name}" for name in ("key", "value")},
 }
 OPTIMIZERS = {
-    "adamw": optax.adamw(0.1, weight_decay=0.5, mask=matrix_mask),
     "optax's muon": optax.contrib.muon(0.1, muon_weight_dimension_numbers=muon_dimension_numbers),
     "muon": rwkv_optimizer(0.1, kind="muon", weight_decay=0.5),
     "adam": rwkv_optimizer(0.1, weight_decay=0.5),

@@ -1,4 +1,4 @@
-"""The recipe: parameter groups, schedule, loss."""
+"""The recipe: parameter groups, optimiser, schedule; a model that learns."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ import optax
 import pytest
 import small_models as small
 
-from fla_jax.training import (
-    chunked_cross_entropy,
-    cross_entropy,
-    parameter_groups,
-    rwkv_optimizer,
-    rwkv_schedule,
-)
+from fla_jax.training import cross_entropy, parameter_groups, rwkv_optimizer, rwkv_schedule
 
-WIDE = ("receptance", "key", "value", "gate", "output", "head")
+DENSE = ("receptance", "key", "value", "gate", "output", "head")
 
 
 def names(tree):
@@ -40,7 +34,7 @@ def test_groups(version, scan):
     assert {path[-1] for path in base} == {"w0" if version == 7 else "time_decay"} and len(base) == layers
     matrices = {path for path, group in groups.items() if group == "matrix"}
     assert matrices == {
-        path for path in groups if path[-1] == "embedding" or (path[-1] == "kernel" and path[-2] in WIDE)
+        path for path in groups if path[-1] == "embedding" or (path[-1] == "kernel" and path[-2] in DENSE)
     }
     assert len(matrices) == 2 + layers * (6 if version == 7 else 8)
     # what is left has two or more axes only where it is low rank, per head or stacked
@@ -132,87 +126,9 @@ def test_schedule_is_the_official_cosine():
         rwkv_schedule(0.0, 1e-4, 100)
 
 
-def reference_loss(logits, labels, weights, l2wrap, cotangent):
-    """Value and gradient in NumPy, float64."""
-    logits = np.asarray(logits, np.float64)
-    weights = np.asarray(weights, np.float64) / np.sum(weights)
-    shifted = logits - logits.max(-1, keepdims=True)
-    log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    grad = np.exp(log_p)
-    value = 0.0
-    for i in np.ndindex(labels.shape):
-        value -= weights[i] * log_p[i][labels[i]]
-        grad[i][labels[i]] -= 1
-        top = logits[i].argmax()
-        grad[i] *= weights[i]
-        grad[i][top] += l2wrap * weights[i] * logits[i][top]
-    return value, cotangent * grad
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("l2wrap", [1e-4, 0.5, 0.0])
-def test_cross_entropy(masked, l2wrap):
-    rng = np.random.default_rng(0)
-    # a tie: one of the two counts
-    logits = jnp.asarray(5 * rng.normal(size=(2, 5, 7)), jnp.float32).at[0, 0, 2:4].set(20.0)
-    labels = jnp.asarray(rng.integers(0, 7, (2, 5)))
-    mask = jnp.asarray(rng.integers(0, 2, (2, 5)), bool).at[0, 0].set(True) if masked else None
-    value, pull = jax.vjp(lambda x: cross_entropy(x, labels, mask, l2wrap), logits)
-    want, grad = reference_loss(
-        logits, np.asarray(labels), np.ones((2, 5)) if mask is None else mask, l2wrap, 3.0
-    )
-    np.testing.assert_allclose(value, want, rtol=1e-6)
-    np.testing.assert_allclose(pull(jnp.float32(3.0))[0], grad, rtol=1e-5, atol=1e-7)
-
-
-def test_masked_positions_may_hold_anything():
-    logits = jnp.zeros((1, 3, 4)).at[0, 1].set(jnp.nan).at[0, 2, 0].set(jnp.inf)
-    mask = jnp.array([[1, 0, 0]])
-    value, grad = jax.value_and_grad(cross_entropy)(logits, jnp.zeros((1, 3), jnp.int32), mask)
-    np.testing.assert_allclose(value, math.log(4), rtol=1e-6)
-    assert np.isfinite(grad).all() and not grad[0, 1:].any()
-    assert cross_entropy(logits, jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 3))) == 0
-
-
-def test_bfloat16_logits_are_summed_in_float32():
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 1000)), jnp.bfloat16)
-    labels = jnp.arange(4)[None]
-    want, _ = reference_loss(logits.astype(jnp.float32), np.asarray(labels), np.ones((1, 4)), 1e-4, 1)
-    value, grad = jax.value_and_grad(cross_entropy)(logits, labels)
-    assert value.dtype == jnp.float32 and grad.dtype == jnp.bfloat16
-    np.testing.assert_allclose(value, want, rtol=1e-6)
-
-
-def test_loss_errors():
-    logits = jnp.zeros((2, 3, 4))
-    with pytest.raises(ValueError, match="labels must have shape"):
-        cross_entropy(logits, jnp.zeros((2, 4), jnp.int32))
-    with pytest.raises(ValueError, match="mask must have shape"):
-        cross_entropy(logits, jnp.zeros((2, 3), jnp.int32), jnp.zeros((3, 2)))
-    with pytest.raises(TypeError, match="labels must be integers"):
-        cross_entropy(logits, jnp.zeros((2, 3)))
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda l2wrap: cross_entropy(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), jnp.int32), l2wrap=l2wrap),
-        lambda l2wrap: chunked_cross_entropy(
-            jnp.zeros((2, 3, 4)), jnp.zeros((4, 5)), jnp.zeros((2, 3), jnp.int32), l2wrap=l2wrap
-        ),
-    ],
-)
-def test_l2wrap_is_a_number(loss):
-    with pytest.raises(TypeError, match=r"l2wrap must be a number that is known when .* static_argnames"):
-        jax.jit(loss)(1e-4)
-    with pytest.raises(ValueError, match="l2wrap must be a finite number, got 'yes'"):
-        loss("yes")
-    assert np.isfinite(loss(np.float32(1e-4))) and np.isfinite(loss(0)) and np.isfinite(loss(jnp.float32(1)))
-
-
 def test_a_model_learns():
     """Twenty steps from the official initialisation on one batch, with bfloat16 activations."""
-    model = small.model(7, scan_layers=True, remat=True, dtype=jnp.bfloat16, implementation="reference")
+    model = small.model(7, num_layers=1, remat=True, dtype=jnp.bfloat16, implementation="reference")
     tokens = small.tokens(2, 9)
     params = jax.jit(model.init)(jax.random.key(0), tokens[:, :1])["params"]
     tx = rwkv_optimizer(rwkv_schedule(1e-2, 1e-3, 20, 2))
