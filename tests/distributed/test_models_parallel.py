@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,7 @@ import optax
 import pytest
 import small_models as small
 from flax.core import FrozenDict
+from harness import processes
 from jax.sharding import PartitionSpec as P
 
 from fla_jax.models import stack_layers
@@ -45,7 +45,7 @@ MODES = [
 
 @functools.cache
 def report(version):
-    return fake_devices.report("distributed/parallel_run.py", version)
+    return processes.report("distributed/parallel_run.py", version)
 
 
 def talk(version, mode, *kinds):
@@ -279,4 +279,4 @@ def test_sums_of_activations_are_not_copied_together():
 @pytest.mark.parametrize("version", small.VERSIONS)
 def test_ops_that_are_opaque(version):
     """Gradients of rows that stand for copies are summed over devices where kernels run, too."""
-    assert fake_devices.report("distributed/opaque_run.py", version) < 1e-5
+    assert processes.report("distributed/opaque_run.py", version) < 1e-5
