@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ..core.sharding import spec_of
 from ..layers.sharding import out_sharding
 
 
-def microbatches(batch: Any, count: int) -> Any:
+def microbatches(batch: PyTree, count: int) -> PyTree:
     """[B, ...] -> [count, B / count, ...] of each array: sequence i goes into microbatch i % count, so that
     every device takes a part of its own sequences.
     """
@@ -30,12 +31,12 @@ def microbatches(batch: Any, count: int) -> Any:
 
 
 def accumulated_value_and_grad(
-    loss: Callable[[Any, Any], Any],
-    weight: Callable[[Any], jax.Array],
+    loss: Callable[[PyTree, PyTree], PyTree],
+    weight: Callable[[PyTree], jax.Array],
     count: int,
     has_aux: bool,
-    constrain: Callable[[Any], Any],
-) -> Callable[[Any, Any], tuple[Any, Any]]:
+    constrain: Callable[[PyTree], PyTree],
+) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
     """`jax.value_and_grad` of a loss that is a weighted mean, in ``count`` microbatches.
 
     Only one microbatch's activations are in memory at a time. Its loss and gradient count in proportion to
@@ -51,11 +52,11 @@ def accumulated_value_and_grad(
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=has_aux)
 
-    def accumulated(params: Any, batch: Any) -> tuple[Any, Any]:
+    def accumulated(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         total = weight(batch)
         total = jnp.where(total != 0, total, 1)
 
-        def add(sums: Any, microbatch: Any) -> tuple[Any, Any]:
+        def add(sums: PyTree, microbatch: PyTree) -> tuple[PyTree, PyTree]:
             share = weight(microbatch) / total
             value, grads = value_and_grad(params, microbatch)
             value, aux = value if has_aux else (value, None)

@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ..checkpoints import read_pth, write_pth
 from ..core.arguments import check_integer, check_number, shown
@@ -27,7 +29,7 @@ from .recipe import rwkv_optimizer, rwkv_schedule
 _NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
 
 
-def zero_states(model: Any) -> jax.Array:
+def zero_states(model: nn.Module) -> Float[Array, "L H K V"]:
     """The states that tuning starts from: zeros [L, H, K, V], one state a layer, in float32.
 
     Example:
@@ -41,7 +43,7 @@ def zero_states(model: Any) -> jax.Array:
     return model.init_state(1).wkv[:, 0]
 
 
-def initial_state(model: Any, states: jax.Array, batch: int) -> RWKVState:
+def initial_state(model: nn.Module, states: Float[Array, "L H K V"], batch: int) -> RWKVState:
     """The model's initial state: ``states`` for every sequence, and no token before the first.
 
     Args:
@@ -95,8 +97,12 @@ def _check_batch(where: str, tokens: Any, mask: Any) -> None:
 
 
 def state_loss(
-    model: Any, params: Any, states: jax.Array, tokens: jax.Array, mask: jax.Array | None = None
-) -> jax.Array:
+    model: nn.Module,
+    params: PyTree,
+    states: Float[Array, "L H K V"],
+    tokens: Int[Array, "B T+1"],
+    mask: Shaped[Array, "B T"] | None = None,
+) -> Float[Array, ""]:
     """Next-token loss from given initial states, differentiable in ``states``.
 
     Args:
@@ -132,14 +138,14 @@ def state_loss(
 
 
 def tune_states(
-    model: Any,
-    params: Any,
-    batches: Iterable[Any],
+    model: nn.Module,
+    params: PyTree,
+    batches: Iterable[PyTree],
     steps: int,
     *,
     learning_rate: optax.ScalarOrSchedule | None = None,
-    states: jax.Array | None = None,
-) -> tuple[jax.Array, np.ndarray]:
+    states: Float[Array, "L H K V"] | None = None,
+) -> tuple[Float[Array, "L H K V"], Float[np.ndarray, " steps"]]:
     """Tunes initial states; the parameters do not change.
 
     Args:
@@ -187,8 +193,8 @@ def tune_states(
 
     @jax.jit
     def step(
-        states: jax.Array, opt_state: Any, params: Any, tokens: jax.Array, mask: jax.Array | None
-    ) -> Any:
+        states: jax.Array, opt_state: PyTree, params: PyTree, tokens: jax.Array, mask: jax.Array | None
+    ) -> PyTree:
         loss, grads = jax.value_and_grad(state_loss, 2)(model, params, states, tokens, mask)
         updates, opt_state = optimizer.update(grads, opt_state, states)
         return optax.apply_updates(states, updates), opt_state, loss
@@ -213,7 +219,7 @@ def tune_states(
     return states, np.asarray(jnp.stack(losses))
 
 
-def save_states(path: str | os.PathLike[str], states: jax.Array) -> None:
+def save_states(path: str | os.PathLike[str], states: Float[Array, "L H K V"]) -> None:
     """Writes states as a ``.pth`` file that RWKV-PEFT and programs around ``rwkv`` read.
 
     Args:
@@ -238,7 +244,7 @@ def save_states(path: str | os.PathLike[str], states: jax.Array) -> None:
     write_pth(path, {f"blocks.{i}.att.time_state": np.ascontiguousarray(x) for i, x in enumerate(transposed)})
 
 
-def load_states(path: str | os.PathLike[str], model: Any) -> jax.Array:
+def load_states(path: str | os.PathLike[str], model: nn.Module) -> Float[Array, "L H K V"]:
     """Reads states from a ``.pth`` of `save_states`, of RWKV-PEFT, or of a whole model with states in it.
 
     Args:
