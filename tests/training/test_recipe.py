@@ -14,37 +14,11 @@ import small_models as small
 
 from fla_jax.training import cross_entropy, parameter_groups, rwkv_optimizer, rwkv_schedule
 
-DENSE = ("receptance", "key", "value", "gate", "output", "head")
-
 
 def names(tree):
     return {
         tuple(key.key for key in path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-@pytest.mark.parametrize("version", small.VERSIONS)
-@pytest.mark.parametrize("scan", [False, True])
-def test_groups(version, scan):
-    groups = names(
-        parameter_groups(small.shapes(small.model(version, scan_layers=scan), jnp.zeros((1, 2), jnp.int32)))
-    )
-    layers = 1 if scan else 2
-    base = {path for path, group in groups.items() if group == "decay_base"}
-    assert {path[-1] for path in base} == {"w0" if version == 7 else "time_decay"} and len(base) == layers
-    matrices = {path for path, group in groups.items() if group == "matrix"}
-    assert matrices == {
-        path for path in groups if path[-1] == "embedding" or (path[-1] == "kernel" and path[-2] in DENSE)
-    }
-    assert len(matrices) == 2 + layers * (6 if version == 7 else 8)
-    # what is left has two or more axes only where it is low rank, per head or stacked
-    rest = {path[-1] for path, group in groups.items() if group == "other"}
-    assert {"scale", "bias"} < rest
-    assert (
-        {"w1", "w2", "g2", "r_k"}
-        if version == 7
-        else {"time_maa_w1", "time_maa_w2", "time_decay_w2", "time_faaaa"}
-    ) < rest
 
 
 def test_groups_of_boxed_parameters():
