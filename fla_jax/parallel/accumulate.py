@@ -1,7 +1,7 @@
 """Gradient accumulation: the loss and the gradient of a batch, one microbatch after the other.
 
-`optax.microbatch` splits a batch likewise, but (optax 0.2.8) compares versions of JAX as text, takes 0.10 for
-older than 0.7, and fails on meshes with explicit axes; nor can its sums have a sharding.
+`optax.microbatch` takes the same sequences into each microbatch. Up to optax 0.2.8 it fails on meshes with
+explicit axes: it compares versions of JAX as text, in which 0.10 is older than 0.7.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def accumulated_value_and_grad(
 ) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
     """`jax.value_and_grad` of a loss that is a weighted mean, in ``count`` microbatches.
 
-    Only one microbatch's activations are in memory at a time. Its loss and gradient count in proportion to
-    ``weight``, so that value and gradient are those of the whole batch; gradients are added in float32 at
-    least. What a loss with ``has_aux`` returns besides comes back stacked, [count, ...].
+    Only one microbatch's activations are in memory at a time. ``weight`` weighs losses and gradients,
+    so that value and gradient are those of the whole batch; gradients are summed in at least float32. Aux
+    outputs are stacked, [count, ...].
 
     Args:
         loss: of parameters and a batch.

@@ -78,8 +78,8 @@ class TrainStep:
                 labels, with the default loss, and the number of sequences with another.
             accumulate: number of microbatches that a batch is computed in, one after the other, to save the
                 memory of activations. Loss and gradient stay those of the whole batch, but for rounding.
-            has_aux: whether the loss returns ``(scalar, anything)``. With ``accumulate``, what it returns
-                besides is stacked, [accumulate, ...].
+            has_aux: whether the loss returns ``(scalar, aux)``. With ``accumulate``, aux outputs are stacked,
+                [accumulate, ...].
             compiler_options: of XLA, for the step's program alone, such as `overlap_options`.
 
         Raises:
