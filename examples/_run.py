@@ -22,18 +22,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fla_jax.checkpoints.files import replacing
-from fla_jax.models import RWKV6ForCausalLM, RWKV7ForCausalLM, RWKVConfig
+from fla_jax.models import RWKVConfig, family_of
 from fla_jax.training import MetricWriter, Throughput, TrainingCheckpoints, last_checkpoint
 
 Check = Callable[[], None]  # of `_cli.claimed`
-MODELS: dict[str, Any] = {"rwkv6": RWKV6ForCausalLM, "rwkv7": RWKV7ForCausalLM}
 
 
 def build_model(options: Any, **more: Any) -> Any:
     """The model of the options."""
     sizes = {name: getattr(options, name) for name in ("hidden_size", "num_layers", "head_dim")}
     try:
-        return MODELS[options.model](RWKVConfig.from_dict({"model_type": options.model, **sizes, **more}))
+        config = RWKVConfig.from_dict({"model_type": options.model, **sizes, **more})
+        return family_of(config).model(config)
     except ValueError as error:
         named = f"--hidden-size {options.hidden_size}, --head-dim {options.head_dim}"
         raise ValueError(f"{named}: {error}") from error

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from ..core.arguments import check_integer, shown
 from ..core.gpu import platform_of
 from ..layers.state import RWKVState, check_state
-from ..models import RWKV6ForCausalLM, RWKV7ForCausalLM
+from ..models import FAMILIES
 from ..ops import decode
 from ..pallas.backend import triton
+from .decode_families import DECODE, decode_family
 from .decode_weights import prepare_decode_weights
 from .deleted import check_deleted, explain_deleted
 from .prompts import check_params
@@ -230,8 +231,8 @@ def _check_group(group: int, model: Any, params: Any) -> None:
 
 def unsupported(implementation: str, model: Any, params: Any) -> str | None:
     """None where an implementation of the fast path can decode with ``model``, else the reason."""
-    if type(model) not in (RWKV6ForCausalLM, RWKV7ForCausalLM):
-        return "it knows RWKV6ForCausalLM and RWKV7ForCausalLM only"
+    if decode_family(model) is None:
+        return f"it knows {' and '.join(FAMILIES[name].model.__name__ for name in DECODE)} only"
     config = model.config
     if config.implementation not in (None, "triton"):
         return f"the model asks for implementation={config.implementation!r}"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..core.sharding import spec_of
+from ..core.mesh import spec_of
 from ..layers.sharding import out_sharding
 
 

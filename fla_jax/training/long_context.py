@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from ..core.sharding import is_explicit, reshard, vary_alike
+from ..core.mesh import is_explicit, reshard, vary_alike
 from ..layers.state import RWKVState, check_state
 from .losses import chunked_cross_entropy
 

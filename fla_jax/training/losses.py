@@ -14,8 +14,9 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ..core.arguments import check_number
-from ..core.sharding import is_explicit, reshard, shard_like, spec_of, vary_alike
-from ..layers.sharding import constrain, join_tokens, out_sharding, split_tokens, token_parts, unshard_for_dot
+from ..core.mesh import is_explicit, reshard, shard_like, spec_of, vary_alike
+from ..layers.sharding import ActivationSharding, constrain, out_sharding
+from ..layers.token_blocks import join_tokens, split_tokens, token_blocks
 
 
 def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | None) -> None:
@@ -143,10 +144,11 @@ def _losses_and_grads(
     Each device scans its tokens and accumulates a local gradient of the kernel, or of its shard of the
     vocabulary. These are summed over devices once, at the end: per block that sum would dominate the traffic.
     """
-    narrow = unshard_for_dot(hidden, kernel.astype(hidden.dtype), ("embed", "vocab"))
+    sharding = ActivationSharding.of(hidden)
+    narrow = sharding.unshard_for_dot(hidden, kernel.astype(hidden.dtype), ("embed", "vocab"))
     scan = functools.partial(_scan_blocks, l2wrap=l2wrap, block=block, gradients=gradients)
     h = reshard(hidden, *spec_of(hidden)[:2], spec_of(narrow)[0]) if is_explicit() else hidden
-    parts = token_parts(hidden)
+    parts = token_blocks(hidden)
     if parts == (1, 1):
         total, d_hidden, d_kernel = scan(h, narrow, labels, weights)
     else:
@@ -290,7 +292,7 @@ def chunked_cross_entropy(
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
     weights = jax.lax.stop_gradient(jnp.ones((B, T), dtype) if mask is None else mask.astype(dtype))
     total = jnp.sum(weights)
-    batch_parts, sequence_parts = token_parts(hidden)
+    batch_parts, sequence_parts = token_blocks(hidden)
     block = max(1, min(T // sequence_parts, block_tokens * batch_parts // max(B, 1)))
     # a custom gradient wants inputs and gradients that vary over the same axes of a checked shard_map
     arrays = vary_alike((hidden, kernel, labels, weights))

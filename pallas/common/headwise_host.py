@@ -88,6 +88,6 @@ def sums_by_row(partial: jax.Array) -> list[jax.Array]:
     return [total[:, i] for i in range(total.shape[1])]
 
 
-def no_residuals(ctx: Context[Any]) -> dict[str, str]:
+def no_residuals(ctx: Context[Any, Any]) -> dict[str, str]:
     """The ``kept_axes`` of pieces whose backward computes everything again."""
     return {}

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 
 from ...core.context import Context
+from ...core.implementation import Residuals
+from ...core.types import Keys, KeysInputs, KeysSettings
 from ..backend.triton import launch
 from ..common.headwise_host import (
     HeadwisePlan,
@@ -42,7 +44,12 @@ residual_axes = no_residuals
 
 
 def _launched(
-    kernel: Any, plan: HeadwisePlan, ctx: Context[Any], x: Any, more: dict[str, Any], out: dict[str, Any]
+    kernel: Any,
+    plan: HeadwisePlan,
+    ctx: Context[KeysInputs, KeysSettings],
+    x: KeysInputs,
+    more: dict[str, Any],
+    out: dict[str, Any],
 ):
     """The results of a kernel that takes the op's arrays and ``more``."""
     return launch(
@@ -75,10 +82,10 @@ def _first_values(x: Any) -> jax.Array:
     return made["source_"]
 
 
-def fwd(ctx: Context[Any], x: Any) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+def fwd(ctx: Context[KeysInputs, KeysSettings], x: KeysInputs) -> tuple[Keys, Residuals]:
     """The results in the op's order. What is as it came is not written, and what comes twice once."""
     settings, shape = ctx.settings, x.k.shape
-    if x.residual is not None and not ctx.keep:
+    if x.residual is not None and not ctx.save_residuals:
         # nothing keeps the v_first that came for a backward
         x = x._replace(v_first=_first_values(x), residual=None)
     plan = headwise_plan(LAUNCH, "fwd", x.k)
@@ -94,10 +101,12 @@ def fwd(ctx: Context[Any], x: Any) -> tuple[tuple[jax.Array, ...], dict[str, jax
     w, k, a, b = (made[name] for name in ("w_", "key_", "a_", "b_"))
     v = x.v if x.v_first is None else made["value_"]
     first = made["source_"] if x.residual is not None else given(x.v_first, x.v)
-    return (w, k, v, a, b, first, k, v), {}
+    return Keys(w, k, v, a, b, first, k, v), {}
 
 
-def bwd(ctx: Context[Any], x: Any, residuals: dict[str, jax.Array], cotangents: Any) -> Any:
+def bwd(
+    ctx: Context[KeysInputs, KeysSettings], x: KeysInputs, residuals: Residuals, cotangents: Keys
+) -> KeysInputs:
     """Gradients of all inputs, of vectors by row."""
     plan, residual = headwise_plan(LAUNCH, "bwd", x.k), x.v_first is not None
     tokens = ("decay", "rate", "mix", "k", "v", "v_first")

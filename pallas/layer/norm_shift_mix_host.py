@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Mix, Mixed, MixInputs
+from ...core.context import Context
 from ...core.gpu import current_gpu
+from ...core.implementation import Residuals
+from ...core.types import Mix, Mixed, MixInputs
 from ..backend.triton import launch
 from ..common.shapes import given, like, result, tile
 from .norm_shift_mix_bwd import mix_bwd_kernel, norm_bwd_kernel
 from .norm_shift_mix_fwd import mix_fwd_kernel, statistics_kernel
 
-unused_cotangents = ("x", "normalised")  # layers that end a residual stream, or begin one, use no sum
 SLOTS = 6  # mixes that the kernels have arguments for
 NARROW = (128, 256, 512, 1024)  # channels of a token that four warps or fewer hold
 
@@ -136,19 +137,19 @@ def _slots(prefix: str, arrays: Sequence[Any], unused: Any) -> dict[str, Any]:
     return {f"{prefix}{n}_": arrays[n] if n < len(arrays) else unused for n in range(SLOTS)}
 
 
-def _shared(x: MixInputs, unused: jax.Array) -> dict[str, jax.Array]:
+def _shared(x: MixInputs, unused: jax.Array) -> dict[str, Any]:
     """The parameters of both mixing kernels that are inputs of the op."""
     arrays = dict(scale_=x.scale, bias_=x.bias, last_=x.last, seg_=x.segment_ids, moves_=x.moves)
     return {name: given(array, unused) for name, array in arrays.items()} | _slots("mu", x.mixes, unused)
 
 
-def residual_axes(ctx: Context[Mix]) -> dict[str, str]:
+def residual_axes(ctx: Context[MixInputs, Mix]) -> dict[str, str]:
     """What the forward keeps, and its axes: statistics of the norm, and x + y, which is a result as well."""
-    kept = {} if ctx.inputs.scale is None else {"mean": "b t", "rstd": "b t"}
-    return kept if ctx.inputs.y is None else kept | {"x": "b t c"}
+    kept = {} if ctx.shapes.scale is None else {"mean": "b t", "rstd": "b t"}
+    return kept if ctx.shapes.y is None else kept | {"x": "b t c"}
 
 
-def fwd(ctx: Context[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]:
+def fwd(ctx: Context[MixInputs, Mix], x: MixInputs) -> tuple[Mixed, Residuals]:
     """Results and what the backward reads."""
     (B, T, C), M, dtype = x.x.shape, len(x.mixes), x.x.dtype
     norm, add, eps = x.scale is not None, x.y is not None, ctx.settings.eps
@@ -169,7 +170,7 @@ def fwd(ctx: Context[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]:
         total = made["sum_"] if add else x.x
         before = dict(x_=total, y_=unused, mean_=made["mean_"], rstd_=made["rstd_"])
     adds = add and (whole is not None or not norm)
-    keep = ctx.keep and whole is not None
+    keep = ctx.save_residuals and whole is not None
     chosen = whole or _tiled("fwd", x)
     span, grid, options = _grid(chosen, B, T, C)
     made = launch(
@@ -209,26 +210,29 @@ def fwd(ctx: Context[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]:
         "rstd": made["kept_rstd_"] if keep else before["rstd_"],
         "x": total,
     }
-    return mixed, {name: residuals[name] for name in residual_axes(ctx)} if ctx.keep else {}
+    return mixed, {name: residuals[name] for name in residual_axes(ctx)} if ctx.save_residuals else {}
 
 
-def bwd(ctx: Context[Mix], x: MixInputs, residuals: dict[str, jax.Array], cotangents: Mixed) -> MixInputs:
+def bwd(ctx: Context[MixInputs, Mix], x: MixInputs, residuals: Residuals, cotangents: Mixed) -> MixInputs:
     """Gradients of all inputs; those of parameters for each row."""
     (B, T, C), M = x.x.shape, len(x.mixes)
     norm, summed = x.scale is not None, cotangents.x is not None
     total = residuals.get("x", x.x)
     unused, whole = total, _whole("bwd", x)
-    statistics = dict(mean_=residuals.get("mean", unused), rstd_=residuals.get("rstd", unused))
+    statistics: dict[str, Any] = dict(
+        mean_=residuals.get("mean", unused), rstd_=residuals.get("rstd", unused)
+    )
     split, lines = norm and whole is None, M + 2 * norm
     chosen = whole or _tiled("sums" if split else "bwd", x)
     span, grid, options = _grid(chosen, B, T, C)
     dsum = given(cotangents.x, unused)
-    incoming = _slots("g", cotangents.mixed, unused) | dict(
+    incoming: dict[str, Any] = _slots("g", cotangents.mixed, unused) | dict(
         dend_=cotangents.last, dsum_=dsum, dnormalised_=given(cotangents.normalised, unused)
     )
+    inputs: dict[str, Any] = dict(x_=total, B=B, T=T, span=span) | _shared(x, unused) | statistics | incoming
     made = launch(
         mix_bwd_kernel,
-        dict(x_=total, B=B, T=T, span=span) | _shared(x, unused) | statistics | incoming,
+        inputs,
         dict(
             dx_=like(total),
             dlast_=result(x.last is not None, (B, C), given(x.last, unused).dtype),
@@ -252,7 +256,9 @@ def bwd(ctx: Context[Mix], x: MixInputs, residuals: dict[str, jax.Array], cotang
     if split:
         tiles = grid[1]
         span, grid, options = _grid(_tiled("norm", x), B, T, C)
-        arrays = dict(x_=total, scale_=x.scale, dh_=dx, sums_=made["sums_"], dsum_=dsum) | statistics
+        arrays: dict[str, Any] = (
+            dict(x_=total, scale_=x.scale, dh_=dx, sums_=made["sums_"], dsum_=dsum) | statistics
+        )
         dx = launch(
             norm_bwd_kernel,
             arrays | dict(T=T, span=span),

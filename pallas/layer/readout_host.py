@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from ...core.context import Context
+from ...core.implementation import Residuals
+from ...core.types import Readout, ReadoutInputs, ReadoutSettings
 from ..backend.triton import launch
 from ..common.headwise_host import (
     HeadwisePlan,
@@ -41,7 +41,12 @@ residual_axes = no_residuals
 
 
 def _launched(
-    kernel: Any, plan: HeadwisePlan, ctx: Context[Any], x: Any, more: dict[str, Any], out: dict[str, Any]
+    kernel: Any,
+    plan: HeadwisePlan,
+    ctx: Context[ReadoutInputs, ReadoutSettings],
+    x: ReadoutInputs,
+    more: dict[str, Any],
+    out: dict[str, Any],
 ):
     """The results of a kernel that takes the op's arrays and ``more``."""
     return launch(
@@ -55,14 +60,19 @@ def _launched(
     )
 
 
-def fwd(ctx: Context[Any], x: Any) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+def fwd(ctx: Context[ReadoutInputs, ReadoutSettings], x: ReadoutInputs) -> tuple[Readout, Residuals]:
     """y."""
     plan = headwise_plan(LAUNCH, "fwd", x.o)
     made = _launched(readout_fwd_kernel, plan, ctx, x, {}, dict(y_=like(x.o)))
-    return (made["y_"],), {}
+    return Readout(made["y_"]), {}
 
 
-def bwd(ctx: Context[Any], x: Any, residuals: dict[str, jax.Array], cotangents: Any) -> Any:
+def bwd(
+    ctx: Context[ReadoutInputs, ReadoutSettings],
+    x: ReadoutInputs,
+    residuals: Residuals,
+    cotangents: Readout,
+) -> ReadoutInputs:
     """Gradients of all inputs, of vectors by row."""
     plan, bonus = headwise_plan(LAUNCH, "bwd", x.o), x.r is not None
     tokens = ("o", "gate", "r", "k", "v")
