@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ..core.arguments import check_number
 from ..core.mesh import is_explicit, reshard, shard_like, spec_of, vary_alike
@@ -55,11 +56,11 @@ def _l2wrap(loss: jax.Array, logits: jax.Array, weights: jax.Array) -> jax.Array
     return loss
 
 
-def _l2wrap_fwd(loss: jax.Array, logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+def _l2wrap_fwd(loss: jax.Array, logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, PyTree]:
     return loss, (logits, weights)
 
 
-def _l2wrap_bwd(residuals: Any, cotangent: jax.Array) -> Any:
+def _l2wrap_bwd(residuals: PyTree, cotangent: jax.Array) -> PyTree:
     logits, weights = residuals
     largest = jnp.argmax(logits, -1)
     at_largest = jax.lax.broadcasted_iota(largest.dtype, logits.shape, logits.ndim - 1) == largest[..., None]
@@ -74,8 +75,11 @@ _l2wrap.defvjp(_l2wrap_fwd, _l2wrap_bwd)
 
 
 def cross_entropy(
-    logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None, l2wrap: float = 1e-4
-) -> jax.Array:
+    logits: Float[Array, "*B V"],
+    labels: Int[Array, "*B"],
+    mask: Shaped[Array, "*B"] | None = None,
+    l2wrap: float = 1e-4,
+) -> Float[Array, ""]:
     """Mean next-token cross-entropy, with L2Wrap, which pulls the largest logit of every token towards 0.
 
     L2Wrap changes the gradient and not the value: it adds ``l2wrap / tokens * max_logit`` to the gradient of
@@ -134,7 +138,7 @@ def _sum_of_losses(
 
 def _losses_and_grads(
     hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
-) -> tuple[jax.Array, Any, Any]:
+) -> tuple[jax.Array, PyTree, PyTree]:
     """The sum, and with ``gradients`` its derivatives in hidden and kernel, else None for both.
 
     Each device scans its tokens and accumulates a local gradient of the kernel, or of its shard of the
@@ -167,7 +171,7 @@ def _losses_and_grads(
 
 def _scan_blocks(
     hidden: Any, narrow: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
-) -> tuple[jax.Array, Any, Any]:
+) -> tuple[jax.Array, PyTree, PyTree]:
     """`_losses_and_grads` of one device's tokens; ``narrow`` is the kernel in the dtype of hidden.
 
     A block's gradients are computed from its logits at once, so no logits are computed twice.
@@ -180,7 +184,7 @@ def _scan_blocks(
         x = jnp.pad(x, ((0, 0), (0, -T % block), *((0, 0),) * (x.ndim - 2)))
         return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
-    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+    def step(carry: PyTree, x: Any) -> tuple[PyTree, PyTree]:
         (total, d_kernel), (h, label, weight) = carry, x
         # masked positions may contain inf and NaN
         h = jnp.where((weight != 0)[..., None], h, 0)
@@ -219,12 +223,12 @@ def _scan_blocks(
 
 def _sum_of_losses_fwd(
     hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
     total, *grads = _losses_and_grads(hidden, kernel, labels, weights, l2wrap, block, gradients=True)
     return total, grads
 
 
-def _sum_of_losses_bwd(l2wrap: float, block: int, residuals: Any, cotangent: jax.Array) -> Any:
+def _sum_of_losses_bwd(l2wrap: float, block: int, residuals: PyTree, cotangent: jax.Array) -> PyTree:
     d_hidden, d_kernel = (cotangent * x for x in residuals)
     return d_hidden.astype(residuals[0].dtype), d_kernel.astype(residuals[1].dtype), None, None
 
@@ -233,14 +237,14 @@ _sum_of_losses.defvjp(_sum_of_losses_fwd, _sum_of_losses_bwd)
 
 
 def chunked_cross_entropy(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array | None = None,
+    hidden: Float[Array, "B T C"],
+    kernel: Float[Array, "C V"],
+    labels: Int[Array, "B T"],
+    mask: Shaped[Array, "B T"] | None = None,
     l2wrap: float = 1e-4,
     *,
     block_tokens: int = 4096,
-) -> jax.Array:
+) -> Float[Array, ""]:
     """`cross_entropy` of ``hidden @ kernel`` with at most about ``block_tokens`` positions' logits in memory.
 
     At 32,768 tokens and a vocabulary of 32,000 the logits take 4 GB in float32, and their gradient as much
