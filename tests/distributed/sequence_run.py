@@ -76,7 +76,7 @@ def refusals(op):
 
 def report(op, implementation):
     if implementation == "triton":  # two stretches a device, of one chunk each
-        with mock.patch("fla_jax.pallas.common.chunk_host.SHORTEST", 16):
+        with mock.patch("fla_jax.pallas.common.chunk_host.MIN_SPLIT_LEN", 16):
             return programs(op, implementation, T=128) | {"errors": refusals(op)}
     return programs(op, implementation, T=64)
 
