@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # `Any` is for pytrees of foreign code. 150 in all is the aim: lower a row, never raise one.
 ANY = {
     "core": 3,
-    "ops": 13,
+    "ops": 0,
     "layers": 63,
     "models": 29,
     "checkpoints": 56,
