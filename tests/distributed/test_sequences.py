@@ -38,7 +38,7 @@ def test_what_cannot_be():
     assert "got 'tokens'; it has ('sequence',)" in unknown
     assert "axis T of r must be a multiple of mesh axis 'sequence' = 8, got T = 20" in length
     assert "cu_seqlens cannot go with tokens over mesh axis 'sequence'; segment_ids can" in packed
-    assert "rows that 8 devices share it takes 128 tokens, or any multiple, got T = 64" in chunks
+    assert "sequences that 8 devices split it takes 128 tokens, or any multiple, got T = 64" in chunks
     assert "'pallas' cannot run this call: it takes whole rows, and T is split over mesh axis" in pallas
     assert "chunk_rwkv7: axis T of an argument [B, T, H, K] is sharded over mesh axis 'sequence'" in unnamed
     assert "sequence_axis='sequence'" in unnamed
