@@ -13,8 +13,13 @@ def tile(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def like(x: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    """The shape of ``x``, and its dtype unless another is given."""
+def shaped(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A `jax.ShapeDtypeStruct`, typed as the array that takes its place in a call's outputs."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def like(x: jax.Array, dtype: Any = None) -> Any:
+    """`shaped` of ``x``, with its dtype unless another is given."""
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
 
 

@@ -14,10 +14,11 @@ from ...core.context import Context
 from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ..backend import pallas, triton
-from ..common.chunk_host import has_bf16_dots
 from ..common.recurrent_host import RecurrentPlan, by_key_block, make_plan
 from ..common.value_sums_host import RATES, float32, sum_over_values
+from ..common.variants import variant_key
 from .chunk_bwd_grads_host import bwd_grads_from_scans
+from .chunk_bwd_split import GradsSaved
 from .recurrent_kernels import rwkv7_gradients, rwkv7_scan
 from .recurrent_step import has_step_kernel, step
 
@@ -45,7 +46,7 @@ def _by_chunks(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> b
     what the rounding to 16 bits does. So where one of these gradients is float32, all are made by pairs of
     tokens, from products of decays alone.
     """
-    half = has_bf16_dots(x) and x.w.dtype.itemsize == 2 and x.r.shape[-1] <= 128
+    half = variant_key(x, ctx.settings).bf16_dots and x.w.dtype.itemsize == 2 and x.r.shape[-1] <= 128
     runs = pallas.preferred(ctx) and triton.preferred(ctx) and triton.supports(ctx) is None
     return half and runs
 
@@ -157,7 +158,7 @@ def _gradients_by_chunks(
     values: Sequence[jax.Array],
     states: jax.Array,
     dstates: jax.Array,
-    ds: jax.Array,
+    dht: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """dr, dw, dk, da, db by the chunked form's kernel, from ``values``, do, a^T S and b^T D of each token.
 
@@ -172,6 +173,7 @@ def _gradients_by_chunks(
         ids = jnp.pad(ids, ((0, 0), (0, s.tokens - ids.shape[1])), mode="edge")
     r, w, k, a, b = (padded(array, s.K) for array in (x.r, x.w, x.k, x.a, x.b))
     whole = RWKV7Inputs(r, w, k, padded(x.v, s.V), a, b, x.initial_state, ids)
-    do, U, dZ = (array.reshape(whole.v.shape) for array in values)
-    made = bwd_grads_from_scans(ctx, whole, do, U, dZ, states, dstates, ds)
-    return tuple(array.reshape(-1, s.K) for array in made)
+    do, v_new, da_read = (array.reshape(whole.v.shape) for array in values)
+    saved = GradsSaved(do, v_new, da_read, states, (dstates,))
+    grads = bwd_grads_from_scans(ctx, whole, saved, dht)
+    return tuple(array.reshape(-1, s.K) for array in (grads.r, grads.w, grads.k, grads.a, grads.b))

@@ -1,0 +1,58 @@
+"""The channel mixes' activation against float64, and its residuals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fla_jax import remat_policy
+from fla_jax.layers import RWKV6FeedForward, RWKV7FeedForward
+from fla_jax.ops.layer import squared_relu
+
+
+def error(x, exact):
+    return np.linalg.norm(np.asarray(x, np.float64) - exact) / np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_value_and_gradient_against_float64(dtype, scale):
+    h, dy = (jax.random.normal(jax.random.key(i), (512, 256)) for i in range(2))
+    h, dy = (h * scale).astype(dtype), dy.astype(dtype)
+    y, vjp = jax.vjp(squared_relu, h)
+    _, plain = jax.vjp(lambda h: jnp.square(jax.nn.relu(h)), h)
+    assert y.dtype == h.dtype and vjp(dy)[0].dtype == h.dtype
+    wide, slope = np.asarray(h, np.float64), np.asarray(dy, np.float64)
+    np.testing.assert_array_equal(y, jnp.square(jax.nn.relu(h)))
+    exact = 2 * np.maximum(wide, 0) * slope
+    ours, theirs = error(vjp(dy)[0], exact), error(plain(dy)[0], exact)
+    assert ours < (1e-6 if dtype == "float32" else 1.2 * theirs)
+
+
+def test_small_numbers_of_float16_keep_their_digits():
+    h = jnp.array([2.0**-14, 2.0**-10, -1.0], jnp.float16)
+    grad = jax.grad(lambda h: squared_relu(h).sum())(h)
+    np.testing.assert_array_equal(grad, [2.0**-13, 2.0**-9, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_second_derivative(dtype):
+    """2 above 0 and 0 below, at 0 too: a square root's slope there is infinite."""
+    h = jnp.array([-3.0, -0.0, 0.0, 0.25, 8.0], dtype)
+    slope = lambda h: jax.grad(lambda h: squared_relu(h).sum())(h).sum()
+    np.testing.assert_array_equal(jax.grad(slope)(h), [0, 0, 0, 2, 2])
+    np.testing.assert_array_equal(jax.jit(jax.grad(slope))(h), [0, 0, 0, 2, 2])
+
+
+@pytest.mark.parametrize("policy", [None, remat_policy(dense=True)])
+@pytest.mark.parametrize("layer", [RWKV6FeedForward, RWKV7FeedForward])
+def test_a_channel_mix_stores_one_array_of_its_hidden_layer(layer, policy):
+    """The square, which the product with ``value`` stores anyway."""
+    layer = layer(hidden_size=32, layer_index=0, num_layers=2, intermediate_size=96)
+    x = jax.random.normal(jax.random.key(0), (2, 8, 32))
+    params = layer.init(jax.random.key(1), x)
+    mix = lambda params, x: layer.apply(params, x)[0]
+    f = mix if policy is None else jax.checkpoint(mix, policy=policy)
+    residuals = jax.tree.leaves(jax.vjp(f, params, x)[1])
+    # one object or several of the same numbers: XLA makes those one
+    assert len({np.asarray(array).tobytes() for array in residuals if array.shape == (2, 8, 96)}) == 1
