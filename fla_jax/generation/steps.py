@@ -63,7 +63,7 @@ class FastStep:
         self, weights: Any, tokens: jax.Array, state: RWKVState, active: jax.Array
     ) -> tuple[jax.Array, RWKVState]:
         """See `fla_jax.generation.loop.Step`; ``weights`` are what `prepare_decode_weights` made."""
-        pieces, rows = decode.pieces(self.implementation), active.astype(jnp.int32)
+        pieces, rows = decode.STEPS.named(self.implementation).load(), active.astype(jnp.int32)
         x = jnp.take(weights.table, tokens, axis=0)  # as the model: NaN for what is no token
         family, config = decode_family(self.model), self.model.config
         assert family is not None  # `Decoder` asks `unsupported`
