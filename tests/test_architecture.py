@@ -22,10 +22,10 @@ ANY = {
     "layers": 63,
     "models": 29,
     "checkpoints": 56,
-    "training": 80,
-    "generation": 140,
+    "training": 106,
+    "generation": 143,
     "data": 14,
-    "parallel": 55,
+    "parallel": 78,
     "versions.py": 0,
     "__init__.py": 0,
 }
