@@ -51,7 +51,7 @@ class Launch(NamedTuple):
 # channels a thread and walk few tokens without a pipeline, many programs on a multiprocessor: each loads a
 # group of tokens at once. Backwards hold a sum for every vector and walk many tokens, with loads under way.
 # Of up to forty at 1024, 2048 and 4096 channels these were the fastest on an H200
-# (docs/performance_models.md).
+# (pallas/DESIGN.md, "Layer kernels").
 WHOLE: dict[tuple[str, str, int], Launch] = (
     {("fwd", "few", n): Launch(n, max(1, n // 256), 8, tokens=4, busy=16384) for n in NARROW}
     | {("fwd", "many", n): Launch(n, max(1, n // 256), 4, tokens=4, busy=32768) for n in NARROW}

@@ -21,9 +21,8 @@ from ..common.headwise_host import (
 from ..common.shapes import like
 from .readout_kernels import readout_bwd_kernel, readout_fwd_kernel
 
-# Those of heads of 64 are the best for both readouts of those tried on an H200
-# (docs/performance_models.md). Other sizes follow them, the backward with 8 elements a thread: 16 take all
-# registers, or are spilled.
+# Heads of 64: the fastest of those tried on an H200 (pallas/DESIGN.md, "Layer kernels"). Other sizes follow
+# them, the backward with 8 elements a thread: 16 would spill.
 LAUNCH: dict[tuple[str, int], Tile] = {
     ("fwd", 16): Tile(32, 4, 4, 3, 4224),
     ("fwd", 32): Tile(32, 2, 4, 3, 4224),
