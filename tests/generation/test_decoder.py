@@ -186,15 +186,6 @@ def test_weights_of_8_bits(group):
     assert small.error(logits_of(decoder, tokens, model.init_state(2)), want) < 0.05
 
 
-def test_rows_in_slots_with_the_fast_path():
-    model, params = setup(7)
-    decoder = Decoder(model, params, implementation="plain")
-    want = generate(model, params, PROMPTS, 20, seed=5).tokens
-    got = generate(model, params, PROMPTS, 20, seed=5, decoder=decoder, slots=1).tokens
-    for a, b in zip(want, got, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_the_model_is_what_decodes_without_a_gpu():
     model, params = setup(7)
     assert Decoder(model, params).implementation == "model"
