@@ -63,13 +63,16 @@ def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]
 
 def _heads(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]:
     """Tokens and heads of a tile, warps, stages, programs; for heads of 64 channels."""
-    from fla_jax.pallas.common.headwise_host import Tile
+    from fla_jax.pallas.common.headwise_host import HeadwiseLaunch
     from fla_jax.pallas.layer import keys_host, readout_host
 
-    table = (keys_host if piece.op == "rwkv7_keys" else readout_host).LAUNCH
+    table = (keys_host if piece.op == "rwkv7_keys" else readout_host).LAUNCHES
     tiles = [(4, 1, 4), (8, 1, 4), (16, 1, 4), (32, 1, 4), (8, 2, 4), (16, 1, 8), (8, 1, 2)]
     stages, programs = ((2,), (2112,)) if quick else ((1, 2, 3), (1056, 2112, 4224))
-    made = [Tile(*one, *rest) for one, *rest in itertools.product(tiles, stages, programs)]
+    made = [
+        HeadwiseLaunch(*one, depth, min(depth, 2), count)
+        for one, depth, count in itertools.product(tiles, stages, programs)
+    ]
     return [Option(str(tile), ((table, (kernel, 64), tile),)) for tile in made]
 
 
