@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from pieces.ours import call_ms, functions
 from pieces.piece import Piece, Shape
 
-KERNELS = {"fwd": "forward", "bwd": "backward"}
-
 
 class Option(NamedTuple):
     """One launch to try: the entries of tables that it takes; an entry None is taken out."""
@@ -27,18 +25,18 @@ class Option(NamedTuple):
 def options(piece: Piece, shape: Shape, passes: str, quick: bool) -> list[Option]:
     """What there is to try for a pass; nothing where the piece has no kernels."""
     if piece.op == "norm_shift_mix":
-        return _mixes(piece, shape, KERNELS[passes], quick)
+        return _mixes(piece, shape, passes, quick)
     if piece.op in ("rwkv7_keys", "rwkv7_readout", "rwkv6_readout"):
-        return _heads(piece, shape, KERNELS[passes], quick)
+        return _heads(piece, shape, passes, quick)
     return []
 
 
 def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]:
     """On whole tokens, where a program's registers may hold them, and by tiles of channels."""
-    from fla_jax.pallas.layer import norm_shift_mix_host
+    from fla_jax.pallas.layer import norm_shift_mix_variants as mix
 
     M, padded = sum(name.startswith("mu") for name in piece.inputs(shape)), 1 << (shape[2] - 1).bit_length()
-    key = (kernel, "few" if M <= norm_shift_mix_host.FEW else "many", padded)
+    few = "few" if M <= 2 else "many"
     norm = "scale" in piece.inputs(shape)  # else nothing is summed over channels
     spans, stages, tokens = ((64,), (2,), (1,)) if quick else ((8, 32, 128), (1, 3), (1, 2, 4))
     # as many warps altogether, whatever the stretch
@@ -51,13 +49,16 @@ def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]
         # 4, 8 or 16 channels a thread
         for warps in (w for w in (padded // 128, padded // 256, padded // 512) if 1 <= w <= 32):
             for rest in rests:
-                launch = norm_shift_mix_host.Launch(padded, warps, *rest)
-                found.append(Option(f"whole {launch}", ((norm_shift_mix_host.WHOLE, key, launch),)))
-    tiled = "sums" if norm and kernel == "backward" else kernel
+                launch = mix.MixLaunch(padded, warps, *rest)
+                entries = ((mix.MAX_WHOLE, (kernel, few), padded),)
+                found.append(
+                    Option(f"whole {launch}", (*entries, (mix.WHOLE, ("whole", kernel, few, padded), launch)))
+                )
+    tiled = "sums" if norm and kernel == "bwd" else kernel
     for channels, rest in itertools.product((256, 512, 1024), rests):
-        launch = norm_shift_mix_host.Launch(channels, channels // 256, *rest)
-        entries = ((norm_shift_mix_host.WHOLE, key, None), (norm_shift_mix_host.TILES, tiled, launch))
-        found.append(Option(f"tiles {launch}", entries))
+        launch = mix.MixLaunch(channels, channels // 256, *rest)
+        tiles: tuple[Any, ...] = ((mix.MAX_WHOLE, (kernel, few), 0), (mix.TILES, ("tiles", tiled), launch))
+        found.append(Option(f"tiles {launch}", tiles))
     return found
 
 
@@ -103,7 +104,7 @@ def sweep(piece: Piece, shape: Shape, dtype: str, copied: float, quick: bool) ->
     import jax
 
     moved = piece.moved(shape, jax.numpy.dtype(dtype).itemsize)
-    for passes in (name for name in moved if name in KERNELS):
+    for passes in (name for name in moved if name in ("fwd", "bwd")):
         usual, found = Option("as it is", ()), []
         for option in [usual, *options(piece, shape, passes, quick)]:
             try:

@@ -47,10 +47,11 @@ def _first_values(x: Any) -> jax.Array:
     """v_first for the layers above, in the memory of the given one, which a loop over layers carries."""
     size, block = x.v.size, FIRST_VALUES_BLOCK
     block_len = -(-size // (FIRST_VALUES_PROGRAMS * block)) * block
+    out: tuple[Any] = (like(x.v),)
     return triton_call(
         first_values_kernel,
         FirstValues(x.v, x.v_first, x.residual, size, block_len),
-        out=(like(x.v),),
+        out=out,
         config=block,
         grid=(-(-size // block_len), 1, 1),
         launch=Launch(4),

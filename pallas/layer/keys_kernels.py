@@ -1,4 +1,4 @@
-"""Inputs of RWKV-7's recurrence from the projections of a layer. With f(x) = sigmoid(x), kk = k k_k per head::
+"""Inputs of RWKV-7's recurrence from a layer's projections. With f = sigmoid and kk = k k_k, per head::
 
     w = decay_scale f(w0 + decay),  gate = f(a0 + rate),  kk = kk / max(|kk|, eps),  a = -kk
     b = kk gate rate_scale,  k = k (1 + (gate - 1) k_a),  v = v + (v_first - v) f(v0 + mix)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from layer_ops import norm_mix_cases
 
-from fla_jax.pallas.layer import norm_shift_mix_host as norm_mix_launcher
+from fla_jax.pallas.layer import norm_shift_mix_variants
 from fla_jax.pallas.rwkv7 import chunk_host as rwkv7_launcher
 
 from . import pieces, places, recurrences
@@ -95,7 +95,7 @@ def place(monkeypatch, entry):
     if entry.place is PALLAS_INTERPRETER:
         monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
     if entry.place is TRITON_INTERPRETER and entry.name.startswith("norm_mix"):
-        monkeypatch.setattr(norm_mix_launcher, "MIN_BLOCK_LEN", SPAN)
+        monkeypatch.setattr(norm_shift_mix_variants, "MIN_BLOCK_LEN", SPAN)
 
 
 @pytest.mark.parametrize("entry", map(once, ENTRIES))

@@ -16,7 +16,7 @@ import pytest
 from layer_ops import norm_mix_cases, norm_mix_reference
 
 from fla_jax.ops.layer import rwkv6_decay, squared_relu
-from fla_jax.pallas.layer import norm_shift_mix_host
+from fla_jax.pallas.layer import norm_shift_mix_variants
 
 from . import places
 from .pieces import HEADS
@@ -116,12 +116,13 @@ NORM_MIX = {
 @each_dtype
 def test_norm_shift_and_mixes(name, dtype, place, monkeypatch):
     if place is TRITON_INTERPRETER and name == "tiles of channels":  # of 128, and no token whole
-        monkeypatch.setattr(norm_shift_mix_host, "WHOLE", {})
+        variants = [one for one in norm_shift_mix_variants.VARIANTS if not one.is_whole]
+        monkeypatch.setattr(norm_shift_mix_variants, "VARIANTS", variants)
         tiles = {
             name: one._replace(channels=min(one.channels, 128))
-            for name, one in norm_shift_mix_host.TILES.items()
+            for name, one in norm_shift_mix_variants.TILES.items()
         }
-        monkeypatch.setattr(norm_shift_mix_host, "TILES", tiles)
+        monkeypatch.setattr(norm_shift_mix_variants, "TILES", tiles)
     case = dataclasses.replace(NORM_MIX[name], dtype=dtype)
     arrays, cotangents = norm_mix_cases.build(case)
     run = jax.jit(norm_mix_cases.runner(place.implementation, case.normalised))
