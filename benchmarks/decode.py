@@ -1,11 +1,11 @@
-"""Speed of decoding: ``python benchmarks/decode.py``, on one GPU the table of docs/performance_models.md.
+"""Times decoding: ``python benchmarks/decode.py``, on one GPU the table of docs/performance.md.
 
-A token is all of it: embedding, layers, head, penalties, top-p, the draw, the bookkeeping of `generate`; bf16
-weights, float32 states, random parameters. Beside the time stands the floor, the time in which the GPU copies
-as many bytes as a token must touch: every weight once, every state twice. ``kernels`` are those of a token in
+A token is all of it: embedding, layers, head, penalties, top-p, the draw, the bookkeeping of `generate`, with
+bfloat16 weights, float32 states and random parameters. The floor is the time in which the GPU copies the
+bytes that a token must touch: every weight once, every state twice. ``kernels`` counts those of a token in
 the compiled program, ``copies`` those that copy something as large as a layer's states, of which there should
 be none. Peers run in processes of their own, last: flash-linear-attention's ``generate`` and PyPI's ``rwkv``
-(``--peers``); what fails is printed with its error.
+(``--peers``).
 
     python benchmarks/decode.py                                   # everything: many minutes
     python benchmarks/decode.py --models 24x2048 --batches 1      # the first number to look at
@@ -16,22 +16,26 @@ be none. Peers run in processes of their own, last: flash-linear-attention's ``g
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
 import functools
-import json
+import math
 import os
 import re
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import records
+from decode_model import make
+from peers import decode as decode_peers
+from records import Record
 
-KEY = ("op", "implementation", "library", "version", "model", "batch", "vocab", "weights", "state", "scan")
-# not kernels: names of parts of other results, and of values that are there
+KEY = records.key_of(
+    *("op", "implementation", "library", "version", "model", "batch", "vocab", "weights", "state", "scan")
+)
+# operations that run no kernel
 NO_KERNELS = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
     "after-all", "opt-barrier", "copy-done", "partition-id",
@@ -41,34 +45,27 @@ FORMS: dict[str, bool | str] = {"unroll": "unroll", "loop": True, "off": False} 
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("--quick", action="store_true", help="tiny sizes, for a smoke test; times mean nothing")
     add("--versions", nargs="+", type=int, choices=(6, 7), default=[7, 6])
-    add("--models", nargs="+", metavar="LAYERSxWIDTH", default=None, help="default 24x2048 24x1024")
-    add("--batches", nargs="+", type=int, default=None, help="default 1 32 256")
-    add("--vocab", type=int, default=None, help="default 65536")
-    add("--implementations", nargs="+", choices=("triton", "plain", "model"), default=None)
+    add("--models", nargs="+", metavar="LAYERSxWIDTH", help="default 24x2048 24x1024")
+    add("--batches", nargs="+", type=int, help="default 1 32 256")
+    add("--vocab", type=int, help="default 65536")
+    add("--implementations", nargs="+", choices=("triton", "plain", "model"))
     add("--state", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--int8-group", type=int, help="weights in int8, with a factor for so many")
-    add("--tokens", type=int, default=None, help="tokens a row that are timed; default 256")
-    add(
-        "--prefill",
-        type=int,
-        default=None,
-        help="tokens of the prompt that is read; 0 for none; default 8192",
-    )
+    add("--tokens", type=int, help="tokens that are timed; default 256")
+    add("--prefill", type=int, help="tokens of the prompt; 0 for none; default 8192")
     add("--scan", default="loop", choices=tuple(FORMS), help="of prompts; default loop")
-    add("--engine", action="store_true", help="also rows that join and leave, with batches of 32 and more")
+    add("--engine", action="store_true", help="also continuous batching, with batches of 32 and more")
     add("--bandwidth", type=float, help="bytes/s for the floor; default: of a copy, measured")
     add("--profile", type=Path, help="folder for a trace of one more call")
     add("--peers", nargs="*", choices=("fla", "rwkv"), default=[], help="run in processes of their own, last")
     add("--peer-python", default=sys.executable, help="the interpreter that has them")
     add("--timeout", type=float, default=600, help="seconds for each peer; default 600")
-    add("--out", type=Path, help="default: <device>.json in $OUT if that is set, else in benchmarks/results")
+    records.add_out_option(parser)
     options = parser.parse_args(arguments)
     defaults = {
         "models": (["24x2048", "24x1024"], ["2x64"]), "batches": ([1, 32, 256], [1, 5]),
@@ -78,35 +75,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, small if options.quick else large)
     return options
-
-
-def make(version: int, size: str, vocab: int, dtype: str, scan: bool | str = False) -> tuple[Any, Any]:
-    """A model and random parameters: activations near 1, logits as spread as a language model's."""
-    import jax
-    import jax.numpy as jnp
-
-    from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM, unstack_layers
-
-    layers, width = map(int, size.split("x"))
-    config, kind = {6: (RWKV6Config, RWKV6ForCausalLM), 7: (RWKV7Config, RWKV7ForCausalLM)}[version]
-    head = 64 if width >= 128 else 16
-    wanted = config(vocab, width, layers, head_dim=head, dtype=dtype, param_dtype=dtype, scan_layers=scan)
-    # all layers of a matrix are drawn at once: a draw for each layer compiles for minutes
-    model = kind(dataclasses.replace(wanted, scan_layers=True))
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
-
-    def draw(i: int, path: Any, x: Any) -> jax.Array:
-        name = path[-1].key
-        matrix = x.ndim - (path[0].key == "blocks") > 1 and name not in ("r_k", "time_faaaa")
-        values = jax.random.normal(jax.random.key(i), x.shape, jnp.float32)
-        values = values * (x.shape[-2] ** -0.5 * (3 if path[0].key == "head" else 1) if matrix else 0.3)
-        middle = {"scale": 1.0, "w0": -1.0, "time_decay": -1.0, "k_k": 1.0, "k_a": 1.0}.get(name, 0.5)
-        return (values + (0 if matrix or name == "bias" else middle)).astype(x.dtype)
-
-    make_all = jax.jit(lambda: [draw(i, path, x) for i, (path, x) in enumerate(leaves)])
-    stacked = jax.tree.unflatten(tree, make_all())
-    return kind(wanted), stacked if scan else jax.jit(unstack_layers)(stacked)
 
 
 def copy_rate(size: int) -> float:
@@ -126,7 +94,7 @@ def copy_rate(size: int) -> float:
 
 
 def bytes_of_a_token(model: Any, batch: int, options: argparse.Namespace) -> int:
-    """Every weight once, a row of the embedding for each row, every state twice."""
+    """Every weight once, an embedding for each sequence, every state twice."""
     import jax
     import jax.numpy as jnp
 
@@ -143,7 +111,7 @@ def bytes_of_a_token(model: Any, batch: int, options: argparse.Namespace) -> int
 def kernels(text: str, least: int) -> tuple[int, int]:
     """Kernels of a token in a compiled program, and those that copy at least ``least`` numbers.
 
-    The loop's body is the computation with the most kernels; what only names or groups values is none.
+    The loop's body is the computation with the most kernels.
     """
     best = (0, 0)
     for body in re.split(r"\n(?=\S)", text):
@@ -152,24 +120,16 @@ def kernels(text: str, least: int) -> tuple[int, int]:
         copies = 0
         for shape, name in run:
             sizes = re.findall(r"\[([\d,]+)\]", shape)
-            numbers = max((eval_product(size) for size in sizes), default=1)
+            numbers = max((math.prod(map(int, size.split(","))) for size in sizes), default=1)
             copies += name.startswith(("copy", "concatenate", "dynamic-update")) and numbers >= least
         best = max(best, (len(run), copies))
     return best
 
 
-def eval_product(size: str) -> int:
-    """``"2,3"`` -> 6."""
-    product = 1
-    for number in size.split(","):
-        product *= int(number)
-    return product
-
-
-def decoding(
+def token_times(
     model: Any, params: Any, batch: int, implementation: str, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Times of tokens, and what the compiled program is made of."""
+    """Times of tokens, and the kernels of the compiled program."""
     import jax
     import numpy as np
 
@@ -202,7 +162,7 @@ def decoding(
         began = time.perf_counter()
         for _ in range(calls):
             carry, out = run(carry, count)
-        assert (np.asarray(out) >= 0).all(), "a row without tokens"
+        assert (np.asarray(out) >= 0).all(), "a sequence without tokens"
         times.append((time.perf_counter() - began) / (calls * int(count)) * 1e3)
     if options.profile:
         with jax.profiler.trace(str(options.profile / f"{implementation}-{batch}")):
@@ -215,8 +175,8 @@ def decoding(
     }  # fmt: skip
 
 
-def reading(model: Any, params: Any, length: int) -> dict[str, float]:
-    """Tokens/s of a prompt: `prefill` as generate does it, and one call of the model; each waited for."""
+def prompt_rates(model: Any, params: Any, length: int) -> dict[str, float]:
+    """Tokens/s of a prompt by `prefill`, as in generate, and by one call of the model; each is waited for."""
     import jax
     import numpy as np
 
@@ -241,9 +201,9 @@ def reading(model: Any, params: Any, length: int) -> dict[str, float]:
     return found
 
 
-def joining(model: Any, params: Any, slots: int, options: argparse.Namespace) -> dict[str, float]:
-    """Tokens/s of `Engine`: prompts of 8 to 256 tokens, rows of 16 to 1024, eight for each slot; in all, and
-    while prompts wait.
+def engine_rates(model: Any, params: Any, slots: int, options: argparse.Namespace) -> dict[str, float]:
+    """Tokens/s of `Engine` in all and while prompts wait: eight requests a slot, prompts of 8 to 256 tokens,
+    16 to 1024 new ones.
     """
     import numpy as np
 
@@ -272,104 +232,81 @@ def joining(model: Any, params: Any, slots: int, options: argparse.Namespace) ->
     return run()
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The records as text."""
-    lines = [
-        (
-            "op",
-            "model",
-            "batch",
-            "implementation",
-            "ms/token",
-            "tokens/s",
-            "floor",
-            "kernels",
-            "copies",
-            "first s",
-        )
-    ]
-    for r in rows:
+def table(made: list[Record]) -> str:
+    head = ("op", "model", "batch", "implementation", "ms/token", "tokens/s", "floor")
+    lines = [(*head, "kernels", "copies", "first s")]
+    for r in made:
         cells = (r["op"], f"RWKV-{r['version']} {r['model']}", str(r["batch"]), r["implementation"])
         ms, floor = (f"{r[name]:.4f}" if r.get(name) else "-" for name in ("ms_per_token", "floor_ms"))
-        rest = [str(r.get(name, "-")) for name in ("kernels", "copies")]
-        lines.append(
-            (*cells, ms, f"{r['tokens_per_s']:.0f}", floor, *rest, f"{r.get('first_token_s', 0):.1f}")
-        )
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in lines)
+        counts = [str(r.get(name, "-")) for name in ("kernels", "copies")]
+        first = f"{r.get('first_token_s', 0):.1f}"
+        lines.append((*cells, ms, f"{r['tokens_per_s']:.0f}", floor, *counts, first))
+    return records.table(lines)
+
+
+def measure(
+    version: int, size: str, options: argparse.Namespace, common: Record, skipped: list[str]
+) -> Iterator[Record]:
+    """Records of one model; the reasons of missing ones go to ``skipped``."""
+    import jax
+
+    on_gpu = jax.default_backend() == "gpu"
+    dtype = "bfloat16" if on_gpu else "float32"
+    weights = f"int8/{options.int8_group}" if options.int8_group else dtype
+    model, params = make(version, size, options.vocab, dtype, FORMS[options.scan])
+    about = {"version": version, "model": size, "weights": weights, "state": options.state} | common
+    for batch in options.batches:
+        floor = bytes_of_a_token(model, batch, options) / common["copy_gbs"] / 1e6
+        steady = None
+        for name in options.implementations or ["triton" if on_gpu else "plain", "model"]:
+            try:
+                found = token_times(model, params, batch, name, options)
+            except Exception as error:  # such as out of memory: the others still run
+                skipped.append(f"{version} {size} {batch} {name}: {type(error).__name__}: {error}"[:400])
+                continue
+            rate = batch / found["ms_per_token"] * 1e3
+            steady = max(rate, steady or 0)
+            speed = {"ms": found["ms_per_token"], **found, "tokens_per_s": rate, "floor_ms": floor}
+            yield {"op": "decode", "implementation": name, "batch": batch, **speed, **about}
+        if options.engine and batch >= (1 if options.quick else 32):
+            found = engine_rates(model, params, batch, options)
+            share = {
+                "of_steady": steady and found["tokens_per_s"] / steady,
+                "full_of_steady": steady and found["full_per_s"] / steady,
+            }
+            yield {"op": "engine", "implementation": "best", "batch": batch} | found | share | about
+    for name, rate in (prompt_rates(model, params, options.prefill) if options.prefill else {}).items():
+        found = {"implementation": name, "batch": 1, "tokens_per_s": rate, "scan": options.scan}
+        yield {"op": "prefill", **found, **about}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs what was asked for."""
     options = parse(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory as well
     sys.path.insert(0, str(records.ROOT))
     import jax
 
-    on_gpu = jax.default_backend() == "gpu"
     rate = options.bandwidth or copy_rate(1 << 20 if options.quick else 1 << 30)
-    device = jax.devices()[0].device_kind
+    device, packages = jax.devices()[0].device_kind, ("jax", "jaxlib", "jax-triton", "triton", "flax")
     print(f"{device}: a copy moves {rate / 1e9:.0f} GB/s", flush=True)
-    common = {
-        "versions": records.versions(("jax", "jaxlib", "jax-triton", "triton", "flax")),
-        "device": device, "commit": records.commit(), "copy_gbs": rate / 1e9, "library": "fla_jax",
-        "vocab": options.vocab, "run": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
-    dtype = "bfloat16" if on_gpu else "float32"
-    weights = f"int8/{options.int8_group}" if options.int8_group else dtype
-    rows: list[dict[str, Any]] = []
+    common = {"versions": records.versions(packages), "device": device, "copy_gbs": rate / 1e9}
+    common |= {"library": "fla_jax", "vocab": options.vocab, **records.stamp()}
+    made: list[Record] = []
     skipped: list[str] = []
     for version in options.versions:
         for size in options.models:
-            model, params = make(version, size, options.vocab, dtype, FORMS[options.scan])
-            about = {"version": version, "model": size, "weights": weights, "state": options.state} | common
-            for batch in options.batches:
-                floor = bytes_of_a_token(model, batch, options) / rate * 1e3
-                for name in options.implementations or (
-                    ["triton", "model"] if on_gpu else ["plain", "model"]
-                ):
-                    try:
-                        found = decoding(model, params, batch, name, options)
-                    except Exception as error:  # out of memory, say: the others still run
-                        skipped.append(
-                            f"{version} {size} {batch} {name}: {type(error).__name__}: {error}"[:400]
-                        )
-                        continue
-                    speed = {"tokens_per_s": batch / found["ms_per_token"] * 1e3, "floor_ms": floor}
-                    what = {"op": "decode", "implementation": name, "batch": batch}
-                    rows.append({**what, "ms": found["ms_per_token"], **found, **speed, **about})
-                    print(table(rows[-1:]).partition("\n")[2], flush=True)
-                if options.engine and batch >= (1 if options.quick else 32):
-                    found = joining(model, params, batch, options)
-                    own = [r for r in rows if r["version"] == version and r["model"] == size]
-                    steady = max((r["tokens_per_s"] for r in own if r["batch"] == batch), default=None)
-                    share = {
-                        "of_steady": steady and found["tokens_per_s"] / steady,
-                        "full_of_steady": steady and found["full_per_s"] / steady,
-                    }
-                    rows.append(
-                        {"op": "engine", "implementation": "best", "batch": batch} | found | share | about
-                    )
-                    print(f"engine, {batch} slots: {rows[-1]}", flush=True)
-            for name, speed in (reading(model, params, options.prefill) if options.prefill else {}).items():
-                found = {"implementation": name, "batch": 1, "tokens_per_s": speed, "scan": options.scan}
-                rows.append({"op": "prefill", **found, **about})
-            del model, params
+            for record in measure(version, size, options, common, skipped):
+                made.append(record)
+                print(table([record]).partition("\n")[2], flush=True)
             jax.clear_caches()
     for peer in options.peers:
-        import decode_peers
-
         for result in decode_peers.measure(peer, options):
             if isinstance(result, str):
                 skipped.append(f"{peer}: {result}")
             else:
-                rows.append({**common, **result})
-    path = options.out or records.path_of(
-        device, Path(os.environ["OUT"]) if os.environ.get("OUT") else records.RESULTS
-    )
-    key = lambda record: json.dumps([record.get(name) for name in KEY])
-    records.write(path, records.merged(records.read(path), rows, key))
-    print("\n" + table(rows) if rows else "nothing was measured")
+                made.append({**common, **result})
+    path = records.put(options.out, device, made, KEY)
+    print("\n" + table(made) if made else "nothing was measured")
     for line in skipped:
         print(f"skipped: {line}")
     print(f"results: {path}")

@@ -1,11 +1,14 @@
-"""The results file of a device: a JSON list of records, and what every benchmark writes into each of them.
+"""Records of measurements: the results file of a device and the history beside it.
 
-A benchmark puts its records in place of those with the same key; records of other benchmarks stay. The file
-is replaced as a whole, so that a process that is stopped while it writes loses nothing.
+``<device>.json`` is a list with the newest record of each measurement, ``<device>.history.jsonl`` has every
+record, one a line; lines are only added. A benchmark replaces the records with its keys and leaves the
+others.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import importlib.metadata
 import json
 import os
@@ -17,28 +20,31 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+SETTINGS = (
+    *("device", "op", "form", "library", "implementation", "model", "shape", "dtype", "pass", "decay"),
+    *("precision", "remat", "scan", "optimizer", "what", "version", "batch", "vocab", "weights", "state"),
+)
+RELATIVE = ("peer", "peer_ms", "ratio")  # fields that compare a record with others of its run
 Record = dict[str, Any]
+Key = Callable[[Record], Any]
 
 
 def commit() -> str:
-    """The commit that runs, with a mark if files differ from it; ``FLA_JAX_COMMIT`` where the tree is a copy
-    without its history.
-    """
+    """The commit that runs, with ``+changes`` if tracked files differ; ``FLA_JAX_COMMIT`` overrides it."""
     if given := os.environ.get("FLA_JAX_COMMIT"):
         return given
-    git = lambda *arguments: subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True
-    ).stdout.strip()
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
     head = git("rev-parse", "--short", "HEAD")
-    return (
-        head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-        if head
-        else "unknown"
-    )
+    changed = head and git("status", "--porcelain", "--untracked-files=no")
+    return head + "+changes" * bool(changed) or "unknown"
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Python's version and those of the packages that are installed."""
+    """Versions of Python and of those packages that are installed."""
     found = {"python": sys.version.split()[0]}
     for name in names:
         try:
@@ -48,28 +54,102 @@ def versions(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def stamp() -> dict[str, str]:
+    """The commit and the time of a run."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"commit": commit(), "run": now}
+
+
 def path_of(device: str, folder: Path = RESULTS) -> Path:
     """The results file of a device."""
     return folder / f"{device.lower().replace(' ', '-')}.json"
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a file, none if there is no such file."""
+    """The records of a results file, none if it does not exist."""
     return json.loads(path.read_text()) if path.exists() else []
 
 
 def write(path: Path, records: list[Record]) -> None:
-    """Replaces the file, and adds the new records to the history beside it."""
-    import history  # which imports this module
-
+    """Replaces the file as a whole, so that a killed process loses nothing, and adds to its history."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text("[\n" + ",\n".join(json.dumps(record, allow_nan=False) for record in records) + "\n]\n")
     new.replace(path)
-    history.add(history.path_of(path), records)
+    add_to_history(history_of(path), records)
 
 
-def merged(old: list[Record], new: list[Record], key: Callable[[Record], Any]) -> list[Record]:
-    """``old`` without the records that ``new`` has the keys of, then ``new``."""
+def history_of(results: Path) -> Path:
+    """The history of a results file."""
+    return results.with_name(f"{results.stem}.history.jsonl")
+
+
+def read_history(path: Path) -> list[Record]:
+    """The records of a history, oldest first, none if it does not exist."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add_to_history(path: Path, records: Iterable[Record]) -> int:
+    """Appends the measurements that a history lacks and returns their number."""
+    lines = []
+    for record in records:
+        if "ms" in record:
+            facts = {name: value for name, value in record.items() if name not in RELATIVE}
+            lines.append(json.dumps(facts, allow_nan=False))
+    known = set(path.read_text().splitlines()) if path.exists() else set()
+    new = [line for line in dict.fromkeys(lines) if line not in known]
+    if new:
+        with path.open("a") as file:
+            file.write("".join(line + "\n" for line in new))
+    return len(new)
+
+
+def measurement(record: Record) -> str:
+    """The settings of a record as text: equal for two records of one measurement."""
+    return json.dumps({name: record[name] for name in SETTINGS if record.get(name) is not None})
+
+
+def key_of(*names: str) -> Key:
+    """A function that tells which records replace each other: those with equal values under these names."""
+    return lambda record: json.dumps([record.get(name) for name in names], sort_keys=True)
+
+
+def merged(old: list[Record], new: list[Record], key: Key) -> list[Record]:
+    """``old`` without the records whose keys are in ``new``, then ``new``."""
     keys = {key(record) for record in new}
     return [record for record in old if key(record) not in keys] + new
+
+
+def add_out_option(parser: argparse.ArgumentParser) -> None:
+    """``--out``, the same for every benchmark."""
+    text = "results file; default: <device>.json in $OUT if that is set, else in benchmarks/results"
+    parser.add_argument("--out", type=Path, help=text)
+
+
+def results_path(out: Path | None, device: str) -> Path:
+    """The results file of a run: ``--out``, else the device's in ``$OUT`` or benchmarks/results."""
+    return out or path_of(device, Path(os.environ.get("OUT") or RESULTS))
+
+
+def put(
+    out: Path | None,
+    device: str,
+    records: list[Record],
+    key: Key,
+    keep: Callable[[Record], bool] = lambda record: True,
+) -> Path:
+    """Writes records in place of those with equal keys; ``keep`` tells which others stay.
+
+    A new file in ``$OUT`` starts with the repository's records.
+    """
+    path = results_path(out, device)
+    base = read(path) or (read(path_of(device)) if out is None else [])
+    write(path, merged([record for record in base if keep(record)], records, key))
+    return path
+
+
+def table(lines: list[tuple[str, ...]]) -> str:
+    """Lines of cells as aligned text; the first line has the names of the columns."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths)) for line in lines)
+    return "\n".join(line.rstrip() for line in padded)

@@ -2,9 +2,9 @@
 
 Every mode runs on all devices (or ``--devices``) and, for its efficiency, on one of them with the work of
 one, each in a process of its own: a step is forward, loss, backward, clipping and AdamW, compiled for the
-mesh; the op's is its forward and backward. Beside times stand the peak memory of the device that has most (as
-XLA plans it where nobody counts) and the collectives of the compiled program. Steps are queued, see
-`running.timing.queued_steps`. Results are merged into ``benchmarks/results/<device>.json``.
+mesh; the op's is its forward and backward. Records have times of queued steps, the peak memory of the device
+that needs most (as planned by XLA if nothing counts it) and the collectives of the compiled program. They go
+to ``benchmarks/results/<device>.json``.
 
     python benchmarks/scaling.py --modes data fsdp
     python benchmarks/scaling.py --fake 8        # no GPU: small models on fake CPU devices, numbers checked
@@ -15,46 +15,39 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import json
-import math
 import os
 import re
 import statistics
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import records
-from running import results
-from running.timing import queued_steps
+import runner
+from records import Record
 from steps.kernel_times import profiled
+from steps.sizes import PEAK
+from timing import finite, queued_steps
 
-KEY = results.key_of(("op", "mode", "devices"))
+KEY = records.key_of("op", "mode", "devices")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12}  # bfloat16 operations a second, without sparsity
+PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")
+VOCAB, SMALL_VOCAB = 32000, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One row of the table.
-
-    Attributes:
-        mesh: sizes for `fla_jax.parallel.make_mesh`.
-        layers: of the model; 0 for the op alone, with ``width / 64`` heads.
-        width: C.
-        rows: of a device; of all devices where rows are split along T.
-        tokens: T of a row.
-        baseline: what one device runs: ``"rows"``, its own rows; ``"tokens"``, its own tokens of each row;
-            ``"all"``, everything; None where that does not fit.
+    """One line of the table. The baseline on one device is its share of the batch or of the tokens of each
+    sequence, or all of the work; None if that does not fit.
     """
 
-    mesh: dict[str, int]
-    layers: int
+    mesh: dict[str, int]  # sizes for `fla_jax.parallel.make_mesh`
+    layers: int  # 0 for the op alone, with width / 64 heads
     width: int
-    rows: int
+    batch: int  # of a device; of all devices with context parallelism
     tokens: int = 4096
-    baseline: str | None = "rows"
+    baseline: Literal["batch", "tokens", "all"] | None = "batch"
 
 
 MODES = {
@@ -65,46 +58,39 @@ MODES = {
     "sequence, op": Mode({"sequence": -1}, 0, 2048, 1, 131072, "all"),
     "sequence": Mode({"sequence": -1}, 24, 1024, 1, 262144, "tokens"),
 }
-VOCAB, SMALL_VOCAB = 32000, 64
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--devices", type=int, help="how many; default all")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps, after three; default 10")
-    parser.add_argument("--plain", action="store_true", help="without fla_jax.parallel.overlap_options")
-    parser.add_argument(
-        "--unscanned", action="store_true", help="layers without a scan: faster, compiles long"
-    )
-    parser.add_argument("--explicit", action="store_true", help="meshes with explicit axes")
-    parser.add_argument("--fake", type=int, help="fake CPU devices, small sizes, numbers checked")
-    parser.add_argument(
-        "--profile", type=Path, metavar="FOLDER", help="profile steps, and sum kernels by name"
-    )
-    results.add_option(parser)
-    parser.add_argument("--timeout", type=float, default=550, help="seconds for one process; default 550")
-    parser.add_argument("--run", help=argparse.SUPPRESS)  # mode and number of devices, in a child
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    add("--devices", type=int, help="how many; default all")
+    add("--steps", type=int, default=10, help="measured steps, after three; default 10")
+    add("--plain", action="store_true", help="without fla_jax.parallel.overlap_options")
+    add("--unscanned", action="store_true", help="layers without a scan: faster, compiles long")
+    add("--explicit", action="store_true", help="meshes with explicit axes")
+    add("--fake", type=int, help="fake CPU devices, small sizes, numbers checked")
+    add("--profile", type=Path, metavar="FOLDER", help="profile steps, and sum kernels by name")
+    add("--timeout", type=float, default=550, help="seconds for one process; default 550")
+    records.add_out_option(parser)
     return parser.parse_args(arguments)
 
 
 def small(mode: Mode) -> Mode:
-    """The same at a size for fake devices."""
-    tokens = 128 if mode.mesh.keys() & {"sequence"} else 32
-    rows = 1 if mode.layers == 0 else 2
-    return dataclasses.replace(mode, layers=min(mode.layers, 2), width=64, rows=rows, tokens=tokens)
+    """The mode at a size for fake devices."""
+    tokens = 128 if "sequence" in mode.mesh else 32
+    batch = 1 if mode.layers == 0 else 2
+    return dataclasses.replace(mode, layers=min(mode.layers, 2), width=64, batch=batch, tokens=tokens)
 
 
 def collectives(text: str) -> dict[str, int]:
-    """How many of each kind a compiled program has."""
+    """The number of each kind in a compiled program."""
     found = re.findall(rf"= \S.*? ({'|'.join(KINDS)})(?:-start)?\(", text)
     return dict(collections.Counter(found))
 
 
-def training(mode: Mode, mesh: Any, rows: int, tokens: int, options: argparse.Namespace) -> tuple[Any, ...]:
+def training(mode: Mode, mesh: Any, batch: int, tokens: int, options: argparse.Namespace) -> tuple[Any, ...]:
     """(compiled step, its arguments, parameters without the embedding)."""
     import jax
     import numpy as np
@@ -113,26 +99,20 @@ def training(mode: Mode, mesh: Any, rows: int, tokens: int, options: argparse.Na
     from fla_jax.parallel import TrainStep, overlap_options
     from fla_jax.training import rwkv_optimizer
 
-    vocab = SMALL_VOCAB if options.fake else VOCAB
-    config = RWKV7Config(
-        vocab,
-        mode.width,
-        mode.layers,
-        head_dim=16 if options.fake else 64,
-        dtype="float32" if options.fake else "bfloat16",
-        scan_layers=not options.unscanned,
-        remat="dense",
-    )
+    vocab, head, dtype = (SMALL_VOCAB, 16, "float32") if options.fake else (VOCAB, 64, "bfloat16")
+    sizes = {"head_dim": head, "dtype": dtype, "scan_layers": not options.unscanned, "remat": "dense"}
+    model = RWKV7ForCausalLM(RWKV7Config(vocab, mode.width, mode.layers, **sizes))
     flags = None if options.plain or options.fake else overlap_options()
-    step = TrainStep(RWKV7ForCausalLM(config), rwkv_optimizer(6e-4), mesh, compiler_options=flags)
+    step = TrainStep(model, rwkv_optimizer(6e-4), mesh, compiler_options=flags)
     state = step.init(jax.random.key(0))
-    batch = step.shard(np.random.default_rng(0).integers(0, vocab, (rows, tokens + 1), dtype=np.int32))
+    drawn = np.random.default_rng(0).integers(0, vocab, (batch, tokens + 1), dtype=np.int32)
     count = sum(x.size for x in jax.tree.leaves(state.params)) - vocab * mode.width
-    return step.lower(state, batch).compile(), (state, batch), count
+    examples = step.shard(drawn)
+    return step.lower(state, examples).compile(), (state, examples), count
 
 
-def op(mode: Mode, mesh: Any, rows: int, tokens: int, options: argparse.Namespace) -> tuple[Any, ...]:
-    """The same of chunk_rwkv7 alone: its "state" are the inputs, which a step hands on as they are."""
+def op(mode: Mode, mesh: Any, batch: int, tokens: int, options: argparse.Namespace) -> tuple[Any, ...]:
+    """The same of chunk_rwkv7 alone: its "state" are the inputs, which a step returns unchanged."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
@@ -140,15 +120,15 @@ def op(mode: Mode, mesh: Any, rows: int, tokens: int, options: argparse.Namespac
 
     from fla_jax.ops import chunk_rwkv7
 
-    size = 16 if options.fake else 64
-    shape = rows, tokens, mode.width // size, size
+    size, dtype = (16, jnp.float32) if options.fake else (64, jnp.bfloat16)
+    shape = batch, tokens, mode.width // size, size
     split = NamedSharding(mesh, P(None, "sequence"))
 
     def make(key: jax.Array) -> tuple[jax.Array, ...]:
         r, w, k, v, kk, g = jax.random.normal(key, (6, *shape))
         kk /= jnp.linalg.norm(kk, axis=-1, keepdims=True)
         arrays = r, -0.6065 * jax.nn.sigmoid(w), k, v, -kk, kk * jax.nn.sigmoid(g)
-        return tuple(x.astype(jnp.float32 if options.fake else jnp.bfloat16) for x in arrays)
+        return tuple(x.astype(dtype) for x in arrays)
 
     def step(arrays: tuple[jax.Array, ...], do: jax.Array) -> Any:
         run = lambda *x: chunk_rwkv7(*x, lower_bound=-0.61, sequence_axis="sequence")[0]
@@ -158,89 +138,88 @@ def op(mode: Mode, mesh: Any, rows: int, tokens: int, options: argparse.Namespac
 
     with jax.set_mesh(mesh):
         *arrays, do = jax.jit(lambda key: (*make(key), make(key)[0]), out_shardings=split)(jax.random.key(0))
-        args = (tuple(arrays), do)
-        return jax.jit(step, donate_argnums=0).lower(*args).compile(), args, None
+        arguments = (tuple(arrays), do)
+        return jax.jit(step, donate_argnums=0).lower(*arguments).compile(), arguments, None
 
 
-def child(name: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One mode on ``count`` devices, as a record; with one device the work of one."""
+def measure(name: str, count: int, options: argparse.Namespace) -> Record:
+    """The record of one mode on ``count`` devices; one device has the work of one."""
     import jax
 
     from fla_jax.parallel import make_mesh
 
-    everyone = options.fake or options.devices or len(jax.devices())
+    num_devices = options.fake or options.devices or len(jax.devices())
     mode = small(MODES[name]) if options.fake else MODES[name]
-    along = "sequence" in mode.mesh
-    rows, tokens = mode.rows * (1 if along else everyone), mode.tokens
-    if count == 1 and mode.baseline == "rows" and not options.fake:
-        rows = mode.rows
-    if count == 1 and mode.baseline == "tokens" and not options.fake:
-        tokens = mode.tokens // everyone
-    # fake devices do all of the work on one as well, to compare numbers
-    sizes = {"data": 1} if count == 1 else mode.mesh
-    mesh = make_mesh(**sizes, explicit=options.explicit, devices=jax.devices()[:count])
-    compiled, (state, batch), parameters = (op if mode.layers == 0 else training)(
-        mode, mesh, rows, tokens, options
-    )
-    text, planned = compiled.as_text(), compiled.memory_analysis()
+    batch, tokens = mode.batch * (1 if "sequence" in mode.mesh else num_devices), mode.tokens
+    if count == 1 and not options.fake:  # a fake device has all of the work, to compare numbers
+        batch = mode.batch if mode.baseline == "batch" else batch
+        tokens = tokens // num_devices if mode.baseline == "tokens" else tokens
+    mesh_sizes = {"data": 1} if count == 1 else mode.mesh
+    mesh = make_mesh(**mesh_sizes, explicit=options.explicit, devices=jax.devices()[:count])
+    build = op if mode.layers == 0 else training
+    compiled, (state, examples), parameters = build(mode, mesh, batch, tokens, options)
 
     def start_step() -> Any:
         nonlocal state
-        state, loss = compiled(state, batch)
+        state, loss = compiled(state, examples)
         return loss
 
     with jax.set_mesh(mesh):
         losses = [float(start_step()) for _ in range(3)]
         times, more = queued_steps(start_step, options.steps)
-    losses += more
-    if not all(map(math.isfinite, losses)):
-        raise RuntimeError(f"the loss is not finite: {losses}")
-    ms, kind = statistics.median(times), jax.devices()[0].device_kind
+    losses = finite(losses + more)
+    ms, kind, planned = statistics.median(times), jax.devices()[0].device_kind, compiled.memory_analysis()
     stats = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.devices()[:count]]
     peak = max(stats) or planned.temp_size_in_bytes + planned.argument_size_in_bytes
-    record: dict[str, Any] = {
-        "op": "scaling",
-        "mode": name,
-        "devices": count,
-        "ms": ms,
-        "peak_gb": peak / 1e9,
-        "collectives": collectives(text),
-        "shape": {"layers": mode.layers, "C": mode.width, "B": rows, "T": tokens},
-        "tokens_per_s": rows * tokens / ms * 1e3,
-        "losses": [losses[0], losses[-1]],
-        "device": kind,
-        **records.versions(("jax", "jaxlib", "flax", "jax-triton", "triton")),
-    }
+    record: Record = {"op": "scaling", "mode": name, "devices": count, "ms": ms, "peak_gb": peak / 1e9}
+    record["collectives"] = collectives(compiled.as_text())
+    record["shape"] = {"layers": mode.layers, "C": mode.width, "B": batch, "T": tokens}
+    record |= {"tokens_per_s": batch * tokens / ms * 1e3, "losses": [losses[0], losses[-1]], "device": kind}
+    record |= records.versions(PACKAGES)
     if options.profile:
         folder = options.profile / f"{name}-{count}".replace(" ", "-")
         with jax.set_mesh(mesh):
             record["kernels_ms"] = profiled(folder, start_step, count)
-    if parameters and kind in PEAK:
-        record["share_6n"] = 6 * parameters * record["tokens_per_s"] / count / PEAK[kind]
+    if parameters and kind in ("NVIDIA H100", "NVIDIA H200"):
+        record["share_6n"] = 6 * parameters * record["tokens_per_s"] / count / PEAK
     return record
 
 
-def start(name: str, count: int, arguments: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """`child` in a process of its own; a record with "error" where it fails."""
-    env = dict(os.environ)
+def make(settings: dict[str, Any]) -> Callable[[runner.Job], Any]:
+    """The worker: measures a mode, or counts devices."""
+    options = argparse.Namespace(**settings)
+    options.profile = options.profile and Path(options.profile)
+
+    def run(job: runner.Job) -> Any:
+        if "mode" in job:
+            return measure(job["mode"], job["devices"], options)
+        import jax
+
+        return len(jax.devices())
+
+    return run
+
+
+def outcome(job: runner.Job, options: argparse.Namespace) -> Any:
+    """The result of a job in a process of its own; a record with "error" if it fails."""
+    variables = {"XLA_PYTHON_CLIENT_MEM_FRACTION": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")}
     if options.fake:
-        flags = f"{env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.fake}"
-        env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(records.ROOT), env.get("PYTHONPATH")]))
-    env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    command = [sys.executable, __file__, *arguments, "--run", f"{name}/{count}"]
-    failed = {"op": "scaling", "mode": name, "devices": count}
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=options.timeout)
-    except subprocess.TimeoutExpired:
-        return failed | {"error": f"not done in {options.timeout:g} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RECORD ")]
-    if done.returncode or not lines:
-        return failed | {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:500]}
-    return json.loads(lines[-1].removeprefix("RECORD "))
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.fake}"
+        variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    settings = {
+        name: getattr(options, name)
+        for name in ("devices", "steps", "plain", "unscanned", "explicit", "fake")
+    }
+    settings["profile"] = options.profile and str(options.profile)
+    paths = (records.ROOT,)
+    start = lambda jobs: runner.Process(
+        "scaling:make", "scaling", jobs, settings, paths=paths, variables=variables
+    )
+    [(_, line)] = runner.results(start, [job], options.timeout)
+    return line["record"] if "record" in line else {"op": "scaling", **job, "error": line["error"]}
 
 
-def judged(many: dict[str, Any], one: dict[str, Any], mode: Mode, fake: bool) -> dict[str, Any]:
+def with_efficiency(many: Record, one: Record, mode: Mode, fake: bool) -> Record:
     """``many`` with its efficiency against ``one``, or on fake devices with the difference of its losses."""
     if "error" in many or "error" in one:
         return many
@@ -251,58 +230,41 @@ def judged(many: dict[str, Any], one: dict[str, Any], mode: Mode, fake: bool) ->
     return many | {"efficiency": one["ms"] / (many["ms"] * work)}
 
 
-def line(record: dict[str, Any]) -> str:
-    """One row of the table on the screen."""
+def line(record: Record) -> str:
     head = f"{record['mode']:16} {record['devices']:3}"
     if "error" in record:
         return f"{head}  {record['error']}"
     text = f"{head} {record['ms']:10.1f} ms {record['peak_gb']:8.3f} GB"
-    for name, form in (
-        ("efficiency", "{:6.1%}"),
-        ("share_6n", "6N {:5.1%}"),
-        ("difference", "off by {:.1e}"),
-    ):
-        text += (
-            f"  {name if name == 'efficiency' else ''} {form.format(record[name])}" if name in record else ""
-        )
-    return f"{text}  {record['collectives']}"
+    forms = {"efficiency": "efficiency {:6.1%}", "share_6n": "6N {:5.1%}", "difference": "off by {:.1e}"}
+    words = [form.format(record[name]) for name, form in forms.items() if name in record]
+    return "  ".join([text, *words, str(record["collectives"])])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the modes, prints the table and writes the results."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the modes, prints the table and writes the results; status 1 if one fails."""
     options = parse(arguments)
-    if options.run:
-        name, count = options.run.rsplit("/", 1)
-        print("RECORD", json.dumps(child(name, int(count), options)), flush=True)
-        return
-    asked = "import jax; print(len(jax.devices()))"
-    everyone = options.fake or options.devices
-    if everyone is None:  # in a process of its own: this one shall hold no device
-        everyone = int(
-            subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True).stdout or 1
-        )
-    common = results.stamp() | {
-        "overlap": not (options.plain or options.fake),
-        "explicit": options.explicit,
-        "scan": not options.unscanned,
-    }
-    bad = False
+    count = options.fake or options.devices or outcome({}, options)
+    if not isinstance(count, int):
+        sys.exit(f"scaling.py: {count['error']}")
+    common = records.stamp() | {"overlap": not (options.plain or options.fake)}
+    common |= {"explicit": options.explicit, "scan": not options.unscanned}
+    failed = False
     for name in options.modes:
-        one = {"error": "nothing fits one device"}
-        if MODES[name].baseline or options.fake:
-            one = start(name, 1, arguments, options)
-            print(line(one) if "error" not in one else f"{name:16}   1  {one['error']}", flush=True)
-        many = judged(start(name, everyone, arguments, options), one, MODES[name], bool(options.fake))
+        one = {"mode": name, "devices": 1, "error": "nothing fits one device"}
+        fits = MODES[name].baseline or options.fake
+        if fits:
+            one = outcome({"mode": name, "devices": 1}, options)
+            print(line(one), flush=True)
+        many = outcome({"mode": name, "devices": count}, options)
+        many = with_efficiency(many, one, MODES[name], bool(options.fake))
         print(line(many), flush=True)
-        bad |= "error" in many or many.get("difference", 0) > 1e-5
-        made = [record | common for record in (one, many) if "mode" in record]
-        if options.fake and options.out is None:
-            continue
-        device = next((record["device"] for record in made if "device" in record), "unknown")
-        results.put(options.out, device, made, KEY)
-    sys.exit(1 if bad else 0)
+        failed |= "error" in many or many.get("difference", 0) > 1e-5
+        made = [record | common for record in ((one, many) if fits else (many,))]
+        if not options.fake or options.out:
+            device = next((record["device"] for record in made if "device" in record), "unknown")
+            records.put(options.out, device, made, KEY)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,7 +18,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import history
 import records
 
 from fla_jax.ops import chunk_rwkv6, chunk_rwkv7, fused_recurrent_rwkv6, fused_recurrent_rwkv7
@@ -45,7 +44,7 @@ def as_svg(figure: Any) -> str:
 
 
 def decays() -> str:
-    """What remains of a token after t tokens, for the log decays that the models use."""
+    """The share of a token that remains after t tokens, for the log decays that the models use."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
         t = np.arange(0, 65)
@@ -57,12 +56,12 @@ def decays() -> str:
             (-np.exp(3.0), "-exp(3): RWKV-6 has no bound"),
         ):
             axes.plot(t, np.exp(w * t), label=f"w = {label}")
-        axes.set(xlabel="tokens since", ylabel="what remains, exp(w t)", xlim=(0, 64), ylim=(0, 1.02))
+        axes.set(xlabel="tokens since", ylabel="share that remains, exp(w t)", xlim=(0, 64), ylim=(0, 1.02))
         axes.legend(frameon=False)
         return as_svg(figure)
 
 
-def _walk(op: Callable[..., Any], arrays: list[jax.Array], rest: list[jax.Array]) -> list[np.ndarray]:
+def _states(op: Callable[..., Any], arrays: list[jax.Array], rest: list[jax.Array]) -> list[np.ndarray]:
     """The state [K, V] after each token."""
     states, state = [], jnp.zeros((1, 1, arrays[0].shape[-1], arrays[0].shape[-1]))
     for t in range(arrays[0].shape[1]):
@@ -83,8 +82,8 @@ def forgetting() -> str:
     values[0, 0, 0, :2], values[0, again, 0, :2] = (1, 0), (0, 1)
     k, v = jnp.asarray(keys), jnp.asarray(values)
     w = jnp.full_like(k, -0.05)
-    six = _walk(fused_recurrent_rwkv6, [k, k, v, w], [jnp.zeros((1, K))])
-    seven = _walk(fused_recurrent_rwkv7, [k, w, k, v, -k, k], [])
+    six = _states(fused_recurrent_rwkv6, [k, k, v, w], [jnp.zeros((1, K))])
+    seven = _states(fused_recurrent_rwkv7, [k, w, k, v, -k, k], [])
     shown = (0, again - 1, again, T - 1)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(2, len(shown) + 1, figsize=(10, 4), layout="constrained")
@@ -94,17 +93,17 @@ def forgetting() -> str:
                 axes[row, column].set(title=f"state after token {t}", xticks=[], yticks=[])
                 axes[row, column].set_xlabel("values")
             axes[row, 0].set_ylabel(f"{name}\nkeys")
-            read = np.array([state[0] for state in states])  # what the first key reads
+            read = np.array([state[0] for state in states])  # by the first key
             last = axes[row, -1]
             last.plot(read[:, 0], color=OTHER, label="first value")
             last.plot(read[:, 1], color=OURS, label=f"value of token {again}")
-            last.set(title="what the key reads", xlabel="token", ylim=(-0.1, 1.1))
+            last.set(title="the key reads", xlabel="token", ylim=(-0.1, 1.1))
             last.legend(frameon=False, fontsize=7)
         return as_svg(figure)
 
 
 def _recurrence(r: Any, k: Any, v: Any, w: Any) -> np.ndarray:
-    """RWKV-6 without bonus, token by token in float64; one row and head."""
+    """RWKV-6 without bonus, token by token in float64, for one batch element and head."""
     r, k, v, w = (np.asarray(x[0, :, 0], np.float64) for x in (r, k, v, w))
     state, out = np.zeros((r.shape[1], v.shape[1])), []
     for t in range(len(r)):
@@ -114,18 +113,18 @@ def _recurrence(r: Any, k: Any, v: Any, w: Any) -> np.ndarray:
 
 
 def _textbook(r: Any, k: Any, v: Any, w: Any, chunk: int = 64) -> np.ndarray:
-    """The same in chunks, keys divided by the decays from the chunk's start: how it is often written."""
+    """The same in chunks, with keys divided by the decays since the chunk's start, as often written."""
     r, k, v, w = (np.asarray(x[0, :, 0], np.float32) for x in (r, k, v, w))
     state, out = np.zeros((r.shape[1], v.shape[1]), np.float32), []
     with np.errstate(all="ignore"):
         for start in range(0, len(r), chunk):
-            part = slice(start, start + chunk)
-            until = np.cumsum(w[part], 0, dtype=np.float32)
-            before = until - w[part]
-            scores = np.tril((r[part] * np.exp(before)) @ (k[part] * np.exp(-until)).T, -1)
-            out.append((r[part] * np.exp(before)) @ state + scores @ v[part])
-            passed = (k[part] * np.exp(until[-1] - until)).T @ v[part]
-            state = np.exp(until[-1])[:, None] * state + passed
+            tokens = slice(start, start + chunk)
+            gi = np.cumsum(w[tokens], 0, dtype=np.float32)
+            qg = r[tokens] * np.exp(gi - w[tokens])
+            A = np.tril(qg @ (k[tokens] * np.exp(-gi)).T, -1)
+            out.append(qg @ state + A @ v[tokens])
+            kg = k[tokens] * np.exp(gi[-1] - gi)
+            state = np.exp(gi[-1])[:, None] * state + kg.T @ v[tokens]
     return np.concatenate(out)
 
 
@@ -224,7 +223,7 @@ def speed() -> str:
         axes.axvline(1, color="black", lw=1, ls=":")
         axes.invert_yaxis()
         most = max(r["ratio"] for r in ours)
-        axes.set(xlabel="time, as a part of the fastest peer's", xlim=(0, 1.5 * most))
+        axes.set(xlabel="time over the fastest peer's", xlim=(0, 1.5 * most))
         return as_svg(figure)
 
 
@@ -234,11 +233,11 @@ def over_time() -> str:
         figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
         ours = []
         for path in sorted(records.RESULTS.glob("*.history.jsonl")):
-            chunked = (r for r in history.read(path) if r.get("form") == "chunk")
+            chunked = (r for r in records.read_history(path) if r.get("form") == "chunk")
             ours += [r for r in chunked if r.get("library") == "fla_jax"]
         runs = sorted({r["run"] for r in ours})
-        for one in sorted({history.key(r) for r in ours}):
-            mine = sorted((r for r in ours if history.key(r) == one), key=lambda r: r["run"])
+        for one in sorted({records.measurement(r) for r in ours}):
+            mine = sorted((r for r in ours if records.measurement(r) == one), key=lambda r: r["run"])
             if len({r["run"] for r in mine}) > 1:
                 x = [runs.index(r["run"]) for r in mine]
                 axes.plot(x, [r["ms"] / mine[0]["ms"] for r in mine], "o-", ms=3, lw=1, alpha=0.6)

@@ -1,15 +1,17 @@
-"""What the examples share as programs: options, errors in one line, interrupts, files and folders."""
+"""Programs: options, errors in one line, interrupts, folders and locks."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import platform
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +25,7 @@ Main = Callable[[list[str] | None], None]
 
 
 def program(lower: str) -> Callable[[Main], Main]:
-    """Decorates a ``main``: what a user can cause and mend ends it with one line and a status other than 0.
+    """Decorates a ``main``: an error that the user can mend ends it with one line and a status other than 0.
 
     ``lower`` names the options that cost memory. Other errors keep their traceback, and in dev mode all do.
     """
@@ -36,7 +38,8 @@ def program(lower: str) -> Callable[[Main], Main]:
             if hasattr(sys.stdout, "reconfigure"):  # a terminal without a character shows "?" for it
                 sys.stdout.reconfigure(errors="replace")
             try:
-                main(arguments)
+                with _quiet():
+                    main(arguments)
                 sys.stdout.flush()
             except KeyboardInterrupt:
                 print(f"\n{name}: interrupted", file=sys.stderr)
@@ -45,10 +48,11 @@ def program(lower: str) -> Callable[[Main], Main]:
                 line = _line(error, lower)
                 if line is None or sys.flags.dev_mode:
                     raise
-                if _is_output(error):
-                    _give_up_output()
+                if _is_output(error):  # Python would try to write the rest of the buffer again at exit
+                    with contextlib.suppress(OSError):
+                        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 if isinstance(error, BrokenPipeError):
-                    sys.exit(1)  # whoever read the output wants no more of it: there is nothing to tell
+                    sys.exit(1)  # the reader of the output is gone
                 sys.exit(f"{name}: {line}")
 
         return run
@@ -56,8 +60,26 @@ def program(lower: str) -> Callable[[Main], Main]:
     return decorate
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Turns off logs and warnings of Orbax and asyncio, whose errors arrive as exceptions as well.
+
+    After an error they stay off: background writes complain until the program ends.
+    """
+    hook, loggers = sys.unraisablehook, [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    sys.unraisablehook = lambda unraisable: None
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    yield
+    sys.unraisablehook = hook
+    for logger, level in zip(loggers, levels):
+        logger.setLevel(level)
+
+
 def _line(error: Exception, lower: str) -> str | None:
-    """What to tell the user of an error; None for one that no user can mend."""
+    """The line for the user; None for an error that no user can mend."""
     no_memory = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
     if no_memory or isinstance(error, MemoryError):
         return f"out of memory ({reason(error)}): lower {lower}"
@@ -67,25 +89,15 @@ def _line(error: Exception, lower: str) -> str | None:
 
 
 def _is_output(error: Exception) -> bool:
-    """Whether the system could not write what was printed: its errors about files name the file."""
+    """Whether writing to standard output failed: errors about files name the file."""
     return isinstance(error, OSError) and error.errno is not None and error.filename is None
-
-
-def _give_up_output() -> None:
-    """Throws away what is still buffered: Python would try to write it at exit, and complain again."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def reason(error: Exception) -> str:
     """The reason of an error, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    code = re.search(r"(?:os_error_code='|OS error )(\d+)", str(error))
-    if code:  # TensorStore's way to tell of a full disk
-        return os.strerror(int(code[1]))
-    lines = (line.partition(" [tensorstore_spec")[0].strip() for line in str(error).splitlines())
-    return next(filter(None, lines), type(error).__name__)
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
 
 
 def parse(kind: type[Options], arguments: list[str] | None, description: str | None) -> Options:
@@ -96,20 +108,30 @@ def parse(kind: type[Options], arguments: list[str] | None, description: str | N
         value = getattr(options, field.name)
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and (wrong := re.search("[\ud800-\udfff]", text)):
-                flag = "--" + field.name.replace("_", "-")
-                raise ValueError(f"{flag} is not UTF-8: its character {wrong.start() + 1} is a lone byte")
+                raise ValueError(
+                    f"{flag(field.name)} is not UTF-8: its character {wrong.start() + 1} is a lone byte"
+                )
         if isinstance(value, Path):
             paths[field.name] = Path(os.path.expanduser(value))
     return dataclasses.replace(options, **paths)
 
 
-def check_numbers(options: Any, *names: str) -> None:
-    """Refuses numbers that are not above 0, or too large for any size, and seeds that JAX cannot take."""
-    for name in names:
-        if not 0 < (value := getattr(options, name)) < 2**31:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0 and below 2**31, got {value}")
-    if not 0 <= options.seed < 2**63:
-        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {options.seed}")
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_numbers(options: Any, *may_be_0: str, seed_bits: int = 63) -> None:
+    """Refuses numbers that are not above 0, but for those named, or too large for any size."""
+    for field in dataclasses.fields(options):
+        name, value = field.name, getattr(options, field.name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or name.startswith("mesh_"):
+            continue
+        is_allowed_0 = value == 0 and (name == "seed" or name in may_be_0)
+        if not (0 < value < float("inf") or is_allowed_0):
+            least = "not negative" if name == "seed" or name in may_be_0 else "above 0"
+            raise ValueError(f"{flag(name)} must be a finite number {least}, got {value}")
+        if isinstance(value, int) and value >= 2 ** (bits := seed_bits if name == "seed" else 31):
+            raise ValueError(f"{flag(name)} must be below 2**{bits}, got {value}")
 
 
 def first_device() -> jax.Device:
@@ -121,9 +143,20 @@ def first_device() -> jax.Device:
         raise ValueError(f"JAX finds no device, with JAX_PLATFORMS={chosen!r}{why}") from error
 
 
+def on_gpu() -> bool:
+    return first_device().platform in ("gpu", "cuda")
+
+
+def compute_dtype(precision: str) -> str:
+    """The dtype that ``--precision`` names; ``auto``: bfloat16 on GPUs."""
+    if precision == "auto":
+        precision = "bf16" if on_gpu() else "fp32"
+    return {"fp32": "float32", "bf16": "bfloat16"}[precision]
+
+
 @contextlib.contextmanager
 def noted_interrupts() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM as they come: one is noted, no more; a second one ends the program at once."""
+    """Collects SIGINT and SIGTERM: the first one is noted, the second ends the program at once."""
     noted: list[int] = []
 
     def note(number: int, frame: Any) -> None:
@@ -140,27 +173,15 @@ def noted_interrupts() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def about(what: str | Path, to_be: str) -> Iterator[None]:
-    """Makes the system's errors say what they are about: Python names no file when a write fails."""
+    """Makes errors of the system name what failed: Python names no file when a write fails."""
     try:
         yield
     except OSError as error:
         raise ValueError(f"{what} cannot be {to_be}: {reason(error)}") from error
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which replaces ``path`` when it is complete; an error leaves the old file."""
-    new = path.with_stem(path.stem + ".new")
-    with about(path, "written"):
-        try:
-            yield new
-            os.replace(new, path)
-        finally:
-            new.unlink(missing_ok=True)
-
-
 def make_folder(out: Path) -> None:
-    """Makes the folder ``--out``, and refuses one that cannot be written to before work is lost."""
+    """Makes the folder ``--out``, and refuses one that is not writable before work is lost."""
     if os.path.lexists(out) and not out.is_dir():
         raise ValueError(f"--out: {out} is a file, not a folder")
     with about(f"--out: {out}", "made"):
@@ -171,10 +192,11 @@ def make_folder(out: Path) -> None:
 
 @contextlib.contextmanager
 def claimed(out: Path, path: Path) -> Iterator[Callable[[], None]]:
-    """Keeps other processes out of the folder ``--out``; gives a function that raises if another one got in.
+    """Locks the folder ``--out`` for this process; gives a function that raises if another one got in, or the
+    folder is gone.
 
-    The lock file ``path`` tells others which process holds it. However that process ends, the system lets go
-    of it: a file that is left over locks nothing.
+    The lock file ``path`` names the process that has it. The system frees the lock when that process ends,
+    so a file that is left over locks nothing.
     """
     mine = f"{os.getpid()} on {platform.node()}"
 
@@ -184,20 +206,23 @@ def claimed(out: Path, path: Path) -> Iterator[Callable[[], None]]:
         return None
 
     def check() -> None:
-        if holder() not in (mine, None):  # somebody has deleted the lock, perhaps with all that is around it
+        if holder() not in (mine, None):  # the lock was deleted, perhaps with everything around it
             raise ValueError(f"--out: {out} is now in use by process {holder()}, which found no lock there")
+        if not out.exists():  # Orbax would make the folder again, and leave half a run
+            raise ValueError(f"--out: {out} is gone, deleted or moved while the run went on")
 
     with about(f"--out: the folder {path.parent}", "made"):
         path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path, timeout=0)
     with about(f"--out: {path}", "locked"):
-        lock = filelock.FileLock(path, timeout=0)
         try:
             lock.acquire()
         except filelock.Timeout:
             raise ValueError(f"--out: {out} is in use by process {holder() or '(unknown)'}") from None
     try:
-        # filelock's choice for disks without locks keeps such a record of its own
-        if not isinstance(lock, filelock.SoftFileLock):
+        if not isinstance(
+            lock, filelock.SoftFileLock
+        ):  # for disks without locks, which writes such a line itself
             with contextlib.suppress(OSError):
                 path.write_text(mine + "\n")
         yield check

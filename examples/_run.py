@@ -1,23 +1,48 @@
-"""The folder of a training run, which ``train_lm.py`` writes and ``generate.py`` reads."""
+"""The folder of a training run: options.json, checkpoints/, metrics.csv, tensorboard/; its progress bar."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
+import dataclasses
 import itertools
 import json
-import logging
+import math
 import os
+import shlex
 import sys
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
-from _cli import about, make_folder, reason, replacing
+from _cli import about, flag, make_folder, reason
+from jax.experimental import multihost_utils
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fla_jax.checkpoints.files import replacing
+from fla_jax.models import RWKV6ForCausalLM, RWKV7ForCausalLM, RWKVConfig
+from fla_jax.training import MetricWriter, Throughput, TrainingCheckpoints, last_checkpoint
+
+Check = Callable[[], None]  # of `_cli.claimed`
+MODELS: dict[str, Any] = {"rwkv6": RWKV6ForCausalLM, "rwkv7": RWKV7ForCausalLM}
+
+
+def build_model(options: Any, **more: Any) -> Any:
+    """The model of the options."""
+    sizes = {name: getattr(options, name) for name in ("hidden_size", "num_layers", "head_dim")}
+    try:
+        return MODELS[options.model](RWKVConfig.from_dict({"model_type": options.model, **sizes, **more}))
+    except ValueError as error:
+        named = f"--hidden-size {options.hidden_size}, --head-dim {options.head_dim}"
+        raise ValueError(f"{named}: {error}") from error
 
 
 def check_folders(out: Path, data: Path | None, resume: bool) -> None:
@@ -42,11 +67,11 @@ def check_folders(out: Path, data: Path | None, resume: bool) -> None:
     if text and text.is_relative_to(real):
         raise ValueError(f"--data: {data} is inside --out {out}, which a run moves aside to begin anew")
     if out.is_dir() and any(out.iterdir()) and not (out / "options.json").exists():
-        raise ValueError(f"--out: {out} holds other files than a run's; name a folder for this run alone")
+        raise ValueError(f"--out: {out} contains other files than a run's; name a folder for this run alone")
 
 
 def lock_file(out: Path) -> Path:
-    """Where the lock on a run lies: beside the folder, which may be moved aside, or not exist yet."""
+    """The path of a run's lock, beside the folder, which may be moved aside, or not exist yet."""
     real = Path(os.path.realpath(out))
     return real.with_name(f".{real.name}.lock")
 
@@ -59,155 +84,177 @@ def described(out: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(options, dict):
-        raise ValueError(f"{path} must hold a JSON object, got a {type(options).__name__}")
+        raise ValueError(f"{path} must contain a JSON object, got a {type(options).__name__}")
     return options
 
 
-def resume(out: Path, facts: dict[str, Any]) -> ocp.CheckpointManager:
-    """The checkpoints of a run to go on with; refuses other options than it began with, and names them."""
-    check_same(out, facts)
-    manager = _checkpoints(out)
-    if manager.latest_step() is None:
-        raise ValueError(f"--resume: there is no checkpoint in {out} (--out) yet; start without --resume")
-    return manager
+def start_or_resume(
+    options: Any, facts: dict[str, Any], step: Any, keep: int, noted: frozenset[str] = frozenset()
+) -> tuple[TrainingCheckpoints, Any, dict[str, Any]]:
+    """The checkpoints of a run, its state, and what was saved with it: new, or those of the last checkpoint.
 
-
-def check_same(out: Path, facts: dict[str, Any]) -> None:
-    """Refuses other options than the run in ``out`` began with, and names them."""
-    changes = []
-    for name, then in described(out).items():
-        if facts.get(name) != then:
-            what = "the text (--data)" if name == "text" else "--" + name.replace("_", "-")
-            changes.append(f"{what} was {then} in {out} and is {facts.get(name)} now")
-    if changes:
+    A new run moves an earlier one aside. A resumed one has the same ``facts``; ``noted`` ones may change.
+    """
+    out = options.out
+    if not options.resume:
+        state = step.init(jax.random.key(options.seed))
+        if jax.process_index() == 0:
+            _make_run(out, facts)  # last: a run that cannot be built moves nothing aside
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("the folder is made")
+        return TrainingCheckpoints(out / "checkpoints", keep=keep), state, {}
+    earlier = described(out)
+    changes = {name: (then, facts.get(name)) for name, then in earlier.items() if facts.get(name) != then}
+    if refused := changes.keys() - noted:
+        names = {name: "the text (--data)" if name == "text" else flag(name) for name in refused}
+        told = (
+            f"{names[x]} was {then} in {out} and is {now} now"
+            for x, (then, now) in changes.items()
+            if x in names
+        )
         hint = "resume with the same options, or start another run with --out"
-        raise ValueError(f"--resume: {', '.join(changes)}; {hint}")
+        raise ValueError(f"--resume: {', '.join(told)}; {hint}")
+    if last_checkpoint(out / "checkpoints") is None:
+        raise ValueError(f"--resume: there is no checkpoint in {out} (--out) yet; start without --resume")
+    checkpoints = TrainingCheckpoints(out / "checkpoints", keep=keep)
+    state, data = checkpoints.restore(step.abstract_state())
+    if jax.process_index() == 0:
+        for name, (then, now) in changes.items():
+            print(f"{flag(name)} was {then} before and is {now} from now on")
+        _describe(out, facts)
+        print(f"resuming at step {int(state.step)}")
+    return checkpoints, state, data
 
 
-def begin(out: Path, facts: dict[str, Any]) -> ocp.CheckpointManager:
-    """Makes the folder of a new run, and its checkpoints, none yet; an earlier run is moved aside."""
-    make_run(out, facts)
-    return _checkpoints(out)
-
-
-def make_run(out: Path, facts: dict[str, Any]) -> None:
-    """Makes the folder of a new run; an earlier one is moved aside."""
+def _make_run(out: Path, facts: dict[str, Any]) -> None:
     if (out / "options.json").exists():
-        real = Path(os.path.realpath(out))  # a symbolic link stays: the new run shall lie on the same disk
+        real = Path(os.path.realpath(out))  # a symbolic link stays, so that the new run is on the same disk
         names = (real.with_name(f"{real.name}-{i}") for i in itertools.count(1))
         aside = next(name for name in names if not os.path.lexists(name))
         with about(f"--out: {out}", "moved aside"):
             real.rename(aside)
-        here = Path.cwd()
-        print(f"moved the earlier run to {aside.relative_to(here) if aside.is_relative_to(here) else aside}")
+        print(f"moved the earlier run to {os.path.relpath(aside)}")
     make_folder(Path(os.path.realpath(out)))
-    describe(out, facts)
+    _describe(out, facts)
 
 
-def describe(out: Path, facts: dict[str, Any]) -> None:
-    """Writes down what the run in ``out`` was started with."""
-    with replacing(out / "options.json") as new:
-        new.write_text(json.dumps(facts, indent=2) + "\n")
+def _describe(out: Path, facts: dict[str, Any]) -> None:
+    with replacing(out / "options.json") as file:
+        file.write((json.dumps(facts, indent=2) + "\n").encode())
 
 
-def _checkpoints(out: Path) -> ocp.CheckpointManager:
-    """For the one process that has claimed ``out``; clears away half checkpoints that a killed one left."""
-    keep = {"max_to_keep": 2, "cleanup_tmp_directories": True}
-    options = ocp.CheckpointManagerOptions(**keep, enable_async_checkpointing=False)
-    with about(out / "checkpoints", "opened"):
-        return ocp.CheckpointManager((out / "checkpoints").absolute(), options=options)
+def facts(options: Any, may_change: set[str], **more: str) -> dict[str, Any]:
+    """What stays the same between a run and its resumption."""
+    return {name: x for name, x in dataclasses.asdict(options).items() if name not in may_change} | more
 
 
-def save(manager: ocp.CheckpointManager, out: Path, log: list[list[float]], state: Any) -> None:
-    """Saves the log and a checkpoint of the step of its last row; where that fails, those before it stay."""
-    if not (out / "options.json").exists():  # Orbax would make the folders again, and leave half a run
-        raise ValueError(f"--out: {out} is gone, deleted or moved while the run went on")
-    with replacing(out / "log.csv") as new, open(new, "w", newline="") as file:
-        csv.writer(file).writerows([["step", "train_loss", "validation_loss"], *log])
-    step, kept = log[-1][0], manager.latest_step()
-    try:
-        with reported_once():
-            manager.save(step, args=ocp.args.StandardSave(state))
-    except Exception as error:  # Orbax and TensorStore raise what they like
-        path = out / "checkpoints" / str(step)
-        again = "" if kept is None else f"; that of step {kept} is kept, and --resume goes on from there"
-        raise ValueError(f"{path} cannot be written: {reason(error)}{again}") from error
+class Metrics(MetricWriter):
+    """The metrics of a run, with a progress bar; ``evaluation_loss`` is the last one."""
+
+    def __init__(self, options: Any, checkpoints: Any, columns: Any, state: Any, peak: float | None = None):
+        """``peak``: TFLOP/s of a device; None for that of its name."""
+        first, (total, count) = int(state.step), count_parameters(state.params)
+        super().__init__(options.out, columns, first)
+        self.evaluation_loss, self._options, self._first = float("nan"), options, first
+        self._checkpoints = checkpoints
+        self._throughput, self._rows = Throughput(count, peak), list[dict[str, Any]]()
+        text = "loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s{task.fields[share]}"
+        parts = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn(text)
+        parts += TimeElapsedColumn(), TimeRemainingColumn()
+        console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
+        self._progress = Progress(*parts, console=console, disable=jax.process_index() > 0)
+        fields: dict[str, Any] = {"loss": float("nan"), "rate": 0.0, "share": ""}
+        self._bar = self._progress.add_task("", total=options.steps, completed=first, **fields)
+        devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+        console.print(f"{options.model}, {total:,} parameters, {devices}")
+        self._progress.start()
+
+    def close(self) -> None:
+        self._progress.stop()
+        super().close()
+
+    def add(self, step: int, **values: Any) -> None:
+        """A step's numbers, which may be arrays that are still being computed."""
+        self._rows.append({"step": step, **values})
+
+    def read(self, tokens: int) -> None:
+        """Waits for the numbers and measures the speed, with so many ``tokens`` a step; refuses to go on from
+        a loss that is NaN or infinite.
+        """
+        values = jax.device_get(self._rows)
+        self._rows = [
+            {name: int(x) if name == "step" else float(x) for name, x in row.items()} for row in values
+        ]
+        if self._rows[0]["step"] > self._first + 1:  # the first step compiles
+            self._rows[-1] |= self._throughput.measure(len(self._rows) * tokens)
+        for i, row in enumerate(self._rows):
+            if wrong := [f"{name} is {x}" for name, x in row.items() if not math.isfinite(x)]:
+                self.write(self._rows[: i + 1])
+                self._checkpoints.wait()
+                last = last_checkpoint(self._checkpoints.folder)
+                good = f"the last good checkpoint is {last}, and --resume goes on from there, perhaps with a"
+                hint = f"{good} lower --learning-rate" if last else "try a lower --learning-rate"
+                raise ValueError(f"the {' and the '.join(wrong)} at step {row['step']}; {hint}")
+
+    def evaluated(self, loss: float) -> None:
+        """Adds an evaluation to the last step's numbers, and prints it."""
+        self.evaluation_loss = self._rows[-1]["evaluation_loss"] = loss
+        losses = f"training loss {self._rows[-1]['loss']:.4f}, held out {loss:.4f} nats per token"
+        self._progress.print(f"step {self._rows[-1]['step']:6}: {losses}")
+
+    def write_rows(self) -> None:
+        """Writes the steps since the last call, and moves the bar."""
+        row = self._rows[-1]
+        self.write(self._rows)
+        self._rows = []
+        share = f", {row['share_of_6n']:.1%} of 6N" if "share_of_6n" in row else ""
+        shown = {"loss": row["loss"], "rate": row.get("tokens_per_second", 0.0), "share": share}
+        self._progress.update(self._bar, completed=row["step"], **shown)
+        self._throughput.restart()
+
+    def exit_stopped(self, step: int, number: int) -> None:
+        """Ends a program that a signal stopped, when its checkpoint is complete."""
+        self._checkpoints.close()
+        again = shlex.join([*sys.argv, *([] if self._options.resume else ["--resume"])])
+        if jax.process_index() == 0:
+            done = f"stopped at step {step} of {self._options.steps}, checkpoint saved"
+            print(f"{done}. Go on with: python {again}")
+        sys.exit(128 + number)
+
+    def print_results(self, more: str = "") -> None:
+        """The last lines of a run."""
+        if self.evaluation_loss == self.evaluation_loss:
+            print(
+                f"held-out loss     {self.evaluation_loss:.4f} nats per token {more and f'({more})'}".rstrip()
+            )
+        print(f"speed             {self._throughput.rate:,.0f} tokens/s")
+        print(f"checkpoint        {self._options.out / 'checkpoints' / str(self._options.steps)}")
 
 
-def restore(manager: ocp.CheckpointManager, out: Path, state: Any = None) -> Any:
-    """The last checkpoint: placed as ``state``, or on the first device whatever it was saved from."""
-    step = manager.latest_step()
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    try:
-        with reported_once():
-            return manager.restore(step, args=ocp.args.StandardRestore(state, fallback_sharding=place))
-    except Exception as error:
-        path = out / "checkpoints" / str(step)
-        hint = "delete it to use the one before, if there is one"
-        raise ValueError(f"{path} cannot be read: {reason(error)}; {hint}") from error
+def count_parameters(params: Any) -> tuple[int, int]:
+    """All parameters, and those without the embedding."""
+    total = sum(x.size for x in jax.tree.leaves(params))
+    return total, total - sum(x.size for x in jax.tree.leaves(params["emb"]))
 
 
-def read_last(out: Path) -> Any:
-    """The last checkpoint of a run, which may be going on: nothing is changed."""
-    if not (out / "checkpoints").is_dir():
-        raise ValueError(f"{out} holds no checkpoint yet")
-    options = ocp.CheckpointManagerOptions(create=False)
-    with ocp.CheckpointManager((out / "checkpoints").absolute(), options=options) as manager:
-        if manager.latest_step() is None:
-            raise ValueError(f"{out} holds no checkpoint yet")
-        return restore(manager, out)
-
-
-@contextlib.contextmanager
-def reported_once() -> Iterator[None]:
-    """Leaves it to the exception to tell of an error.
-
-    Orbax and asyncio also log it, several times, and writes that are still under way report to an event loop
-    that is gone, each with a traceback. That goes on for moments after the exception, so silence stays from
-    then on: the program is at its end.
-    """
-    hook, levels = sys.unraisablehook, {name: logging.getLogger(name).level for name in ("absl", "asyncio")}
-    sys.unraisablehook = lambda unraisable: None
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    yield
-    sys.unraisablehook = hook
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
-
-
-def read_log(out: Path, step: int) -> list[list[float]]:
-    """The rows of log.csv up to a step, which has one."""
-    path = out / "log.csv"
-    try:
-        with open(path, newline="") as file:
-            rows = list(csv.reader(file))[1:]
-        log = [[int(at), float(train), float(held)] for at, train, held in rows if int(at) <= step]
-    except (OSError, ValueError, csv.Error) as error:
-        raise ValueError(f"{path} cannot be read: {reason(error)}") from error
-    if not log or log[-1][0] != step:
-        raise ValueError(f"{path} has no row for step {step}, that of the last checkpoint")
-    return log
-
-
-def plot_log(out: Path, log: list[list[float]], averaged: int, title: str) -> None:
-    """Draws the loss curve, loss.png; ``averaged`` is the number of steps that a row tells the mean of."""
+def plot(out: Path, title: str) -> None:
+    """Draws metrics.csv as loss.png."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    steps, train, held = np.array(log).T
+    with open(out / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(steps, train, color="tab:blue", alpha=0.6, lw=1, label=f"training (mean of {averaged} steps)")
-    known = ~np.isnan(held)
-    label = f"held out: {held[known][-1]:.3f} at the end"
-    axes.plot(steps[known], held[known], "o-", color="tab:orange", label=label)
-    axes.set(xlabel="optimiser step", ylabel="loss, nats per byte", title=title)
-    axes.set(ylim=(0, min(6, train.max() * 1.05)))
+    for name, style in {"loss": "-", "evaluation_loss": "o-"}.items():
+        known = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+        axes.plot(*zip(*known), style, label=f"{name}: {known[-1][1]:.3f} at the end")
+    axes.set(xlabel="optimiser step", ylabel="nats per token", title=title)
+    axes.set_ylim(0, min(6, max(float(row["loss"]) for row in rows) * 1.05))
     axes.grid(alpha=0.3)
     axes.legend()
-    with replacing(out / "loss.png") as new:
-        figure.savefig(new, dpi=150)
+    with replacing(out / "loss.png") as file:
+        figure.savefig(file, dpi=150, format="png")
     plt.close(figure)
+    print(f"loss curve        {out / 'loss.png'}")

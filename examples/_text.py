@@ -1,4 +1,4 @@
-"""The text that ``train_lm.py`` learns."""
+"""Text that the examples learn."""
 
 from __future__ import annotations
 
@@ -8,47 +8,54 @@ from pathlib import Path
 from _cli import about
 
 
-def python_reference() -> bytes:
-    """The topics of Python's ``help()``.
-
-    Some repeat sections of others; a paragraph is kept once, or training would see much of the held-out text.
+def python_topics() -> list[str]:
+    """The topics of Python's ``help()``, without long paragraphs that an earlier one has: training would
+    otherwise see much of the held-out text.
     """
     from pydoc_data.topics import topics
 
     seen: set[str] = set()
-    kept = []
-    for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):
-        if len(paragraph) <= 80 or paragraph not in seen:
-            kept.append(paragraph)
-            seen.add(paragraph)
-    return "\n\n".join(kept).encode()
+    texts = []
+    for name in sorted(topics):
+        paragraphs = dict.fromkeys(text.strip("\n") for text in topics[name].split("\n\n"))
+        texts.append("\n\n".join(text for text in paragraphs if len(text) <= 80 or text not in seen))
+        seen.update(paragraphs)
+    return texts
 
 
 def read_text(path: Path | None) -> bytes:
-    """The bytes of ``--data``, a file or all text files below a directory; by default Python's reference."""
+    """The bytes of ``--data``, a file or all text files below a folder; by default Python's topics."""
     if path is None:
-        return python_reference()
-    if not path.exists():
-        raise ValueError(f"--data: there is no {path}")
-    files, texts = text_files(path) if path.is_dir() else [path], []
-    for file in files:
+        return "\n\n".join(python_topics()).encode()
+    texts = []
+    for file in text_files("--data", path):
         with about(f"--data: {file}", "read"):
-            text = file.read_bytes()
-        if text and (b"\0" not in text or len(files) == 1):
-            texts.append(text)
-    if not texts:
-        raise ValueError(f"--data: {path} holds no text")
-    return b"\n\n".join(texts)
+            texts.append(file.read_bytes())
+    return b"\n\n".join(filter(None, texts))
 
 
-def text_files(folder: Path) -> list[Path]:
-    """All files below a folder but hidden ones. A folder that cannot be read is an error, not fewer files."""
+def text_files(flag: str, path: Path) -> list[Path]:
+    """A file, or all files below a folder but hidden ones and those with NUL bytes.
+
+    A folder that cannot be read is an error, not fewer files.
+    """
+    if not path.exists():
+        raise ValueError(f"{flag}: there is no {path}")
+    if not path.is_dir():
+        return [path]
     found: list[Path] = []
 
     def refuse(error: OSError) -> None:
-        raise ValueError(f"--data: {error.filename} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{flag}: {error.filename} cannot be read: {error.strerror}") from error
 
-    for here, folders, names in os.walk(folder, onerror=refuse):
+    for folder, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(here, name) for name in names if not name.startswith(".")]
-    return sorted(file for file in found if file.is_file())
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    texts = []
+    for file in sorted(filter(Path.is_file, found)):
+        with about(f"{flag}: {file}", "read"), open(file, "rb") as opened:
+            if (start := opened.read(1 << 16)) and b"\0" not in start:
+                texts.append(file)
+    if not texts:
+        raise ValueError(f"{flag}: {path} contains no text")
+    return texts

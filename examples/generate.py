@@ -1,23 +1,20 @@
-r"""Continues a text with a trained model: ``python examples/generate.py --checkpoint FILE --prompt "Once upon
-a time"``.
+r"""Continues a text with a trained model:
+``python examples/generate.py --checkpoint FILE --prompt "Once upon a time"``.
 
-    # official weights, RWKV-6 or RWKV-7
+    # official weights, RWKV-6 or RWKV-7, or a folder of safetensors
     python examples/generate.py --checkpoint RWKV-x070-World-0.1B.pth --prompt "The Eiffel tower"
-    python examples/generate.py --checkpoint some/safetensors/directory --tokenizer tokenizer.json \
-        --prompt "The Eiffel tower"
-    # what examples/train_lm.py has trained
-    python examples/generate.py --checkpoint runs/train_lm --prompt "The "
-    # several at once
+    python examples/generate.py --checkpoint some/folder --tokenizer tokenizer.json --prompt "The tower"
+    # a model of examples/train_lm.py; several prompts at once
     python examples/generate.py --checkpoint runs/train_lm --prompt "The " "A class" "If"
 
-One prompt is continued token by token, as they come; several are continued together and printed at the end.
-Tokens/s, without the first one, come last, on the error output.
-World models need ``pip install rwkv`` for their vocabulary, a tokenizer.json needs
-``pip install tokenizers``, models on bytes need nothing.
+A single prompt is continued token by token; several are continued together and printed at the end. The error
+output gets tokens/s, without the first token. World models need ``pip install rwkv`` for their vocabulary, a
+tokenizer.json needs ``pip install tokenizers``, models of bytes need neither.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import os
@@ -27,15 +24,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from _cli import first_device, parse, program
+from _cli import compute_dtype, parse, program
 
 from fla_jax.checkpoints import load_checkpoint
 from fla_jax.generation import Sampling, decode_stream, load_tokenizer, stream, uncounted
-from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
-from fla_jax.training import initial_state, load_states
-
-MODELS = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, RWKV7Config)}
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+from fla_jax.training import TrainingCheckpoints, initial_state, load_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +52,9 @@ class Options:
     frequency_penalty: float = 0.2
     """against tokens, as often as they came before"""
     penalty_decay: float = 0.996
-    """factor by which that is forgotten at every step"""
+    """factor on these counts at every step"""
     stop: tuple[int, ...] | None = None
-    """tokens that end the text (default: 0, the end of a document, for the World vocabulary, none
-    otherwise)
-    """
+    """tokens that end the text (default: 0 for the World vocabulary, else none)"""
     ban: tuple[int, ...] = ()
     """tokens that never come"""
     seed: int = 0
@@ -77,21 +68,21 @@ class Options:
 
 
 def load_model(path: Path, precision: str = "auto") -> tuple[Any, Any]:
-    """Model and parameters of a checkpoint of any kind that this repository reads."""
-    on_gpu = first_device().platform in ("gpu", "cuda")
-    dtype = DTYPES["bf16" if on_gpu else "fp32"] if precision == "auto" else DTYPES[precision]
+    """Model and parameters of any checkpoint that this repository reads."""
+    dtype = compute_dtype(precision)
     if not (path / "options.json").exists():
         return load_checkpoint(path, dtype=dtype)
-    import _run  # only here: Orbax takes a while to import
+    import _run  # only for runs of train_lm.py: it imports a lot
 
     options = _run.described(path)
     try:
-        kind, config = MODELS[options["model"]]
-        sizes = [options[name] for name in ("hidden_size", "num_layers", "head_dim")]
-    except KeyError as error:
-        raise ValueError(f"{path / 'options.json'} is not that of a run of train_lm.py: no {error}") from None
-    params = _run.read_last(path)["params"]
-    return kind(config(256, *sizes, dtype=dtype)), params
+        model = _run.build_model(argparse.Namespace(**options), vocab_size=256, dtype=dtype)
+    except AttributeError as error:
+        raise ValueError(
+            f"{path / 'options.json'} is not that of a run of train_lm.py: no {error.name!r}"
+        ) from None
+    state, _ = TrainingCheckpoints(path / "checkpoints", read_only=True).restore()
+    return model, state["params"]
 
 
 def run(options: Options) -> None:
@@ -102,45 +93,39 @@ def run(options: Options) -> None:
     tokenizer = load_tokenizer(tokenizer, vocab_size=vocab_size)
     stop = ((0,) if vocab_size > 65000 else ()) if options.stop is None else options.stop
     names = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "penalty_decay")
-    sampling = Sampling(
-        **{name: getattr(options, name) for name in names},
-        banned=options.ban,
-        stop=stop,
-        uncounted=uncounted(tokenizer, vocab_size),
-    )
+    given = {name: getattr(options, name) for name in names}
+    sampling = Sampling(**given, banned=options.ban, stop=stop, uncounted=uncounted(tokenizer, vocab_size))
     prompts = [tokenizer.encode(text) for text in options.prompt]
     if not all(prompts):
         raise ValueError("--prompt must not be empty")
-    state = (
-        None
-        if options.states is None
-        else initial_state(model, load_states(options.states, model), len(prompts))
-    )
-    rows = [list[int]() for _ in prompts]
+    state = None
+    if options.states is not None:
+        state = initial_state(model, load_states(options.states, model), len(prompts))
+    texts = [list[int]() for _ in prompts]
     began = 0.0
 
     def steps() -> Iterator[Any]:
-        """The next token of each row, -1 for those that are over."""
+        """The next token of each text, -1 for those that have ended."""
         nonlocal began
         for new in stream(model, params, prompts, options.tokens, sampling, seed=options.seed, state=state):
             began = began or time.perf_counter()  # the first one waits for the compiler
-            for row, token in zip(rows, new.tolist()):
-                row += [token] * (token >= 0)
+            for text, token in zip(texts, new.tolist()):
+                text += [token] * (token >= 0)
             yield new
 
     if len(prompts) == 1:
-        pieces = decode_stream(tokenizer, (int(new[0]) for new in steps()))
-        first = next(pieces, "")  # with it, all arguments have proved good: an error gets a line of its own
-        for piece in itertools.chain((options.prompt[0], first), pieces):
-            print(piece, end="", flush=True)
+        parts = decode_stream(tokenizer, (int(new[0]) for new in steps()))
+        first = next(parts, "")  # before anything is printed: an error gets a line for itself
+        for part in itertools.chain((options.prompt[0], first), parts):
+            print(part, end="", flush=True)
         print("\n\n", end="", flush=True, file=sys.stderr)
     else:
         for _ in steps():
             pass
-        texts = (text + tokenizer.decode(row) for text, row in zip(options.prompt, rows))
-        print("\n\n---\n\n".join(texts), flush=True)
-    count, late = sum(map(len, rows)), time.perf_counter() - began
-    timed = count - sum(bool(row) for row in rows)
+        whole = (prompt + tokenizer.decode(text) for prompt, text in zip(options.prompt, texts))
+        print("\n\n---\n\n".join(whole), flush=True)
+    count, late = sum(map(len, texts)), time.perf_counter() - began
+    timed = count - sum(map(bool, texts))
     print(f"{count} tokens" + (f", {timed / late:.1f} tokens/s" if timed else ""), file=sys.stderr)
 
 

@@ -1,10 +1,10 @@
 """One RWKV-7 layer learns parity, and one without its in-context rate cannot:
 ``python examples/state_tracking.py``.
 
-The task: read random bits, say after each whether the number of ones so far is odd. Whoever solves it must
-remember one bit and flip it at every one, at any length. A layer whose state only decays (in-context rate 0,
-RWKV-6's class) cannot flip. RWKV-7's transition ``diag(w) - rate kk kk^T`` flips the direction kk when the
-rate is close to 2, so the layer takes ``rate_scale=2``; the official scale 1 stops half way, at forgetting.
+The task: after each of many random bits, tell whether the number of ones so far is odd. The solution stores
+one bit and flips it at every one. A layer whose state only decays (in-context rate 0, RWKV-6's class) cannot
+flip. RWKV-7's transition ``diag(w) - rate kk kk^T`` flips the direction kk with a rate close to 2, hence
+``rate_scale=2``; the official scale 1 can only forget.
 
 Each layer is trained on short sequences and tested on sequences four times as long. About a minute on two CPU
 cores; prints a table, saves a picture.
@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from _cli import check_numbers, make_folder, parse, program, replacing
+from _cli import check_numbers, make_folder, parse, program
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from fla_jax.checkpoints.files import replacing
 from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
 from fla_jax.training import cross_entropy, rwkv_optimizer, rwkv_schedule
 
@@ -69,10 +70,9 @@ def parity(key: jax.Array, batch: int, length: int) -> tuple[jax.Array, jax.Arra
 
 def train(model: RWKV7ForCausalLM, options: Options, label: str) -> tuple[Any, float]:
     """Parameters after training, and the last loss."""
-    # no weight decay: it would draw the transition's eigenvalue away from -1, and errors grow with its power
-    optimizer = rwkv_optimizer(
-        rwkv_schedule(options.learning_rate, 0.1 * options.learning_rate, options.steps), weight_decay=0.0
-    )
+    schedule = rwkv_schedule(options.learning_rate, 0.1 * options.learning_rate, options.steps)
+    # weight decay would pull the transition's eigenvalue away from -1, and errors grow with its power
+    optimizer = rwkv_optimizer(schedule, weight_decay=0.0)
 
     def step(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state = carry
@@ -109,17 +109,12 @@ def plot(path: Path, curves: dict[str, np.ndarray], length: int) -> None:
         axes.plot((np.arange(len(smooth)) + 0.5) * width, 100 * smooth, "o-", ms=3, label=label)
     axes.axvspan(0, length, color="tab:gray", alpha=0.2, label="training length")
     axes.axhline(50, color="black", lw=1, ls=":", label="chance")
-    axes.set(
-        xlabel="position in the sequence",
-        ylabel="right answers, %",
-        title="Parity of the bits so far, one layer",
-        ylim=(40, 103),
-        xlim=(0, 4 * length),
-    )
+    axes.set(xlabel="position", ylabel="right answers, %", ylim=(40, 103), xlim=(0, 4 * length))
+    axes.set_title("Parity of the bits so far, one layer")
     axes.grid(alpha=0.3)
     axes.legend(loc="center right")
-    with replacing(path) as new:
-        figure.savefig(new, dpi=150)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=150, format="png")
     plt.close(figure)
 
 
@@ -127,7 +122,7 @@ def plot(path: Path, curves: dict[str, np.ndarray], length: int) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the experiment."""
     options = parse(Options, arguments, __doc__)
-    check_numbers(options, "length", "steps", "batch", "learning_rate", "hidden_size", "head_dim")
+    check_numbers(options)
     if options.steps <= 10:
         raise ValueError(f"--steps must be above 10, the steps of the warm-up, got {options.steps}")
     if not options.rate_scales:

@@ -27,8 +27,7 @@ else:
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
-import garbage
-import interpreter
+from harness import garbage, interpreter
 
 interpreter.patch_once()
 

@@ -1,4 +1,4 @@
-"""pretrain.py run as a program, and what its runs leave."""
+"""The example programs: run, waited for, refused; what runs of pretrain.py leave."""
 
 import csv
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from fla_jax.data import BinIdxWriter
 
@@ -35,10 +36,10 @@ def arguments(data, out, *more, steps=STEPS):
     return [str(x) for x in ("--data", data, "--out", out, *TINY, "--steps", steps, *more)]
 
 
-def start(more, variables):
-    """The program, with its output in a pipe, and environment variables beside those of this process."""
+def start(more, variables, program=PROGRAM):
+    """A program, with its output in a pipe, and environment variables beside those of this process."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, PROGRAM, *more], env={**os.environ, **variables}, **pipes)
+    return subprocess.Popen([sys.executable, program, *more], env={**os.environ, **variables}, **pipes)
 
 
 def finish(process, seconds=240):
@@ -47,6 +48,15 @@ def finish(process, seconds=240):
     finally:
         process.kill()
     return output
+
+
+def refusal(main, *more):
+    """The one line with which a program ends."""
+    with pytest.raises(SystemExit) as error:
+        main([str(x) for x in more])
+    line = str(error.value)
+    assert line and "\n" not in line and line.split(": ")[0].endswith(".py"), line
+    return line
 
 
 def wait_for(process, is_there, seconds=120):

@@ -1,1 +1,1 @@
-"""The insides of layers.py: the fused pieces of the layers and FLA's, and how they are timed."""
+"""The insides of layers.py: the layer operations ("pieces") and how ours are timed."""

@@ -1,7 +1,7 @@
 """Launch options of the pieces' Triton kernels, tried one by one: ``python benchmarks/layers.py --sweep``.
 
-Every launcher has tables of launches by pass and size. Here an entry is replaced, the piece compiled and
-timed again, and the table put back as it was. What wins belongs into the launcher's table.
+Host code has tables of launches by pass and size. An entry is replaced, the piece compiled and timed, and the
+table restored. Copy the fastest launch into the table.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from pieces.ours import call_ms, functions
+from pieces.ours import call_ms, programs
 from pieces.piece import Piece, Shape
 
 
 class Option(NamedTuple):
-    """One launch to try: the entries of tables that it takes; an entry None is taken out."""
+    """One launch to try: its entries in tables; an entry None is removed."""
 
     name: str
     entries: tuple[tuple[dict[Any, Any], Any, Any], ...]
 
 
 def options(piece: Piece, shape: Shape, passes: str, quick: bool) -> list[Option]:
-    """What there is to try for a pass; nothing where the piece has no kernels."""
+    """The launches to try for a pass; none if the piece has no kernels."""
     if piece.op == "norm_shift_mix":
         return _mixes(piece, shape, passes, quick)
     if piece.op in ("rwkv7_keys", "rwkv7_readout", "rwkv6_readout"):
@@ -32,17 +32,17 @@ def options(piece: Piece, shape: Shape, passes: str, quick: bool) -> list[Option
 
 
 def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]:
-    """On whole tokens, where a program's registers may hold them, and by tiles of channels."""
+    """Whole tokens, if registers may be enough for them, and tiles of channels."""
     from fla_jax.pallas.layer import norm_shift_mix_variants as mix
 
     M, padded = sum(name.startswith("mu") for name in piece.inputs(shape)), 1 << (shape[2] - 1).bit_length()
     few = "few" if M <= 2 else "many"
-    norm = "scale" in piece.inputs(shape)  # else nothing is summed over channels
-    spans, stages, tokens = ((64,), (2,), (1,)) if quick else ((8, 32, 128), (1, 3), (1, 2, 4))
-    # as many warps altogether, whatever the stretch
+    norm = "scale" in piece.inputs(shape)  # without it nothing is summed over channels
+    blocks, stages, tokens = ((64,), (2,), (1,)) if quick else ((8, 32, 128), (1, 3), (1, 2, 4))
+    # equally many warps in all, whatever the token block
     rests = [
-        (span, depth, together, (1 << 17) // span)
-        for span, depth, together in itertools.product(spans, stages, tokens)
+        (block, depth, together, (1 << 17) // block)
+        for block, depth, together in itertools.product(blocks, stages, tokens)
     ]
     found = []
     if norm:
@@ -79,7 +79,7 @@ def _heads(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]
 
 @contextlib.contextmanager
 def taken(option: Option) -> Iterator[None]:
-    """The tables with these entries, and afterwards as they were."""
+    """The tables with these entries, restored afterwards."""
     import jax
 
     before = [dict(table) for table, _, _ in option.entries]
@@ -98,8 +98,8 @@ def taken(option: Option) -> Iterator[None]:
 
 
 def sweep(piece: Piece, shape: Shape, dtype: str, copied: float, quick: bool) -> None:
-    """Prints milliseconds and the part of a copy's rate of every launch, the fastest first, after the one
-    that is in the table.
+    """Prints milliseconds and the share of a copy's rate of every launch, first the one in the table, then by
+    time.
     """
     import jax
 
@@ -109,7 +109,7 @@ def sweep(piece: Piece, shape: Shape, dtype: str, copied: float, quick: bool) ->
         for option in [usual, *options(piece, shape, passes, quick)]:
             try:
                 with taken(option):
-                    compiled, arguments = functions(piece, shape, dtype, "triton", (passes,))[passes]
+                    compiled, arguments = programs(piece, shape, dtype, "triton", (passes,))[passes]
                     found.append((call_ms(piece, compiled, arguments), option.name))
             except Exception as error:  # a launch that does not fit the device
                 print(f"{option.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from running.timing import jax_ms
+from timing import jax_ms
 
 from pieces.piece import VOCABULARY, Piece, Shape
 
-# Calls of a piece in the program that is timed, each on inputs of its own, as the layers of a model call it.
-# A program of one call is as long as what the runtime takes to start a program: an eighth of the time is not
-# the piece's. The head's products take milliseconds, and it is called once.
+# Calls of a piece in the program that is timed, each on its own inputs, as the layers of a model call it. In
+# a program of one call, an eighth of the time is the start of the program. The head's products take
+# milliseconds.
 CALLS = 4
 
 
 def draw(piece: Piece, shape: Shape, dtype: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what has a gradient, what has none), by name."""
+    """(inputs with a gradient, inputs without), by name."""
     import jax
     import jax.numpy as jnp
 
@@ -32,20 +32,17 @@ def draw(piece: Piece, shape: Shape, dtype: str, seed: int = 0) -> tuple[dict[st
     return floats, rest
 
 
-def calls_of(piece: Piece) -> int:
-    """Calls in a program."""
+def num_calls(piece: Piece) -> int:
     return CALLS if piece.flops is None else 1
 
 
-def functions(
+def programs(
     piece: Piece, shape: Shape, dtype: str, implementation: str | None, passes: tuple[str, ...] | None = None
 ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """A compiled program of `calls_of` calls and its arguments for each pass; None for all that the piece
-    has.
-    """
+    """A compiled program of `num_calls` calls and its arguments, for each pass."""
     import jax
 
-    sets = [draw(piece, shape, dtype, seed) for seed in range(calls_of(piece))]
+    sets = [draw(piece, shape, dtype, seed) for seed in range(num_calls(piece))]
     call = functools.partial(piece.call, implementation=implementation)
 
     def forward(floats: Any, rest: Any) -> Any:
@@ -82,11 +79,10 @@ def functions(
 
 
 def call_ms(piece: Piece, compiled: Any, arguments: tuple[Any, ...]) -> float:
-    """Milliseconds of one of the calls in a program of `functions`."""
-    return jax_ms(compiled, *arguments) / calls_of(piece)
+    """Milliseconds of one of the calls in a program."""
+    return jax_ms(compiled, *arguments) / num_calls(piece)
 
 
 def milliseconds(piece: Piece, shape: Shape, dtype: str, implementation: str | None) -> dict[str, float]:
-    """Of a call, for each pass."""
-    made = functions(piece, shape, dtype, implementation)
-    return {name: call_ms(piece, *one) for name, one in made.items()}
+    made = programs(piece, shape, dtype, implementation)
+    return {name: call_ms(piece, *program) for name, program in made.items()}

@@ -1,1 +1,1 @@
-"""The insides of ops.py: what is measured, the peers, and the processes that measure them."""
+"""The insides of ops.py: what is measured, and the processes that measure it."""

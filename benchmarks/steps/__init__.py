@@ -1,1 +1,1 @@
-"""The insides of train_step.py: the models that are trained, here and by the peers."""
+"""The insides of train_step.py: sizes, our step, and how steps are timed and profiled."""

@@ -1,4 +1,4 @@
-"""A profile of some steps, and what their kernels take, summed by name."""
+"""A profile of some steps: the time of their kernels, summed by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from running import results
+from records import table as text_table
 
 STEPS = 3
-# the first that matches; names of cuBLAS's and XLA's kernels, then of this library's
+# the first pattern that matches counts
 KINDS = {
     "products": r"gemm|nvjet|cutlass|cublas|xmma|splitK",
     "recurrences": r"rwkv[67]_|state_passing_kernel|state_grad_kernel",
@@ -34,11 +34,10 @@ class Kernel(NamedTuple):
 
 
 def kernels(folder: Path) -> list[Kernel]:
-    """What ran on GPUs in the newest profile of a folder, by name, the longest first. Numbers at the end of a
-    name, by which XLA tells equal kernels apart, are left out.
+    """The kernels of the newest profile of a folder, by name without XLA's numbers, the longest first.
 
     Raises:
-        FileNotFoundError: there is no ``*.trace.json.gz`` in it.
+        FileNotFoundError: the folder has no ``*.trace.json.gz``.
     """
     files = sorted(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     if not files:
@@ -50,7 +49,7 @@ def kernels(folder: Path) -> list[Kernel]:
         if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name")
     }
     devices = {pid for (_, pid, _), name in names.items() if "/device:GPU" in name}
-    # other lines of a device tell the same once more, by operation or module
+    # other lines of a device repeat the same by operation or module
     streams = {
         (pid, tid)
         for (what, pid, tid), name in names.items()
@@ -65,7 +64,7 @@ def kernels(folder: Path) -> list[Kernel]:
 
 
 def by_kind(found: Iterable[Kernel]) -> dict[str, float]:
-    """Milliseconds of each of `KINDS` that there is."""
+    """Milliseconds by `KINDS`."""
     sums: dict[str, float] = defaultdict(float)
     for kernel in found:
         kinds = (kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.name, re.I))
@@ -82,12 +81,12 @@ def table(found: list[Kernel], steps: int) -> str:
     for kernel in found:
         calls = f"{kernel.calls / steps:g}"
         lines.append((f"{kernel.ms / steps:.3f}", f"{kernel.ms / total:.1%}", calls, kernel.name))
-    return results.table(lines)
+    return text_table(lines)
 
 
 def profiled(folder: Path, step: Callable[[], object], devices: int = 1) -> dict[str, float]:
-    """Profiles steps into a folder, with a table ``kernels.txt``: milliseconds a step and device by kind.
-    Collectives run beside other kernels, and wait for each other.
+    """Profiles steps into a folder, with a table ``kernels.txt``; returns milliseconds a step and device by
+    kind. Collectives overlap other kernels.
     """
     import jax
 

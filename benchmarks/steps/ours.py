@@ -7,17 +7,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from running.processes import Job
+from runner import Job
 
 from steps.measuring import measure
-from steps.rows import Row
+from steps.sizes import Size
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-triton", "triton")
 REMAT = {"none": False, "dense": "dense", "blocks": True}
 
 
-def train(row: Row, job: Job) -> dict[str, Any]:
-    """Forward, loss, backward, clipping and AdamW, in one compiled function whose arrays are donated."""
+def train(size: Size, job: Job) -> dict[str, Any]:
+    """Forward, loss, backward, clipping and AdamW in one compiled function whose arrays are donated."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     import jax
     import optax
@@ -25,19 +25,19 @@ def train(row: Row, job: Job) -> dict[str, Any]:
     from fla_jax import models
     from fla_jax.training import chunked_cross_entropy, rwkv_optimizer
 
-    version = row.model[-1]
-    config = getattr(models, f"RWKV{version}Config")(
-        row.vocab,
-        row.width,
-        row.layers,
+    config = getattr(models, f"RWKV{size.model[-1]}Config")(
+        size.vocab,
+        size.width,
+        size.layers,
         head_dim=64,
         dtype="bfloat16",
-        scan_layers=job["scan"] if row.layers > 1 else False,
+        scan_layers=job["scan"] if size.layers > 1 else False,
         remat=REMAT[job["remat"]],
         implementation=job["implementation"],
     )
-    model, optimizer = getattr(models, f"RWKV{version}ForCausalLM")(config), rwkv_optimizer(6e-4)
-    tokens = jax.random.randint(jax.random.key(1), (row.batch, row.tokens + 1), 0, row.vocab)
+    model = getattr(models, f"RWKV{size.model[-1]}ForCausalLM")(config)
+    optimizer = rwkv_optimizer(6e-4)
+    tokens = jax.random.randint(jax.random.key(1), (size.batch, size.tokens + 1), 0, size.vocab)
     params = models.initial_params(model, jax.random.key(0))
 
     def train_step(params: Any, state: Any, tokens: jax.Array) -> Any:
@@ -62,20 +62,15 @@ def train(row: Row, job: Job) -> dict[str, Any]:
         *carry, loss = compiled(*carry, tokens)
         return loss
 
-    result = measure(step, row, job)
+    result = measure(step, size, job)
     result["first_step_s"] += compile_s
-    planned = compiled.memory_analysis()
-    stats = jax.devices()[0].memory_stats() or {}
-    # without the allocator's count (on CPU): what the compiler planned
-    peak = stats.get("peak_bytes_in_use") or planned.temp_size_in_bytes + planned.argument_size_in_bytes
-    result |= {
-        "peak_gb": peak / 1e9,
-        "compile_s": compile_s,
-        "parameters": count,
-        "device": jax.devices()[0].device_kind,
-        "scan": config.scan_layers,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }
+    planned, device = compiled.memory_analysis(), jax.devices()[0]
+    # a CPU has no count of its allocator: what the compiler planned
+    planned_bytes = planned.temp_size_in_bytes + planned.argument_size_in_bytes
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use") or planned_bytes
+    result |= {"peak_gb": peak / 1e9, "compile_s": compile_s, "parameters": count}
+    result |= {"device": device.device_kind, "scan": config.scan_layers}
+    result["xla_flags"] = os.environ.get("XLA_FLAGS", "")
     if job["profile"]:
         from steps.kernel_times import profiled
 

@@ -1,27 +1,27 @@
-"""The tokens that ``pretrain.py`` learns: binidx files, or text that is made into them once."""
+"""The tokens that ``pretrain.py`` learns: binidx files, or text that is tokenized into them once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import filelock
 import numpy as np
 from _cli import about, reason
-from _text import text_files
+from _text import python_topics, text_files
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fla_jax.checkpoints.files import replacing
 from fla_jax.data import BinIdx, PackedRows, open_binidx, split_rows, tokenize
 
 from .options import Options
 
 
 class Corpus(NamedTuple):
-    """Rows to learn and to evaluate on, each as rows and the numbers of those that are meant."""
+    """What to learn and to evaluate on: rows of packed documents, and the numbers of those to read."""
 
     training: tuple[PackedRows, Any]
     evaluation: tuple[PackedRows, Any] | None
@@ -29,7 +29,7 @@ class Corpus(NamedTuple):
 
 
 def read(options: Options, console: Console) -> Corpus:
-    """Opens the data; makes tokens of text first, where it was not done before."""
+    """Opens the data; tokenizes text first, unless the cache has its tokens."""
     data = _opened("--data", options.data, options, console)
     rows = _rows("--data", data, options)
     share: Any = options.held_out
@@ -46,7 +46,7 @@ def read(options: Options, console: Console) -> Corpus:
 
 
 def _spread(numbers: Any, count: int) -> list[int]:
-    """At most so many of them, at even distances."""
+    """At most ``count`` of them, evenly spaced."""
     count = min(count, len(numbers))
     return [numbers[i * len(numbers) // count] for i in range(count)]
 
@@ -58,7 +58,7 @@ def _rows(flag: str, data: BinIdx, options: Options) -> PackedRows:
         found = f"{flag}: {data.path} has {len(data.tokens)} tokens"
         raise ValueError(f"{found}, and --sequence {options.sequence} needs one more than that") from None
     try:
-        for i in _spread(range(len(rows)), 16):  # another vocabulary shows before anything is compiled
+        for i in _spread(range(len(rows)), 16):  # a wrong vocabulary shows before anything compiles
             rows[i]
     except ValueError as error:
         raise ValueError(f"{flag}: {error} (--vocab-size)") from None
@@ -66,7 +66,7 @@ def _rows(flag: str, data: BinIdx, options: Options) -> PackedRows:
 
 
 def _identity(data: BinIdx) -> str:
-    """Of the index and the number of tokens: the same wherever the files lie."""
+    """A hash of the index and of some tokens: the same wherever the files are."""
     digest = hashlib.sha256(data.path.with_suffix(".idx").read_bytes())
     step = max(1, len(data.tokens) // 4096)
     digest.update(np.ascontiguousarray(data.tokens[::step]).tobytes())
@@ -80,13 +80,12 @@ def _opened(flag: str, path: Path | None, options: Options, console: Console) ->
         except (ValueError, OSError) as error:
             named = f"{error.filename}: {reason(error)}" if isinstance(error, OSError) else error
             raise ValueError(f"{flag}: {named}") from error
-    if path is not None and not path.exists():
-        raise ValueError(f"{flag}: there is no {path}")
+    paths = [] if path is None else text_files(flag, path)
     with about(f"--cache: {options.cache}", "made"):
         options.cache.mkdir(parents=True, exist_ok=True)
-    paths = [_python_documentation(options)] if path is None else _texts(flag, path)
+    paths = paths or [_python_documentation(options)]
     pair = options.cache / _key(paths, options)
-    # other processes, of this run or another, wait for the first one and find its tokens
+    # other processes wait for the first one, and find its tokens
     with filelock.FileLock(pair.with_suffix(".lock")):
         if not pair.with_suffix(".idx").exists():
             try:
@@ -100,22 +99,8 @@ def _is_binidx(path: Path) -> bool:
     return path.suffix in (".bin", ".idx") or path.with_name(path.name + ".idx").exists()
 
 
-def _texts(flag: str, path: Path) -> list[Path]:
-    """Files of text: all in a folder but hidden ones and those with NUL bytes."""
-    if not path.is_dir():
-        return [path]
-    found = []
-    for file in text_files(path):
-        with about(f"{flag}: {file}", "read"), open(file, "rb") as opened:
-            if b"\0" not in opened.read(1 << 16):
-                found.append(file)
-    if not found:
-        raise ValueError(f"{flag}: {path} holds no text")
-    return found
-
-
 def _key(paths: list[Path], options: Options) -> str:
-    """A name for the tokens: of the files as they are now, the tokenizer, and what it is asked for."""
+    """A name for the tokens: a hash of the files' sizes and times, the tokenizer and the options."""
     files = [(str(path.resolve()), (at := path.stat()).st_size, at.st_mtime_ns) for path in paths]
     tokenizer: Any = options.tokenizer
     if tokenizer and Path(tokenizer).is_file():
@@ -140,20 +125,10 @@ def _tokenize(paths: list[Path], pair: Path, options: Options, console: Console)
 
 
 def _python_documentation(options: Options) -> Path:
-    """The topics of Python's ``help()`` as JSON Lines, each a document; a paragraph is kept once."""
-    from pydoc_data.topics import topics
-
-    seen: set[str] = set()
-    lines = []
-    for name in sorted(topics):
-        paragraphs = topics[name].split("\n\n")
-        kept = [text for text in paragraphs if len(text) <= 80 or text not in seen]
-        seen.update(paragraphs)
-        lines.append(json.dumps({options.text_field: "\n\n".join(kept)}))
-    text = ("\n".join(lines) + "\n").encode()
+    """The topics of Python's ``help()`` as JSON Lines, a document each."""
+    text = "".join(json.dumps({options.text_field: topic}) + "\n" for topic in python_topics()).encode()
     path = options.cache / f"python-{hashlib.sha256(text).hexdigest()[:12]}.jsonl"
     if not path.exists():
-        new = path.with_suffix(f".{os.getpid()}.new")
-        new.write_bytes(text)
-        os.replace(new, path)
+        with replacing(path) as file:
+            file.write(text)
     return path

@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from _cli import check_numbers
+
 from fla_jax.checkpoints import FORMATS
 
 
@@ -75,21 +77,21 @@ class Options:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """compute dtype; parameters, decays, states, logits stay float32 (auto: bf16 on GPUs, fp32 elsewhere)"""
     remat: Literal["auto", "none", "dense", "full"] = "auto"
-    """what the backward pass computes again: nothing, all but dense projections, all (auto: nothing where a
-    device seems to have the memory, see --memory-gb, else dense)"""
+    """what the backward pass recomputes: nothing, all but dense projections, all (auto: nothing if a device
+    has the memory by estimate, see --memory-gb, else dense)"""
     scan_layers: bool = True
-    """stack the layers' parameters; layers run in a loop where --mesh-fsdp shares parameters, which gathers
-    them a layer ahead, and on CPUs. On GPUs else they are written out: faster, and a sixth more memory"""
+    """stack the layers' parameters; layers run in a loop with --mesh-fsdp, which gathers them a layer ahead,
+    and on CPUs; else on GPUs they are written out: faster, for a sixth more memory"""
 
     mesh_data: int | None = None
-    """devices that share rows and hold copies of the parameters; one of these may be -1 (default: all
-    devices that are left)"""
+    """devices that split the batch and replicate the parameters; one of these may be -1 (default: all that
+    remain)"""
     mesh_fsdp: int = 1
-    """devices that share rows, parameters and the optimizer's moments"""
+    """devices that split the batch, the parameters and the optimizer's moments"""
     mesh_tensor: int = 1
-    """devices that share heads and channels"""
+    """devices that split heads and channels"""
     mesh_sequence: int = 1
-    """devices that share each row's tokens"""
+    """devices that split the tokens of each row"""
     overlap: bool = False
     """XLA options that let GPUs communicate while they compute"""
     coordinator: str | None = None
@@ -104,7 +106,7 @@ class Options:
     batch: int | None = None
     """rows per optimizer step, over all devices (default: 32; 8 for tiny)"""
     accumulate: int = 1
-    """pieces that a batch is computed in, one after the other: as much less memory for activations"""
+    """microbatches that a batch is computed in, one after the other, to save memory of activations"""
     steps: int | None = None
     """optimizer steps in all (default: one pass over the data; 400 for the default text)"""
     learning_rate: float | None = None
@@ -138,23 +140,14 @@ class Options:
     """write a trace of so many steps to --out/trace"""
 
 
-# between a run and its resumption: none of these changes what is learned, but for those that one may want
-# to change after a loss that has gone wrong, or to train on
+# between a run and its resumption; the noted ones are printed
 MAY_CHANGE = {"data", "eval_data", "cache", "tokenizing_processes", "out", "resume", "export", "dry_run"}
 MAY_CHANGE |= {"mesh_data", "mesh_fsdp", "mesh_tensor", "mesh_sequence", "overlap", "coordinator", "remat"}
 MAY_CHANGE |= {"num_processes", "process_id", "accumulate", "eval_every", "eval_rows", "save_every", "keep"}
 MAY_CHANGE |= {"log_every", "peak_tflops", "memory_gb", "profile", "tokenizer", "text_field"}
-NOTED = {"learning_rate", "final_learning_rate", "warmup_steps", "weight_decay", "steps"}
+NOTED = frozenset({"learning_rate", "final_learning_rate", "warmup_steps", "weight_decay", "steps"})
 
-_MAY_BE_0 = {
-    "seed",
-    "profile",
-    "warmup_steps",
-    "weight_decay",
-    "final_learning_rate",
-    "held_out",
-    "process_id",
-}
+MAY_BE_0 = ("profile", "warmup_steps", "weight_decay", "final_learning_rate", "held_out", "process_id")
 
 
 def completed(options: Options) -> Options:
@@ -177,17 +170,7 @@ def completed(options: Options) -> Options:
 
 def check(options: Options) -> None:
     """Refuses values that no run can have; model, mesh and data check the rest."""
-    for field in dataclasses.fields(options):
-        value, flag = getattr(options, field.name), "--" + field.name.replace("_", "-")
-        if value is None or isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if field.name.startswith("mesh_"):
-            continue
-        if not 0 <= value < float("inf") or (value == 0 and field.name not in _MAY_BE_0):
-            least = "not negative" if field.name in _MAY_BE_0 else "above 0"
-            raise ValueError(f"{flag} must be a finite number {least}, got {value}")
-        if isinstance(value, int) and value >= 2 ** (bits := 32 if field.name == "seed" else 31):
-            raise ValueError(f"{flag} must be below 2**{bits}, got {value}")
+    check_numbers(options, *MAY_BE_0, seed_bits=32)
     if options.held_out is not None and options.held_out >= 1:
         raise ValueError(f"--held-out must be below 1, got {options.held_out}")
     if options.batch is not None and options.batch % options.accumulate:

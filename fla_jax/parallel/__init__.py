@@ -7,16 +7,16 @@ for tokens in batches:
     state, loss = step(state, step.shard(tokens))
 """
 
+from ..training.next_token import over_sequence
 from .mesh import make_mesh
 from .rules import (
     axis_rules,
     batch_sharding,
     optimizer_shardings,
-    over_sequence,
     parameter_shardings,
     state_shardings,
 )
-from .train_step import TrainStep, next_token_loss
+from .train_step import TrainStep
 from .xla_options import overlap_flags, overlap_options, set_overlap_flags
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "axis_rules",
     "batch_sharding",
     "make_mesh",
-    "next_token_loss",
     "optimizer_shardings",
     "over_sequence",
     "overlap_flags",

@@ -1,4 +1,4 @@
-"""Meshes of devices with the four axes that the library shards over, and what they must divide."""
+"""Meshes of devices with the four axes that the library shards over."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-AXES = ("data", "fsdp", "sequence", "tensor")  # the last one's devices are neighbours: it talks most
-ROWS = ("data", "fsdp")  # both split the rows of a batch
+AXES = ("data", "fsdp", "sequence", "tensor")  # tensor last: neighbouring devices, most communication
+BATCH_AXES = ("data", "fsdp")  # both split the batch
 
 
 def make_mesh(
@@ -22,25 +22,26 @@ def make_mesh(
     explicit: bool = False,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh with the axes `AXES`. One size may be -1: all devices that the others leave, as in
+    """A mesh with the axes `AXES`. One size may be -1, for all remaining devices, as in
     `numpy.reshape`.
 
     Args:
-        data: devices, or groups of devices, that hold copies of the parameters and share the rows of a batch.
-            None: -1, or 1 where another size is -1.
-        fsdp: devices that share the rows and the parameters too: each stores a part of every matrix, of its
-            gradient and of the optimiser's moments, and gathers a layer's matrices when it computes with
-            them.
-        tensor: devices that share heads and hidden channels, and so the matrices: for models whose layers are
-            too large for one device, within one host. It must divide the number of heads.
-        sequence: devices that share the tokens of each row: for rows too long for one device, or too few. It
-            must divide T, on GPUs into whole chunks of 16 tokens. They hold copies of the parameters.
-        explicit: whether the axes are explicit (`jax.sharding.AxisType.Explicit`): shardings as parts of
+        data: number of devices, or groups of devices, with a copy of the parameters and a part of the batch
+            each. None: -1, or 1 where another size is -1.
+        fsdp: number of devices that split the batch and the parameters: each stores a part of every matrix,
+            its gradient and its optimiser moments, and gathers a layer's matrices to compute with them.
+        tensor: number of devices that split heads and hidden channels, and so the matrices: for models whose
+            layers are too large for one device, within one host. A divisor of the number of heads.
+        sequence: number of devices that split the tokens of each sequence, for sequences too long for one
+            device or batches too small for all. A divisor of T, on GPUs into whole chunks of 16 tokens.
+            Parameters are replicated.
+        explicit: whether the axes are explicit (`jax.sharding.AxisType.Explicit`): shardings are parts of
             types, instead of XLA's choice within the library's rules.
         devices: None for all.
 
     Raises:
-        ValueError: a size is none, more than one is -1, or they do not multiply to the number of devices.
+        ValueError: a size is not a positive integer or -1, several are -1, or their product is not the number
+            of devices.
 
     Example:
         >>> from fla_jax.parallel import make_mesh
@@ -54,7 +55,7 @@ def make_mesh(
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(
-                f"{name} must be a positive integer, or -1 for all devices that are left, got {size!r}"
+                f"{name} must be a positive integer, or -1 for all remaining devices, got {size!r}"
             )
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
@@ -87,6 +88,6 @@ def check_axes(mesh: Mesh) -> None:
         raise ValueError(f"mesh must have the axes {', '.join(AXES)} (see make_mesh), got {got}")
 
 
-def row_parts(mesh: Mesh) -> int:
-    """Between how many devices (or groups of them) the rows of a batch are split."""
-    return math.prod(mesh.shape[axis] for axis in ROWS)
+def batch_parts(mesh: Mesh) -> int:
+    """Number of devices (or groups of them) that the batch is split over."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

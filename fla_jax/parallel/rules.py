@@ -1,4 +1,4 @@
-"""Which axis of what is split over which axis of a mesh."""
+"""Which array axes are split over which mesh axes: logical axis rules and shardings."""
 
 from __future__ import annotations
 
@@ -13,43 +13,41 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..core.sharding import is_explicit, reshard, spec_of
 from ..layers.state import RWKVState
-from .mesh import ROWS, check_axes, row_parts
+from .mesh import BATCH_AXES, batch_parts, check_axes
 
 Rules = tuple[tuple[str, Any], ...]
 
 
-def axis_rules(model: Any, mesh: Mesh, *, rows: int | None = None) -> Rules:
+def axis_rules(model: Any, mesh: Mesh, *, batch: int | None = None) -> Rules:
     """The logical axis rules (`flax.linen.logical_axis_rules`) that train ``model`` on ``mesh``, or run it.
 
     Parameters: ``embed``, the channels between layers, over fsdp; ``heads``, ``mlp`` and ``vocab`` over
-    tensor. Vectors over the channels between layers have no name and are whole everywhere. Activations:
-    ``batch`` over data and fsdp, ``length`` over sequence, ``act_heads``, ``act_mlp`` and ``act_vocab`` over
-    tensor, ``act_embed`` whole: matrices are gathered, and activations never move but for two sums a layer
-    over tensor, forward and backward.
+    tensor. Vectors over the channels between layers are replicated. Activations: ``batch`` over data and
+    fsdp, ``length`` over sequence, ``activation_heads``, ``activation_mlp`` and ``activation_vocab`` over
+    tensor, ``activation_embed`` replicated. Matrices are gathered; activations only communicate in two sums a
+    layer over tensor, forward and backward.
 
-    A vocabulary that tensor does not divide, and ranks of low-rank pairs that fsdp does not divide, are
-    whole.
+    A vocabulary that is not a multiple of tensor, and ranks of low-rank pairs that are not multiples of fsdp,
+    are replicated.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         mesh: from `make_mesh`.
-        rows: how many rows are read at a time, by `fla_jax.generation.generate` say, which reads pieces of
-            any length: ``length`` is then whole, and ``batch`` where the mesh does not divide it. None for
+        batch: the number of sequences, for inference such as `fla_jax.generation.generate` with prompts of
+            any length: ``length`` is then not split, and ``batch`` only if the mesh divides it. None for
             training.
 
     Returns:
         Pairs of a logical axis and a mesh axis, or several, or None.
 
     Raises:
-        ValueError: the mesh does not divide the model's channels, heads or hidden channels; the message names
-            the size and the mesh axis.
+        ValueError: the model's channels, heads or hidden channels are not a multiple of their mesh axis; the
+            message names both.
 
     Example:
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
         >>> from fla_jax.parallel import axis_rules, make_mesh
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
         >>> dict(axis_rules(model, make_mesh()))["embed"]
         'fsdp'
@@ -68,10 +66,9 @@ def axis_rules(model: Any, mesh: Mesh, *, rows: int | None = None) -> Rules:
                 f"{what} must be a multiple of mesh axis {axis} = {mesh.shape[axis]}, got {size}"
             )
     vocab = None if config.vocab_size % tensor else "tensor"
-    batch: Any = ROWS if rows is None or rows % row_parts(mesh) == 0 else None
     return (
-        ("batch", batch),
-        ("length", "sequence" if rows is None else None),
+        ("batch", BATCH_AXES if batch is None or batch % batch_parts(mesh) == 0 else None),
+        ("length", "sequence" if batch is None else None),
         ("embed", "fsdp"),
         ("heads", "tensor"),
         ("mlp", "tensor"),
@@ -97,7 +94,6 @@ def parameter_shardings(model: Any, mesh: Mesh) -> Any:
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
         >>> from jax.sharding import PartitionSpec as P
         >>> from fla_jax.parallel import make_mesh, parameter_shardings
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
         >>> shardings = parameter_shardings(model, make_mesh())
         >>> shardings["blocks_0"]["att"]["key"]["kernel"].spec == P("fsdp", "tensor")
@@ -114,13 +110,13 @@ def parameter_shardings(model: Any, mesh: Mesh) -> Any:
 def optimizer_shardings(
     optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
 ) -> Any:
-    """How an optimiser's state is stored: what mirrors a parameter like the parameter, everything else whole.
+    """How an optimiser's state is stored: moments like their parameters, everything else replicated.
 
     Args:
         optimizer: any optax transformation, also one that treats parameters differently (`optax.masked`,
             `optax.partition`, `optax.contrib.muon`).
         params: the parameters, or their shapes (`jax.ShapeDtypeStruct`).
-        shardings: theirs, from `parameter_shardings`.
+        shardings: of the parameters, from `parameter_shardings`.
         mesh: of the shardings.
 
     Returns:
@@ -137,7 +133,7 @@ def optimizer_shardings(
         >>> tuple(made[0].mu["kernel"].spec), tuple(made[0].count.spec)
         (('fsdp',), ())
     """
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
     given, wanted = jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings)
     owners = {path: (param.shape, sharding) for (path, param), sharding in zip(given, wanted, strict=True)}
 
@@ -146,20 +142,19 @@ def optimizer_shardings(
         for end in range(len(path), -1, -1):
             if path[:end] in owners:
                 shape, sharding = owners[path[:end]]
-                return sharding if x.shape == shape else whole
-        return whole
+                return sharding if x.shape == shape else replicated
+        return replicated
 
-    # Maps each copy of the parameter tree as a whole: `optax.masked` replaces parameters or whole subtrees
-    # by nodes without leaves.
+    # maps each mirrored parameter tree as a whole: `optax.masked` replaces subtrees by nodes without leaves
     mirrored = functools.partial(jax.tree_util.tree_map_with_path, stored)
     state = jax.eval_shape(optimizer.init, params)
     return optax.tree_map_params(
-        optimizer, mirrored, state, transform_non_params=lambda _: whole, is_leaf=lambda _: True
+        optimizer, mirrored, state, transform_non_params=lambda _: replicated, is_leaf=lambda _: True
     )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of tokens, masks and everything else [B, ...] that comes with a batch: rows over data and fsdp.
+    """The sharding of tokens, masks and other arrays [B, ...] of a batch: B over data and fsdp.
 
     Example:
         >>> from fla_jax.parallel import batch_sharding, make_mesh
@@ -167,39 +162,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
         ('data', 'fsdp')
     """
     check_axes(mesh)
-    return NamedSharding(mesh, P(ROWS))
-
-
-def over_sequence(x: jax.Array) -> jax.Array:
-    """Tokens or anything [B, T, ...] like them, T split over ``sequence``: for losses of one's own.
-
-    On meshes with explicit axes, where the model follows the types of its tokens; elsewhere it follows the
-    rules, and ``x`` comes back as it is.
-
-    Raises:
-        ValueError: the mesh does not divide T.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.parallel import make_mesh, over_sequence
-        >>> with jax.set_mesh(make_mesh(sequence=1, explicit=True)):
-        ...     over_sequence(jnp.zeros((2, 8), jnp.int32)).shape
-        (2, 8)
-    """
-    size = jax.sharding.get_abstract_mesh().shape.get("sequence", 1)
-    if not is_explicit() or size == 1:
-        return x
-    if x.shape[1] % size:  # the model would see whole rows, and each device compute all of them
-        raise ValueError(
-            "tokens must have a number of tokens T that is a multiple of mesh axis 'sequence' = "
-            f"{size}, got T = {x.shape[1]}"
-        )
-    rows, _, *others = spec_of(x)
-    return reshard(x, rows, "sequence", *others)
+    return NamedSharding(mesh, P(BATCH_AXES))
 
 
 def state_shardings(mesh: Mesh) -> Any:
-    """Of a model's recurrent state: rows over data and fsdp, heads over tensor.
+    """The shardings of a model's recurrent state: batch over data and fsdp, heads over tensor.
 
     Returns:
         An `RWKVState` of shardings, for ``jax.device_put(model.init_state(batch), state_shardings(mesh))``.
@@ -208,14 +175,13 @@ def state_shardings(mesh: Mesh) -> Any:
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
         >>> import jax
         >>> from fla_jax.parallel import make_mesh, state_shardings
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
         >>> state = jax.device_put(model.init_state(jax.device_count()), state_shardings(make_mesh()))
         >>> state.wkv.sharding.spec[2]
         'tensor'
     """
     check_axes(mesh)
-    shift, wkv = NamedSharding(mesh, P(None, ROWS)), NamedSharding(mesh, P(None, ROWS, "tensor"))
+    shift, wkv = NamedSharding(mesh, P(None, BATCH_AXES)), NamedSharding(mesh, P(None, BATCH_AXES, "tensor"))
     fields: dict[str, Any] = {"att_shift": shift, "ffn_shift": shift, "wkv": wkv}
     return RWKVState(**fields)
 
@@ -237,9 +203,7 @@ def _is_box(x: Any) -> bool:
 
 
 def _widths(model: Any) -> dict[str, set[int]]:
-    """The sizes that hidden channels, and ranks where nothing else of a matrix is over fsdp, have in the
-    model.
-    """
+    """Sizes of the model's hidden channels, and of ranks in matrices with no other axis over fsdp."""
     found: dict[str, set[int]] = {"mlp": set(), "rank": set()}
     for box in jax.tree.leaves(_boxed(model), is_leaf=_is_box):
         for name, size in zip(box.names, box.value.shape):

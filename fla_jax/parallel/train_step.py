@@ -1,9 +1,9 @@
-"""Training steps on a mesh: one compiled program that owns parameters, moments and gradients in parts."""
+"""Training steps on a mesh: one compiled program for sharded parameters, gradients and optimiser states."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -17,90 +17,20 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..core.arguments import check_integer
 from ..models import initial_params
 from ..models.causal_lm import check_layers
-from ..training import chunked_cross_entropy
-from .mesh import ROWS, is_explicit_mesh, row_parts
-from .rules import (
-    axis_rules,
-    batch_sharding,
-    optimizer_shardings,
-    over_sequence,
-    parameter_shapes,
-    parameter_shardings,
-)
-
-Loss = Callable[[Any, Any], Any]
-
-
-def next_token_loss(model: Any, *, l2wrap: float = 1e-4, block_tokens: int = 4096) -> Loss:
-    """The loss of the official recipe: mean cross-entropy of the next token, with L2Wrap, without all logits
-    in memory.
-
-    A batch is one of:
-
-    * tokens [B, T + 1] integers: each predicts the next one;
-    * a pair of those and a mask [B, T] of the labels ``tokens[:, 1:]``: booleans or weights;
-    * a dict as `fla_jax.data.batches` yields it: ``tokens`` [B, T], ``labels`` [B, T] and, if present,
-      ``segment_ids`` [B, T], where the state restarts, and ``mask`` [B, T].
-
-    Args:
-        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-        l2wrap: see `fla_jax.training.chunked_cross_entropy`.
-        block_tokens: see `fla_jax.training.chunked_cross_entropy`.
-
-    Returns:
-        ``loss(params, batch)``. It raises a TypeError or ValueError for a batch of another form.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> from fla_jax.parallel import next_token_loss
-        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
-        >>> tokens = jnp.arange(9)[None]
-        >>> params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]  # shapes will do here
-        >>> jax.eval_shape(next_token_loss(model), params, tokens).shape
-        ()
-    """
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        tokens, labels, ids, mask = _parts(batch)
-        ids = None if ids is None else over_sequence(ids)
-        hidden, _ = model.apply({"params": params}, over_sequence(tokens), segment_ids=ids, method="hidden")
-        head = params["head"]["kernel"]
-        return chunked_cross_entropy(hidden, head, labels, mask, l2wrap, block_tokens=block_tokens)
-
-    return loss
-
-
-def _parts(batch: Any) -> tuple[Any, Any, Any, Any]:
-    """Tokens [B, T], labels, segment_ids and mask, the last two or None, of a batch in any form."""
-    if isinstance(batch, Mapping):
-        if not {"tokens", "labels"} <= set(batch) <= {"tokens", "labels", "segment_ids", "mask"}:
-            raise ValueError(
-                "batch must be a dict of tokens, labels and perhaps segment_ids and mask, got one of "
-                f"{', '.join(map(str, batch))}"
-            )
-        return batch["tokens"], batch["labels"], batch.get("segment_ids"), batch.get("mask")
-    if isinstance(batch, tuple | list):
-        if len(batch) != 2:
-            raise ValueError(f"batch must be a pair of tokens and a mask, got {len(batch)} arrays")
-        tokens, mask = batch
-    else:
-        tokens, mask = batch, None
-    if np.ndim(tokens) != 2:
-        raise TypeError(
-            "batch must be tokens [B, T + 1], a pair of them and a mask, or a dict of arrays, got "
-            f"{type(tokens).__name__}"
-        )
-    return tokens[:, :-1], tokens[:, 1:], None, mask
+from ..training.next_token import Loss, label_weight, next_token_loss
+from .accumulate import accumulated_value_and_grad, microbatches
+from .mesh import BATCH_AXES, batch_parts, is_explicit_mesh
+from .rules import axis_rules, batch_sharding, optimizer_shardings, parameter_shapes, parameter_shardings
 
 
 class TrainStep:
     """One optimiser step on a mesh, compiled once.
 
-    Parameters, their gradients and the optimiser's moments are stored as `parameter_shardings` says; rows are
-    split over data and fsdp. The state that goes in is donated: its memory becomes the new one's.
+    Parameters, their gradients and the optimiser's moments are sharded as `parameter_shardings` says, the
+    batch over data and fsdp. The input state is donated: its memory is reused for the new one.
 
     Attributes:
         mesh: the mesh.
@@ -115,9 +45,10 @@ class TrainStep:
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
         >>> step = TrainStep(model, rwkv_optimizer(6e-4), make_mesh())
         >>> state = step.init(jax.random.key(0))
-        >>> state, loss = step(state, step.shard(jnp.zeros((jax.device_count(), 9), jnp.int32)))
-        >>> int(state.step)
-        1
+        >>> tokens = jnp.zeros((jax.device_count(), 9), jnp.int32)
+        >>> state, loss = step(state, step.shard(tokens))
+        >>> int(state.step), round(step.evaluate(state.params, [tokens]), 1) < 5
+        (1, True)
     """
 
     def __init__(
@@ -127,6 +58,8 @@ class TrainStep:
         mesh: Mesh,
         loss: Loss | None = None,
         *,
+        weight: Callable[[Any], jax.Array] | None = None,
+        accumulate: int = 1,
         has_aux: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
     ):
@@ -137,40 +70,48 @@ class TrainStep:
             optimizer: any optax transformation, such as `fla_jax.training.rwkv_optimizer`'s. Its ``update``
                 gets the loss as ``value``, which `optax.contrib.reduce_on_plateau` reads.
             mesh: from `make_mesh`.
-            loss: ``loss(params, batch) -> scalar``, a mean over the whole batch; None for `next_token_loss`.
-                It is written for whole arrays, as on one device.
-            has_aux: whether the loss returns ``(scalar, anything)``.
+            loss: ``loss(params, batch) -> scalar``, a mean over the whole batch, written as for a single
+                device; None for `fla_jax.training.next_token_loss`.
+            weight: ``weight(batch) -> scalar``, what the mean is divided by; accumulation and `evaluate`
+                weigh the losses of several batches with it. None: the sum of the mask, or the number of
+                labels, with the default loss, and the number of sequences with another.
+            accumulate: number of microbatches that a batch is computed in, one after the other, to save the
+                memory of activations. Loss and gradient stay those of the whole batch, but for rounding.
+            has_aux: whether the loss returns ``(scalar, anything)``. With ``accumulate``, what it returns
+                besides is stacked, [accumulate, ...].
             compiler_options: of XLA, for the step's program alone, such as `overlap_options`.
 
         Raises:
-            ValueError: see `axis_rules`.
+            ValueError: see `axis_rules`; or ``accumulate`` is not an integer >= 1.
         """
         self.model, self.mesh, self.rules = model, mesh, axis_rules(model, mesh)
         self._optimizer, self._loss, self._has_aux = optimizer, loss or next_token_loss(model), has_aux
+        self._weight = weight or (label_weight if loss is None else _num_sequences)
+        self._accumulate = check_integer("accumulate", accumulate, 1)
         shapes, params = parameter_shapes(model), parameter_shardings(model, mesh)
         stored: Any = {"step": NamedSharding(mesh, P()), "params": params}
         stored["opt_state"] = optimizer_shardings(optimizer, shapes, params, mesh)
         self.shardings = TrainState(apply_fn=model.apply, tx=optimizer, **stored)
-        # on a mesh with explicit axes the types say it already
+        # with explicit axes the types already have the shardings
         out: Any = {} if is_explicit_mesh(mesh) else {"out_shardings": (self.shardings, None)}
         options = None if compiler_options is None else dict(compiler_options)
         self._compiled = jax.jit(self._step, donate_argnums=(0,), compiler_options=options, **out)
+        self._evaluate = jax.jit(self._weighted_losses)
 
     def init(self, key: jax.Array) -> TrainState:
-        """A new state, made in parts where it will lie. ``key``: from `jax.random.key`."""
+        """A new state, initialised on the devices that store it. ``key``: from `jax.random.key`."""
 
         def create(key: jax.Array) -> TrainState:
             return self._state(nn.meta.unbox(initial_params(self.model, key)))
 
-        # XLA splits the work by what is wanted in the end; on a mesh with explicit axes the whole would come
-        # first
+        # XLA then divides the work; with explicit axes every device would first make whole parameters
         devices, names = self.mesh.devices, self.mesh.axis_names
         automatic = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
         shardings = jax.tree.map(lambda s: NamedSharding(automatic, s.spec), self.shardings)
         return jax.device_put(jax.jit(create, out_shardings=shardings)(key), self.shardings)
 
     def start(self, params: Any) -> TrainState:
-        """A new state from existing parameters, such as a checkpoint's; they stay as they are.
+        """A new state from existing parameters, such as a checkpoint's, which are copied.
 
         Raises:
             ValueError: a parameter is missing, surplus, or has another shape than the model's; the message
@@ -182,19 +123,36 @@ class TrainStep:
         with jax.set_mesh(self.mesh):
             return jax.jit(self._state, out_shardings=self.shardings)(params)
 
-    def shard(self, batch: Any) -> Any:
-        """A batch on its devices: arrays [B, ...], each with its rows over data and fsdp.
+    def abstract_state(self) -> TrainState:
+        """The state as `jax.ShapeDtypeStruct` with shardings: for `lower`, or to restore a checkpoint."""
+        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        with_sharding = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.tree.map(with_sharding, shapes, self.shardings)
 
-        Where several processes train together, each gives its own rows.
+    def local_batch_rows(self, size: int) -> list[int]:
+        """Which sequences of a batch of ``size`` this process passes to `shard`: ``part`` of
+        `fla_jax.data.batches`.
 
         Raises:
-            ValueError: the mesh does not divide the rows.
+            ValueError: ``size`` is not a multiple of data * fsdp * accumulate.
+        """
+        self._check_batch(size)
+        indices: Any = batch_sharding(self.mesh).addressable_devices_indices_map((size,))
+        return sorted({i for index in indices.values() for i in range(size)[index[0]]})
+
+    def shard(self, batch: Any) -> Any:
+        """A batch on its devices: arrays [B, ...], B split over data and fsdp.
+
+        Where several processes train together, each passes its own sequences, `local_batch_rows`.
+
+        Raises:
+            ValueError: B is not a multiple of data * fsdp * accumulate.
         """
         sharding = batch_sharding(self.mesh)
 
         def put(x: Any) -> jax.Array:
             if jax.process_count() == 1:
-                self._check_rows(np.shape(x)[0])
+                self._check_batch(np.shape(x)[0])
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
         return jax.tree.map(put, batch)
@@ -203,7 +161,7 @@ class TrainStep:
         """One step.
 
         Args:
-            state: from `init` or `sees_h0`, or from the step before. Donated: it cannot be used again.
+            state: from `init` or `start`, or from the step before. Donated: it cannot be used again.
             batch: from `shard`: what the loss takes.
 
         Returns:
@@ -212,8 +170,24 @@ class TrainStep:
         with jax.set_mesh(self.mesh):
             return self._compiled(state, batch)
 
+    def evaluate(self, params: Any, batches: Iterable[Any]) -> float:
+        """The loss over several batches, each weighed by its `weight`: with the default loss the mean over
+        all labels, in nats per token. Batches are computed in ``accumulate`` microbatches, like a step.
+
+        Args:
+            params: such as ``state.params``.
+            batches: what `shard` takes.
+        """
+        sums = np.zeros(2)
+        with jax.set_mesh(self.mesh):
+            for batch in batches:
+                sums += np.asarray(self._evaluate(params, self.shard(batch)), np.float64)
+        return float(sums[0] / (sums[1] or 1))
+
     def lower(self, state: TrainState, batch: Any) -> Any:
-        """What `jax.jit` calls lower: for ``.compile().as_text()``, ``memory_analysis()``. Shapes will do."""
+        """The lowered program, as `jax.jit`'s ``lower``: for ``.compile().as_text()`` or
+        ``memory_analysis()``. Shapes are enough (`abstract_state`).
+        """
         with jax.set_mesh(self.mesh):
             return self._compiled.lower(state, batch)
 
@@ -221,22 +195,38 @@ class TrainStep:
         state = TrainState.create(apply_fn=self.model.apply, params=params, tx=self._optimizer)
         return state.replace(step=jnp.int32(0))
 
-    def _check_rows(self, rows: int) -> None:
-        if rows % row_parts(self.mesh):
-            sizes = [self.mesh.shape[axis] for axis in ROWS]
-            what = f"{' * '.join(ROWS)} = {' * '.join(map(str, sizes))} = {row_parts(self.mesh)}"
-            raise ValueError(
-                f"batch must have a number of rows that is a multiple of mesh axes {what}, got {rows}"
-            )
+    def _check_batch(self, size: int) -> None:
+        parts = batch_parts(self.mesh)
+        if size % (parts * self._accumulate):
+            sizes = [self.mesh.shape[axis] for axis in BATCH_AXES]
+            what = f"mesh axes {' * '.join(BATCH_AXES)} = {' * '.join(map(str, sizes))} = {parts}"
+            if self._accumulate > 1:
+                what += f", times accumulate = {self._accumulate}"
+            raise ValueError(f"batch must have a size B that is a multiple of {what}, got {size}")
+
+    def _axis_rules(self) -> contextlib.AbstractContextManager[Any]:
+        """The logical axis rules in context; with explicit axes the types decide."""
+        return contextlib.nullcontext() if is_explicit_mesh(self.mesh) else nn.logical_axis_rules(self.rules)
+
+    def _value_and_grad(self, params: Any, batch: Any) -> tuple[Any, Any]:
+        if self._accumulate == 1:
+            return jax.value_and_grad(self._loss, has_aux=self._has_aux)(params, batch)
+
+        def constrain(grads: Any) -> Any:  # with explicit axes they are sharded like the parameters already
+            if is_explicit_mesh(self.mesh):
+                return grads
+            return jax.lax.with_sharding_constraint(grads, self.shardings.params)
+
+        args = self._loss, self._weight, self._accumulate, self._has_aux, constrain
+        return accumulated_value_and_grad(*args)(params, batch)
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         for x in jax.tree.leaves(batch):
-            self._check_rows(x.shape[0])
-        explicit = is_explicit_mesh(self.mesh)
-        with contextlib.nullcontext() if explicit else nn.logical_axis_rules(self.rules):
-            loss, grads = jax.value_and_grad(self._loss, has_aux=self._has_aux)(state.params, batch)
+            self._check_batch(x.shape[0])
+        with self._axis_rules():
+            loss, grads = self._value_and_grad(state.params, batch)
         update = self._update
-        if explicit:  # the optimiser is optax's code, whose products do not say how their results are sharded
+        if is_explicit_mesh(self.mesh):  # optax's products do not say how their results are sharded
             stored = self.shardings.params, self.shardings.opt_state
             update = jax.sharding.auto_axes(update, out_sharding=stored)
         params, opt_state = update(grads, state.opt_state, state.params, loss[0] if self._has_aux else loss)
@@ -248,16 +238,32 @@ class TrainStep:
         updates, opt_state = update(grads, opt_state, params, value=value)
         return optax.apply_updates(params, updates), opt_state
 
+    def _weighted_losses(self, params: Any, batch: Any) -> jax.Array:
+        """Sum of weighted losses, and of weights, over the microbatches of a batch."""
+
+        def one(microbatch: Any) -> jax.Array:
+            weight, loss = self._weight(microbatch), self._loss(params, microbatch)
+            return jnp.stack([(loss[0] if self._has_aux else loss) * weight, weight])
+
+        with self._axis_rules():
+            if self._accumulate == 1:
+                return one(batch)
+            return jax.lax.map(one, microbatches(batch, self._accumulate)).sum(0)
+
+
+def _num_sequences(batch: Any) -> jax.Array:
+    return jnp.float32(jax.tree.leaves(batch)[0].shape[0])
+
 
 def _check_params(model: Any, params: Any) -> None:
-    """Raises unless ``params`` are the model's in names and shapes."""
+    """Raises unless ``params`` have the names and shapes of the model's."""
     check_layers(params, model.config)
     given, wanted = flatten_dict(params, sep="/"), flatten_dict(parameter_shapes(model), sep="/")
     for name in [*wanted, *given]:
         if name not in given:
-            raise ValueError(f"params lack {name}, which the model has")
+            raise ValueError(f"params must contain {name}")
         if name not in wanted:
-            raise ValueError(f"params hold {name}, which the model has not")
+            raise ValueError(f"params contain {name}, which the model does not have")
         shape, want = np.shape(given[name]), wanted[name].shape
         if shape != want:
             raise ValueError(f"params: {name} must have shape {list(want)}, got {list(shape)}")

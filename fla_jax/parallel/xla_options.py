@@ -9,24 +9,20 @@ import jax
 
 
 def overlap_options() -> dict[str, Any]:
-    """Options for ``TrainStep(..., compiler_options=overlap_options())``: for that program alone, at any
-    time.
+    """XLA options for ``TrainStep(..., compiler_options=overlap_options())``: they act on that program alone.
 
-    All of them are off, or smaller, by default, and do nothing on one device:
+    By default all of them are off or smaller. On a single device they change nothing.
 
-    * ``xla_gpu_enable_latency_hiding_scheduler``: starts every collective as early and waits for it as late
-      as the data allow, and takes more memory for it; what follows relies on it. Collectives are asynchronous
-      without being asked.
+    * ``xla_gpu_enable_latency_hiding_scheduler``: starts every collective as early, and waits for it as late,
+      as the data allow, for more memory. The other options rely on it.
     * ``xla_gpu_pipeline_all_gather`` (before jax 0.11 ``xla_gpu_enable_pipelined_all_gather``): in the loop
-      over layers, weights of the next layer are gathered while this one computes.
-    * The same of ``reduce_scatter`` and ``all_reduce``: a layer's gradients are summed while the next one
-      computes.
-    * ``xla_gpu_enable_while_loop_double_buffering``: two layers an iteration, so that what came early is not
-      copied.
-    * ``xla_gpu_{all_gather,reduce_scatter}_combine_threshold_bytes``: collectives that are ready together
-      become one up to this size, 1 GiB: a layer's matrices travel at once. Sums of whole arrays keep XLA's
-      30 MB: it copies what it sums together into one array and out again, which is dearer than a second sum
-      where arrays are activations, as along ``tensor``.
+      over layers, gathers the weights of the next layer while the current one computes.
+    * The same of ``reduce_scatter`` and ``all_reduce``: sums a layer's gradients while the next one computes.
+    * ``xla_gpu_enable_while_loop_double_buffering``: two layers an iteration, so that prefetched weights are
+      not copied.
+    * ``xla_gpu_{all_gather,reduce_scatter}_combine_threshold_bytes``: combines collectives that are ready
+      together up to 1 GiB, such as all matrices of a layer. All-reduces keep XLA's 30 MB: XLA copies combined
+      operands into one array and back, which costs more than a second all-reduce of activations.
 
     Example:
         >>> from fla_jax.parallel import overlap_options
@@ -47,7 +43,7 @@ def overlap_options() -> dict[str, Any]:
 
 
 def overlap_flags() -> str:
-    """`overlap_options` as the environment variable XLA_FLAGS takes them.
+    """`overlap_options` in the form of the environment variable XLA_FLAGS.
 
     Example:
         >>> from fla_jax.parallel import overlap_flags
@@ -59,11 +55,10 @@ def overlap_flags() -> str:
 
 
 def set_overlap_flags() -> None:
-    """Adds `overlap_flags` to XLA_FLAGS, for every program of this process; what is set there already stays
-    as it is.
+    """Adds `overlap_flags` to XLA_FLAGS, for every program of this process. Flags set there already stay.
 
     Raises:
-        RuntimeError: JAX has started its devices and reads XLA_FLAGS no more.
+        RuntimeError: JAX has started its devices and no longer reads XLA_FLAGS.
 
     Example:
         >>> import jax
@@ -74,7 +69,7 @@ def set_overlap_flags() -> None:
         ...
         RuntimeError: set_overlap_flags must be called before JAX starts its devices...
     """
-    from jax._src import xla_bridge  # there is no public way to ask
+    from jax._src import xla_bridge  # JAX has no public function for it
 
     if xla_bridge.backends_are_initialized():
         raise RuntimeError(

@@ -1,19 +1,33 @@
-"""Training: the official recipe, losses, long contexts, state tuning."""
+"""Training: the official recipe, losses, long contexts, state tuning, and the parts of a training program."""
 
+from .checkpointing import TrainingCheckpoints, last_checkpoint
 from .long_context import chunked_loss, truncated_value_and_grad
 from .losses import chunked_cross_entropy, cross_entropy
+from .memory import available_memory, choose_remat, estimate_memory, peak_memory
+from .metrics import MetricWriter, Throughput
+from .next_token import next_token_loss, packed_loss
 from .recipe import matrix_mask, muon_dimension_numbers, parameter_groups, rwkv_optimizer, rwkv_schedule
 from .state_tuning import initial_state, load_states, save_states, state_loss, tune_states, zero_states
 
 __all__ = [
+    "MetricWriter",
+    "Throughput",
+    "TrainingCheckpoints",
+    "available_memory",
+    "choose_remat",
     "chunked_cross_entropy",
     "chunked_loss",
     "cross_entropy",
+    "estimate_memory",
     "initial_state",
+    "last_checkpoint",
     "load_states",
     "matrix_mask",
     "muon_dimension_numbers",
+    "next_token_loss",
+    "packed_loss",
     "parameter_groups",
+    "peak_memory",
     "rwkv_optimizer",
     "rwkv_schedule",
     "save_states",

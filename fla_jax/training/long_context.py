@@ -1,4 +1,4 @@
-"""Training on sequences that do not fit at once: read chunk by chunk, the state handed on (RWKV's "infinite
+"""Training on sequences longer than memory allows: chunk by chunk, with the state passed on (RWKV's "infinite
 context" training).
 """
 
@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ..core.sharding import is_explicit, reshard
+from ..core.sharding import is_explicit, reshard, vary_alike
 from ..layers.state import RWKVState, check_state
 from .losses import chunked_cross_entropy
 
@@ -28,19 +28,17 @@ def chunked_loss(
     chunk_size: int,
     l2wrap: float = 1e-4,
 ) -> tuple[jax.Array, RWKVState]:
-    """The next-token loss of long sequences, in chunks, exact: value and gradients are those of one call of
-    the model on all tokens.
+    """The next-token loss of long sequences, computed in chunks; exact in value and gradients.
 
-    For the backward pass only the states between chunks are kept; a chunk's activations are made again when
-    its turn comes. So memory is that of one chunk and one state per chunk, for one more forward pass in time.
-    It is an ordinary function: jit it, differentiate it, in ``state`` too.
+    Only the states between chunks are saved for the backward pass, which recomputes the activations of one
+    chunk at a time: memory for one chunk and a state a chunk, at the cost of one more forward pass. The
+    function works under `jax.jit` and is differentiable, in ``state`` too.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         params: its parameters.
-        tokens: [B, T + 1] integers: the first T are read, the last T are the labels. T is a multiple of
-            ``chunk_size``. To go on with the same texts, begin the next call's tokens with the last ones of
-            this call's.
+        tokens: [B, T + 1] integers: the first T are the input, the last T the labels. T is a multiple of
+            ``chunk_size``. To continue a text, start the next call with the last token of this one.
         mask: [B, T] booleans, or weights of the labels, constants for the gradient; None for all.
         state: before the first token; None for zeros.
         chunk_size: tokens per chunk.
@@ -48,10 +46,10 @@ def chunked_loss(
 
     Returns:
         ``(loss, state)``: the mean over all labels, a float32 scalar (float64 for a model of that dtype), and
-        the state after the last token that was read.
+        the state after the last input token.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the message names it.
+        ValueError, TypeError: an argument has the wrong shape or dtype; the message names it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -64,30 +62,28 @@ def chunked_loss(
         >>> (loss, state), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
     """
     chunks, total = _split(model, tokens, mask, chunk_size)
-    return _walk(model, params, chunks, _state(model, params, tokens, state), total, l2wrap)
+    return _scan_chunks(model, params, chunks, _state(model, params, tokens, state), total, l2wrap)
 
 
 def truncated_value_and_grad(
     model: Any, *, chunk_size: int, chunks_per_gradient: int = 1, l2wrap: float = 1e-4
 ) -> Callable[..., tuple[tuple[jax.Array, RWKVState], Any]]:
-    """Value and gradient of `chunked_loss`, with back-propagation truncated: gradients cross a chunk's
-    border, but not that of ``chunks_per_gradient`` chunks.
+    """Value and gradient of `chunked_loss` with truncated back-propagation through time.
 
-    The state always crosses. Gradients are made and added up group by group, forward and backward, so memory
-    does not depend on the number of groups: that of one chunk, ``chunks_per_gradient`` states and twice the
-    gradients. With one group for all chunks the result is exact.
+    Chunks form groups of ``chunks_per_gradient``. The state passes from group to group, gradients only within
+    a group. Memory does not depend on the number of groups: one chunk, ``chunks_per_gradient`` states and
+    twice the gradients. With a single group the result is exact.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         chunk_size: tokens per chunk.
-        chunks_per_gradient: chunks that gradients pass through.
+        chunks_per_gradient: chunks of a group.
         l2wrap: strength of L2Wrap, see `fla_jax.training.cross_entropy`.
 
     Returns:
         A function ``(params, tokens, mask=None, state=None) -> ((loss, state), gradients)`` with the
         arguments of `chunked_loss`, to be compiled by `jax.jit`; T must be a multiple of
-        ``chunk_size * chunks_per_gradient``. It raises a ValueError or a TypeError that names the argument
-        which does not fit.
+        ``chunk_size * chunks_per_gradient``. It raises the errors of `chunked_loss`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -107,7 +103,8 @@ def truncated_value_and_grad(
     ) -> tuple[tuple[jax.Array, RWKVState], Any]:
         chunks, total = _split(model, tokens, mask, chunk_size, chunks_per_gradient)
         loss_fn = jax.value_and_grad(
-            lambda params, group, state: _walk(model, params, group, state, total, l2wrap), has_aux=True
+            lambda params, group, state: _scan_chunks(model, params, group, state, total, l2wrap),
+            has_aux=True,
         )
 
         def step(carry: Any, group: _Chunks) -> tuple[Any, None]:
@@ -121,36 +118,37 @@ def truncated_value_and_grad(
 
         groups = jax.tree.map(lambda x: x.reshape(-1, chunks_per_gradient, *x.shape[1:]), chunks)
         grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
-        start = _state(model, params, tokens, state), _zero(model), grads
+        # gradients vary like parameters, not like the loss, over the axes of a checked shard_map
+        start = *vary_alike((_state(model, params, tokens, state), _zero(model)), params, chunks), grads
         (state, loss, grads), _ = jax.lax.scan(step, start, groups)
         return (loss, state), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
     return value_and_grad
 
 
-def _walk(
+def _scan_chunks(
     model: Any, params: Any, chunks: _Chunks, state: RWKVState, total: jax.Array, l2wrap: float
 ) -> tuple[jax.Array, RWKVState]:
     """Sum over the chunks of weighted losses, divided by ``total``."""
 
-    @jax.checkpoint  # no policy: whatever else is kept would grow with the number of chunks
+    @jax.checkpoint  # without a policy: anything saved would grow with the number of chunks
     def chunk_loss(params: Any, state: RWKVState, chunk: _Chunks) -> tuple[jax.Array, RWKVState]:
         tokens, labels, weights = chunk
         hidden, state = model.apply({"params": params}, tokens, state, method="hidden")
         mean = chunked_cross_entropy(hidden, nn.meta.unbox(params["head"]["kernel"]), labels, weights, l2wrap)
-        here = jnp.sum(weights)
-        return mean * (jnp.where(here != 0, here, 1) / total), state
+        local = jnp.sum(weights)
+        return mean * (jnp.where(local != 0, local, 1) / total), state
 
     def step(carry: tuple[jax.Array, RWKVState], chunk: _Chunks) -> tuple[tuple[jax.Array, RWKVState], None]:
         loss, state = carry
         more, state = chunk_loss(params, state, chunk)
         return (loss + more, state), None
 
-    return jax.lax.scan(step, (_zero(model), state), chunks)[0]
+    return jax.lax.scan(step, vary_alike((_zero(model), state), params, chunks), chunks)[0]
 
 
 def _zero(model: Any) -> jax.Array:
-    """In the dtype of the model's losses."""
+    """A zero of the dtype of the model's losses."""
     return jnp.zeros((), jnp.promote_types(model.config.dtype, jnp.float32))
 
 
@@ -166,7 +164,7 @@ def _state(model: Any, params: Any, tokens: jax.Array, state: RWKVState | None) 
     def read(params: Any, token: jax.Array, state: RWKVState) -> RWKVState:
         return model.apply({"params": params}, token, state, method="hidden")[1]
 
-    # what a scan carries keeps its type: sharded from the start as the model will leave it
+    # a scan's carry has one type, so the state starts with the sharding that the model returns
     after = jax.eval_shape(read, params, tokens[:, :1], state)
     return jax.tree.map(lambda x, like: reshard(x, *like.sharding.spec), state, after)
 
@@ -183,19 +181,17 @@ def _split(
         raise TypeError(f"tokens must be integers, got {tokens.dtype}")
     B, T = tokens.shape[0], tokens.shape[1] - 1
     if T % (chunk_size * group):
-        what = (
-            f"chunk_size * chunks_per_gradient = {chunk_size} * {group}"
-            if group > 1
-            else f"chunk_size = {chunk_size}"
-        )
+        what = f"chunk_size = {chunk_size}"
+        if group > 1:
+            what = f"chunk_size * chunks_per_gradient = {chunk_size} * {group}"
         raise ValueError(f"tokens must have shape [B, T + 1] with T a multiple of {what}, got T = {T}")
     if mask is not None and mask.shape != (B, T):
         raise ValueError(
             f"mask must have shape [B, T] = {[B, T]}, that of tokens without the first, got "
             f"{list(mask.shape)}"
         )
-    wide = _zero(model).dtype
-    weights = jax.lax.stop_gradient(jnp.ones((B, T), wide) if mask is None else mask.astype(wide))
+    dtype = _zero(model).dtype
+    weights = jax.lax.stop_gradient(jnp.ones((B, T), dtype) if mask is None else mask.astype(dtype))
     cut = lambda x: jnp.moveaxis(x.reshape(B, -1, chunk_size), 1, 0)
     total = jnp.sum(weights)
     return (cut(tokens[:, :-1]), cut(tokens[:, 1:]), cut(weights)), jnp.where(total != 0, total, 1)

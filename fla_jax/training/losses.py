@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.arguments import check_number
-from ..core.sharding import is_explicit, reshard, shard_like, spec_of
+from ..core.sharding import is_explicit, reshard, shard_like, spec_of, vary_alike
 from ..layers.sharding import constrain, join_tokens, out_sharding, split_tokens, token_parts, unshard_for_dot
 
 
@@ -38,21 +38,19 @@ def _strength(l2wrap: Any) -> float:
     return check_number("l2wrap", l2wrap, 0)
 
 
-def _wide(labels: jax.Array) -> jax.Array:
-    """In a dtype that numbers every token: bytes do not where a vocabulary is larger."""
+def _int32_at_least(labels: jax.Array) -> jax.Array:
+    """Casts narrower labels: uint8 cannot number every token of a large vocabulary."""
     return labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
 
 
-def _of_tokens(losses: jax.Array, labels: jax.Array, V: int) -> jax.Array:
-    """NaN where a label is none of V tokens."""
+def _nan_unless_token(losses: jax.Array, labels: jax.Array, V: int) -> jax.Array:
+    """Sets losses to NaN where the label is not one of V tokens."""
     return jnp.where((labels >= 0) & (labels < V), losses, jnp.nan)
 
 
 @jax.custom_vjp
 def _l2wrap(loss: jax.Array, logits: jax.Array, weights: jax.Array) -> jax.Array:
-    """``loss``; its gradient in ``logits`` is ``weights`` [...] times the largest logit, at the largest
-    logit, as if half its square were added.
-    """
+    """Returns ``loss``; adds ``weights`` [...] times the largest logit to that logit's gradient."""
     return loss
 
 
@@ -77,30 +75,28 @@ _l2wrap.defvjp(_l2wrap_fwd, _l2wrap_bwd)
 def cross_entropy(
     logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None, l2wrap: float = 1e-4
 ) -> jax.Array:
-    """Mean next-token loss; with L2Wrap, which draws the largest logit of every token towards 0.
+    """Mean next-token cross-entropy, with L2Wrap, which pulls the largest logit of every token towards 0.
 
     L2Wrap changes the gradient and not the value: it adds ``l2wrap / tokens * max_logit`` to the gradient of
     the largest logit, all times the incoming cotangent. RWKV-LM's ``RWKV-v7/train_temp`` does the same since
-    April 2026. Before, and in its ``RWKV-v5`` folder, the cotangent is left out, so that loss scaling and
-    accumulation change the weight of L2Wrap.
+    April 2026; older versions leave the cotangent out, so that loss scaling changes the weight of L2Wrap.
 
     Args:
         logits: [..., V].
         labels: [...] integers, the token that follows each position: ``tokens[:, 1:]`` for
-            ``logits[:, :-1]``. Where the mask is 0 they may be anything; elsewhere a label that is no token,
-            below 0 or from V on, makes the loss NaN.
-        mask: [...] booleans, or weights of the positions; None for all. The loss is the sum of the
-            weighted losses over that of the weights, which may be negative; positions at 0 count in neither
-            the loss nor L2Wrap.
+            ``logits[:, :-1]``. Ignored where the mask is 0; elsewhere a label below 0 or at least V makes
+            the loss NaN.
+        mask: [...] booleans, or weights of the positions, which may be negative; None for all. The loss
+            is the sum of weighted losses divided by the sum of weights. L2Wrap skips positions of weight 0.
         l2wrap: strength, a Python number; 0 for none.
 
     Returns:
         A scalar, 0 where the mask is all 0: float32, or float64 where ``logits`` are.
 
     Raises:
-        ValueError: ``labels`` or ``mask`` do not have the shape of ``logits`` without its last axis, or
-            ``l2wrap`` is no number >= 0.
-        TypeError: ``labels`` are no integers, or ``l2wrap`` is traced, such as an argument of a jitted
+        ValueError: ``labels`` or ``mask`` does not have the shape of ``logits`` without the last axis, or
+            ``l2wrap`` is not a number >= 0.
+        TypeError: ``labels`` are not integers, or ``l2wrap`` is traced, such as an argument of a jitted
             function.
 
     Example:
@@ -113,11 +109,11 @@ def cross_entropy(
     _check_labels("logits", logits, labels, mask)
     l2wrap = _strength(l2wrap)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if mask is not None:  # a masked position may hold anything, inf and NaN included
+    if mask is not None:  # masked positions may contain inf and NaN
         logits, labels = jnp.where((mask != 0)[..., None], logits, 0), jnp.where(mask != 0, labels, 0)
-    labels = _wide(labels)
+    labels = _int32_at_least(labels)
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
-    losses = _of_tokens(losses, labels, logits.shape[-1])
+    losses = _nan_unless_token(losses, labels, logits.shape[-1])
     weights = jnp.ones_like(losses) if mask is None else mask.astype(losses.dtype)
     total = jnp.sum(weights)
     weights = weights / jnp.where(total != 0, total, 1)
@@ -132,29 +128,28 @@ def _sum_of_losses(
     """Weighted sum of the losses of hidden [B, T, C] under the head kernel [C, V], ``block`` positions of T
     at a time.
     """
-    return _walk(hidden, kernel, labels, weights, l2wrap, block, gradients=False)[0]
+    return _losses_and_grads(hidden, kernel, labels, weights, l2wrap, block, gradients=False)[0]
 
 
-def _walk(
+def _losses_and_grads(
     hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
 ) -> tuple[jax.Array, Any, Any]:
-    """The sum, and with ``gradients`` its derivatives in hidden and kernel, or None for them.
+    """The sum, and with ``gradients`` its derivatives in hidden and kernel, else None for both.
 
-    Each device walks its own tokens, with the whole kernel or its own part of the vocabulary, and adds up a
-    gradient of the kernel of its own. They are summed once, at the end: summed block by block they would be
-    most of the traffic.
+    Each device scans its tokens and accumulates a local gradient of the kernel, or of its shard of the
+    vocabulary. These are summed over devices once, at the end: per block that sum would dominate the traffic.
     """
     narrow = unshard_for_dot(hidden, kernel.astype(hidden.dtype), ("embed", "vocab"))
-    walk = functools.partial(_walk_blocks, l2wrap=l2wrap, block=block, gradients=gradients)
+    scan = functools.partial(_scan_blocks, l2wrap=l2wrap, block=block, gradients=gradients)
     h = reshard(hidden, *spec_of(hidden)[:2], spec_of(narrow)[0]) if is_explicit() else hidden
     parts = token_parts(hidden)
     if parts == (1, 1):
-        total, d_hidden, d_kernel = walk(h, narrow, labels, weights)
+        total, d_hidden, d_kernel = scan(h, narrow, labels, weights)
     else:
         labels, weights = (shard_like(x, hidden, 0, 1) for x in (labels, weights))
         h, labels, weights = (split_tokens(x, parts) for x in (h, labels, weights))
-        walk_all = jax.vmap(jax.vmap(walk, (0, None, 0, 0)), (0, None, 0, 0))
-        total, d_hidden, d_kernel = walk_all(h, narrow, labels, weights)
+        scan_all = jax.vmap(jax.vmap(scan, (0, None, 0, 0)), (0, None, 0, 0))
+        total, d_hidden, d_kernel = scan_all(h, narrow, labels, weights)
         total = jnp.sum(total)
         if gradients:
             d_hidden, d_kernel = join_tokens(d_hidden), jnp.sum(d_kernel, (0, 1))
@@ -168,16 +163,16 @@ def _walk(
     )
 
 
-def _walk_blocks(
+def _scan_blocks(
     hidden: Any, narrow: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
 ) -> tuple[jax.Array, Any, Any]:
-    """`_scan` of the tokens of one device; ``narrow`` is the kernel in the dtype of hidden.
+    """`_losses_and_grads` of one device's tokens; ``narrow`` is the kernel in the dtype of hidden.
 
-    Gradients are made while a block's logits are there: they are never made a second time.
+    A block's gradients are computed from its logits at once, so no logits are computed twice.
     """
     T = hidden.shape[1]
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    dot = functools.partial(jax.lax.dot_general, preferred_element_type=wide)
+    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    dot = functools.partial(jax.lax.dot_general, preferred_element_type=dtype)
 
     def split(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T / block, B, block, ...]
         x = jnp.pad(x, ((0, 0), (0, -T % block), *((0, 0),) * (x.ndim - 2)))
@@ -185,8 +180,9 @@ def _walk_blocks(
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         (total, d_kernel), (h, label, weight) = carry, x
-        # a masked position may hold anything, inf and NaN included
-        h, label = jnp.where((weight != 0)[..., None], h, 0), _wide(jnp.where(weight != 0, label, 0))
+        # masked positions may contain inf and NaN
+        h = jnp.where((weight != 0)[..., None], h, 0)
+        label = _int32_at_least(jnp.where(weight != 0, label, 0))
         logits = dot(
             h, narrow, (((2,), (0,)), ((), ())), **out_sharding(*spec_of(h)[:-1], spec_of(narrow)[1])
         )
@@ -194,7 +190,7 @@ def _walk_blocks(
         right = position == label[..., None]
         lse = jax.nn.logsumexp(logits, -1, keepdims=True)
         losses = lse[..., 0] - jnp.sum(jnp.where(right, logits, 0), -1)
-        total = total + jnp.sum(_of_tokens(losses, label, logits.shape[-1]) * weight)
+        total = total + jnp.sum(_nan_unless_token(losses, label, logits.shape[-1]) * weight)
         if not gradients:
             return (total, d_kernel), None
         d = jnp.exp(logits - lse) - right
@@ -203,14 +199,15 @@ def _walk_blocks(
             d = d + jnp.where(position == largest.astype(label.dtype), l2wrap * logits, 0)
         d = (d * weight[..., None]).astype(hidden.dtype)
         d_kernel = d_kernel + dot(h, d, (((0, 1), (0, 1)), ((), ())), **out_sharding(*spec_of(narrow)))
-        # in the dtype of hidden at once: devices that share the vocabulary sum it
+        # made in the dtype of hidden: devices that split the vocabulary sum it
         d_hidden = jax.lax.dot_general(d, narrow, (((2,), (1,)), ((), ())), **out_sharding(*spec_of(h)))
         return (total, d_kernel), d_hidden
 
-    # like an array of the mesh: a zero from nowhere cannot be mapped over a mesh axis with an explicit type
-    start = jnp.zeros_like(jnp.sum(weights), wide), jnp.zeros_like(narrow, wide) if gradients else None
+    # zeros made from arrays of the mesh: others could not be mapped over an explicit mesh axis
+    start = jnp.zeros_like(jnp.sum(weights), dtype), jnp.zeros_like(narrow, dtype) if gradients else None
+    start = vary_alike(start, hidden, narrow, labels, weights)
     (total, d_kernel), d_hidden = jax.lax.scan(
-        step, start, (split(hidden), split(labels), split(weights.astype(wide)))
+        step, start, (split(hidden), split(labels), split(weights.astype(dtype)))
     )
     if d_kernel is None:
         return total, None, None
@@ -221,8 +218,8 @@ def _walk_blocks(
 def _sum_of_losses_fwd(
     hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int
 ) -> tuple[jax.Array, Any]:
-    total, d_hidden, d_kernel = _walk(hidden, kernel, labels, weights, l2wrap, block, gradients=True)
-    return total, (d_hidden, d_kernel)
+    total, *grads = _losses_and_grads(hidden, kernel, labels, weights, l2wrap, block, gradients=True)
+    return total, grads
 
 
 def _sum_of_losses_bwd(l2wrap: float, block: int, residuals: Any, cotangent: jax.Array) -> Any:
@@ -242,32 +239,31 @@ def chunked_cross_entropy(
     *,
     block_tokens: int = 4096,
 ) -> jax.Array:
-    """`cross_entropy` of ``hidden @ kernel``, without ever holding the logits of more than about
-    ``block_tokens`` positions.
+    """`cross_entropy` of ``hidden @ kernel`` with at most about ``block_tokens`` positions' logits in memory.
 
-    At 32,768 tokens and a vocabulary of 32,000 the logits alone are 4 GB in float32, and their gradient as
-    much again. Here a block of them is made, used for the loss and for both gradients, and dropped; a
-    gradient costs no second product with the head. Value and gradients are those of `cross_entropy`; with
-    bfloat16 activations the gradient of the logits is rounded to bfloat16 before its two products.
+    At 32,768 tokens and a vocabulary of 32,000 the logits take 4 GB in float32, and their gradient as much
+    again. This function computes them block by block, with both gradients in the same pass. Value and
+    gradients equal those of `cross_entropy`; with bfloat16 activations the gradient of the logits is rounded
+    to bfloat16 before its two products.
 
     Args:
-        hidden: [B, T, C], what the head reads:
+        hidden: [B, T, C], the input of the head:
             ``model.apply({"params": params}, tokens, method="hidden")[0]``.
-        kernel: [C, V], the head's: ``params["head"]["kernel"]``. It is cast to ``hidden``'s dtype; products
+        kernel: [C, V] of the head: ``params["head"]["kernel"]``. It is cast to ``hidden``'s dtype; products
             accumulate in float32.
-        labels: [B, T] integers, the token that follows each position; no tokens as for `cross_entropy`.
-        mask: [B, T] booleans, or weights of the positions as for `cross_entropy`; None for all. Taken as a
-            constant by the gradient.
+        labels: [B, T] integers, the token that follows each position, as for `cross_entropy`.
+        mask: [B, T] booleans, or weights of the positions as for `cross_entropy`; None for all. Not
+            differentiated.
         l2wrap: strength of L2Wrap, a Python number (see `cross_entropy`); 0 for none.
-        block_tokens: positions whose logits a device holds at once, over all of its rows; at least one of
-            each row.
+        block_tokens: positions whose logits a device computes at once, over its part of the batch; at least
+            one of each sequence.
 
     Returns:
         A scalar, 0 where the mask is all 0: float32, or float64 where ``hidden`` is.
 
     Raises:
-        ValueError: a shape does not fit, ``block_tokens`` is not positive, or ``l2wrap`` is no number >= 0.
-        TypeError: ``labels`` are no integers, or ``l2wrap`` is traced.
+        ValueError: a shape is wrong, ``block_tokens`` is not positive, or ``l2wrap`` not a number >= 0.
+        TypeError: ``labels`` are not integers, or ``l2wrap`` is traced.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -287,9 +283,11 @@ def chunked_cross_entropy(
         raise ValueError(f"block_tokens must be positive, got {block_tokens}")
     l2wrap = _strength(l2wrap)
     B, T, _ = hidden.shape
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    weights = jax.lax.stop_gradient(jnp.ones((B, T), wide) if mask is None else mask.astype(wide))
+    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    weights = jax.lax.stop_gradient(jnp.ones((B, T), dtype) if mask is None else mask.astype(dtype))
     total = jnp.sum(weights)
-    rows, tokens = token_parts(hidden)
-    block = max(1, min(T // tokens, block_tokens * rows // max(B, 1)))
-    return _sum_of_losses(hidden, kernel, labels, weights, l2wrap, block) / jnp.where(total != 0, total, 1)
+    batch_parts, sequence_parts = token_parts(hidden)
+    block = max(1, min(T // sequence_parts, block_tokens * batch_parts // max(B, 1)))
+    # a custom gradient wants inputs and gradients that vary over the same axes of a checked shard_map
+    arrays = vary_alike((hidden, kernel, labels, weights))
+    return _sum_of_losses(*arrays, l2wrap, block) / jnp.where(total != 0, total, 1)

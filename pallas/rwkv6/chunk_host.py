@@ -43,7 +43,7 @@ LAUNCH: LaunchTable = {
     ("fwd", 64, "float32"): (64, 4, 3),
     ("bwd", 64, "float32"): (64, 8, 3),
     ("fwd", 128, "float32"): (128, 8, 1),
-    # not measured: what fits and spills least (tests/compile/resources.py)
+    # not measured: what fits and spills least (tests/harness/resources.py)
     ("bwd", 64, "small"): (32, 4, 1),
     ("bwd", 128, "small"): (32, 8, 1),
     ("fwd", 64, "small float32"): (32, 4, 1),

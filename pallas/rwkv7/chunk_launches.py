@@ -27,7 +27,7 @@ LAUNCH: LaunchTable = {
     ("chunk_state", 128, "float32"): (128, 8, 2),
     ("bwd_dh", 128, "float32"): (128, 8, 2),
     ("bwd_grads", 128, "float32"): (64, 4, 2),
-    # not measured: what fits and spills least (tests/compile/resources.py)
+    # not measured: what fits and spills least (tests/harness/resources.py)
     ("bwd", 64, "float32"): (64, 4, 1),
     ("bwd", 64, "small"): (32, 4, 1),
     ("fwd", 128, "small"): (128, 8, 2),

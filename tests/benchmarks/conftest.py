@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def command():
-    """``command("ops.py", "--quick", ...)`` runs one on the CPU and gives what it printed."""
+    """``command("ops.py", "--quick", ...)`` runs one on the CPU and returns what it printed."""
 
     def run(name, *arguments, **variables):
         done = subprocess.run(
@@ -30,7 +30,7 @@ def command():
 
 @pytest.fixture
 def module(monkeypatch):
-    """``module("running.results")`` imports one."""
+    """``module("steps.sizes")`` imports one."""
     monkeypatch.syspath_prepend(str(FOLDER))
     before = set(sys.modules)
     yield importlib.import_module

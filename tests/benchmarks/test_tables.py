@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ASKED_FOR = sorted(
+EXPERIMENTS = ROOT / "benchmarks" / "results" / "experiments.jsonl"
+REQUESTED = sorted(
     {
         name
         for page in (ROOT / "docs").rglob("*.md")
@@ -20,35 +22,65 @@ ASKED_FOR = sorted(
 
 @pytest.fixture
 def tables(monkeypatch, module):
-    """docs/tables.py as the site's build finds it: beside the benchmarks' modules."""
+    """docs/tables.py as the site's build finds it, beside the benchmarks' modules."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     yield module("tables")
     del sys.modules["tables"]
 
 
-def test_every_table_is_asked_for(tables):
-    assert sorted(tables.TABLES) == ASKED_FOR
+def test_every_table_is_requested(tables):
+    assert sorted(tables.TABLES) == REQUESTED
 
 
-@pytest.mark.parametrize("name", ASKED_FOR)
+@pytest.mark.parametrize("name", REQUESTED)
 @pytest.mark.parametrize("order", [1, -1])
 def test_every_order_of_the_records_is_drawn(tables, monkeypatch, name, order):
-    """The committed records give every page's table; rows of peers and of whole models lack some names."""
-    found = {device: rows[::order] for device, rows in tables.results().items()}
+    """The committed records give every table; records of peers and of whole models lack some fields."""
+    found = {device: records[::order] for device, records in tables.results().items()}
     assert found and all(found.values())
     monkeypatch.setattr(tables, "results", lambda: found)
     drawn = tables.TABLES[name]()
-    assert "None in this file" not in drawn and all(device in drawn for device in found)
+    assert tables.NOTHING not in drawn
+    assert name == "experiments" or all(device in drawn for device in found)
 
 
-def test_what_is_drawn_is_what_was_recorded(tables):
-    """A row by hand: its sizes, its time and the peer that was slower."""
-    row = {"op": "chunk_rwkv7", "form": "chunk", "shape": [8, 4096, 64, 64, 64], "dtype": "bfloat16"}
-    row |= {"library": "fla_jax", "implementation": "triton", "decay": "bounded", "pass": "fwd+bwd"}
-    row |= {"ms": 3.1234, "peak_gb": 3.94, "peer": "other", "peer_ms": 8.336, "ratio": 3.1234 / 8.336}
-    line = tables.recurrences([row]).splitlines()[-1]
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[0] == "`chunk_rwkv7`, triton" and cells[1:4] == ["8 4096 64 64", "bounded", "fwd+bwd"]
+def test_a_record_is_drawn_with_its_numbers(tables):
+    """A line by hand: its sizes, its time and the peer that was slower."""
+    record = {"op": "chunk_rwkv7", "form": "chunk", "shape": [8, 4096, 64, 64, 64], "dtype": "bfloat16"}
+    record |= {"library": "fla_jax", "implementation": "triton", "decay": "bounded", "pass": "fwd+bwd"}
+    record |= {"ms": 3.1234, "peak_gb": 3.94, "peer": "other", "peer_ms": 8.336, "ratio": 3.1234 / 8.336}
+    cells = [cell.strip() for cell in tables.recurrences([record]).splitlines()[-1].strip("|").split("|")]
+    assert cells[0] == "`chunk_rwkv7`, triton" and cells[1:4] == ["8 4096 64 64", "safe gate", "fwd+bwd"]
     assert cells[4:] == ["3.12", "other 8.34", "0.37", "3.94"]
-    assert "other 8.34" not in tables.losses([row])
-    assert "other 3 ms" in tables.losses([row | {"peer_ms": 3.0, "ratio": 3.1234 / 3.0}])
+    assert "other 8.34" not in tables.losses([record])
+    assert "other 3 ms" in tables.losses([record | {"peer_ms": 3.0, "ratio": 3.1234 / 3.0}])
+
+
+def test_experiments_have_their_form(tables):
+    """Each line is one variant: equal fields, numbers or null, a unit, and no line twice."""
+    lines = EXPERIMENTS.read_text().splitlines()
+    assert len(lines) > 200 and len(set(lines)) == len(lines)
+    for line in lines:
+        row = json.loads(line)
+        assert list(row) == [
+            "date",
+            "commit",
+            "kernel",
+            "shape",
+            "change",
+            "before",
+            "after",
+            "unit",
+            "taken",
+        ], line
+        assert all(isinstance(row[name], str) and row[name] for name in ("kernel", "change", "unit")), line
+        assert all(row[name] is None or isinstance(row[name], str) for name in ("date", "commit", "shape")), (
+            line
+        )
+        assert all(row[name] is None or type(row[name]) in (int, float) for name in ("before", "after")), line
+        assert row["taken"] in (True, False, None), line
+        assert row["date"] is None or re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"]), line
+        assert row["commit"] is None or re.fullmatch(r"[0-9a-f]{7,40}", row["commit"]), line
+    drawn = tables.experiments()
+    heads = drawn.count("\n| variant |") + drawn.count("\n| --- |")
+    assert drawn.count("\n| ") - heads == len(lines), "each line is drawn"

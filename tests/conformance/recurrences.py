@@ -7,12 +7,10 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import cases
 import numpy as np
-import scales
-from cases import OPS, Case
-
-from .places import (
+from harness import cases, scales
+from harness.cases import OPS, Case
+from harness.places import (
     PALLAS_GPU,
     PALLAS_INTERPRETER,
     REFERENCE,

@@ -1,144 +1,117 @@
 """Every implementation of every op, where it runs, against float64 references: values and all gradients.
 
-What runs where stands in recurrences.py and pieces.py, how exact it must be in places.py. On a machine with
-an NVIDIA GPU the kernels run there, elsewhere in their interpreters.
+recurrences.py and layer_ops.py list the calls, harness/places.py how exact they must be. On a machine with an
+NVIDIA GPU the kernels run there, elsewhere in their interpreters.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import cases
-import heads_cases
 import jax
-import numpy as np
 import pytest
-from layer_ops import norm_mix_cases
+from harness import cases, places, variants
+from harness.cases import AnyCase, Case, HeadCase, MixCase
+from harness.places import PALLAS_INTERPRETER, TRITON_INTERPRETER, Place
 
-from fla_jax.pallas.layer import norm_shift_mix_variants
-from fla_jax.pallas.rwkv7 import chunk_host as rwkv7_launcher
-
-from . import pieces, places, recurrences
-from .places import PALLAS_INTERPRETER, TRITON_INTERPRETER, Place
-
-SPAN = 4  # tokens of a stretch of norm, shift and mixes in an interpreter: cases of eleven tokens make three
+from . import layer_ops, recurrences
 
 
 class Entry(NamedTuple):
-    """One comparison: of what, where, of which dtype, and how it is made; ``run`` gives the results alone."""
+    """One comparison: of which call, where, with which tolerance and options of the public function."""
 
     name: str
     place: Place
-    dtype: str
-    check: Callable[[], None]
-    run: Callable[[], Any]
+    case: AnyCase
+    tol: Any
+    form: str | None = None
+    shared: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.case, self.place.implementation, self.tol
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"form": self.form} if self.form else {}
 
 
 def _entries(place: Place) -> Iterator[Entry]:
-    of = place.implementation
-    for name, form, call in recurrences.calls(place):
-        tol = places.RECURRENCE[place][call.dtype]
-        yield Entry(
-            name,
-            place,
-            call.dtype,
-            functools.partial(cases.check, call, of, form, tol),
-            functools.partial(cases.run, call, of, form),
-        )
-    for table, module, calls in (
-        (places.HEADS, heads_cases, pieces.heads),
-        (places.NORM_MIX, norm_mix_cases, pieces.norm_mix),
-    ):
-        for name, call in calls(place) if place in table else ():
-            check = functools.partial(module.check, call, of, tolerance=table[place][call.dtype])
-            prefix = "norm_mix " if module is norm_mix_cases else ""
-            yield Entry(prefix + name, place, call.dtype, check, functools.partial(module.run, call, of))
+    for name, form, case in recurrences.calls(place):
+        yield Entry(name, place, case, places.RECURRENCE[place][case.dtype], form)
+    for table, calls in ((places.HEADS, layer_ops.on_heads), (places.NORM_MIX, layer_ops.mixes)):
+        for name, case in calls(place) if place in table else ():
+            yield Entry(name, place, case, table[place][case.dtype])
+
+
+def _vmaps(place: Place) -> Iterator[Entry]:
+    form = recurrences.PLANS[place].forms[0]
+    for op in cases.OPS:
+        for layout in ("batch", "segments", "packed"):
+            case = Case(op, B=1, T=20, H=1, K=16, V=16, layout=layout, lengths=(7, 13))
+            tol = places.RECURRENCE[place]["float32"]
+            yield Entry(f"{form}_{op} {layout}", place, case, tol, form)
+    for op in cases.HEAD_OPS if place in places.HEADS else ():
+        for shared in ((), cases.VECTORS[op]):
+            case, tol = HeadCase(op, B=1, residual="traced True"), places.HEADS[place]["float32"]
+            yield Entry(f"{op} shared {bool(shared)}", place, case, tol, None, shared)
+    for shared in ((), cases.VECTORS["norm_shift_mix"]) if place in places.NORM_MIX else ():
+        case = MixCase(B=1, T=5, C=6, M=2, moves=True, lengths=(2, 4))
+        tol = places.NORM_MIX[place]["float32"]
+        yield Entry(f"norm_mix shared {shared}", place, case, tol, None, shared)
 
 
 ENTRIES = [entry for place in places.here() for entry in _entries(place)]
+VMAPS = [entry for place in places.here() for entry in _vmaps(place)]
 # the first of every op and place stands for the others
 FIRST = {(entry.place, entry.name.split()[0]): entry for entry in reversed(ENTRIES)}
 
 
-def each(entries: Any) -> Any:
-    return pytest.mark.parametrize("entry", [pytest.param(e, id=f"{e.place} {e.name}") for e in entries])
-
-
-def once(entry: Entry) -> Any:
-    """In its interpreter values are Triton's and NumPy's: the tests below show that JAX hands them on. More
-    sizes, lengths and chunks elsewhere are more of the same programs.
+def _is_one_python(entry: Entry) -> bool:
+    """Values of interpreters are Triton's, Pallas' and NumPy's; more sizes, lengths, chunks and layouts are
+    more of the same programs.
     """
     more = re.fullmatch(r"\S+ (T|K \d+ V|chunk|segments|packed) \d+", entry.name)
-    marks = [pytest.mark.one_python] if more or entry.place is TRITON_INTERPRETER else []
-    return pytest.param(entry, id=f"{entry.place} {entry.name}", marks=marks)
+    return bool(more) or entry.place is TRITON_INTERPRETER
+
+
+def each(entries: Any, is_one_python: Any = lambda entry: False) -> Any:
+    marks = lambda entry: [pytest.mark.one_python] if is_one_python(entry) else []
+    parameters = [pytest.param(e, id=f"{e.place} {e.name}", marks=marks(e)) for e in entries]
+    return pytest.mark.parametrize("entry", parameters)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forms():
-    """In Triton's interpreter RWKV-7 runs its forms for 16 bits, in float32, so that they are compared at
-    float32's accuracy; tests/interpret has those for float32.
+def forced():
+    """In Triton's interpreter RWKV-7 runs its variants for 16 bits, in float32, so that they are compared at
+    float32's accuracy (tests/kernels has those for float32), and norm, shift and mixes has short blocks.
     """
-    if TRITON_INTERPRETER not in places.here():
-        yield
-        return
-    with cases.fresh_traces(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rwkv7_launcher, "has_bf16_dots", lambda x: True)
+    names = ("bf16 dots", "mix: token blocks of 4") if TRITON_INTERPRETER in places.here() else ()
+    with variants.forced(*names):
         yield
 
 
 @pytest.fixture(autouse=True)
-def place(monkeypatch, entry):
-    """Interpreters are asked for; where rows are cut there, stretches are short."""
+def interpreter(monkeypatch, entry):
     if entry.place is PALLAS_INTERPRETER:
         monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
-    if entry.place is TRITON_INTERPRETER and entry.name.startswith("norm_mix"):
-        monkeypatch.setattr(norm_shift_mix_variants, "MIN_BLOCK_LEN", SPAN)
 
 
-@pytest.mark.parametrize("entry", map(once, ENTRIES))
+@each(ENTRIES, _is_one_python)
 def test_values_and_gradients(entry):
-    with jax.enable_x64(entry.dtype == "float64"):
-        entry.check()
+    with jax.enable_x64(entry.case.dtype == "float64"):
+        cases.check(*entry.arguments, **entry.options)
 
 
 @each(FIRST.values())
 def test_two_runs_give_the_same_bits(entry):
-    one, two = entry.run(), entry.run()
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8)), one, two)
+    one, two = (cases.run(*entry.arguments[:2], **entry.options) for _ in range(2))
+    cases.assert_same_bits(one, two)
 
 
-def _vmaps(place: Place) -> Iterator[Entry]:
-    of = place.implementation
-    tol = places.RECURRENCE[place]["float32"]
-    form = recurrences.PLANS[place].forms[0]
-    for op in cases.OPS:
-        for layout in ("rows", "segments", "packed"):
-            call = cases.Case(op, B=1, T=20, H=1, K=16, V=16, layout=layout, lengths=(7, 13))
-            check = functools.partial(cases.check_vmap, call, of, form, tol)
-            yield Entry(f"{form}_{op} {layout}", place, "float32", check, check)
-    for op in pieces.HEADS if place in places.HEADS else ():
-        for shared in (False, True):
-            check = functools.partial(heads_cases.check_vmap, op, of, shared)
-            yield Entry(f"{op} shared {shared}", place, "float32", check, check)
-    for shared in ((), ("mixes", "scale", "bias")) if place in places.NORM_MIX else ():
-        check = functools.partial(norm_mix_cases.check_vmap, of, shared)
-        yield Entry(f"norm_mix shared {shared}", place, "float32", check, check)
-
-
-def rows_once(entry: Entry) -> Any:
-    """Layouts are arrays beside the others, which Pallas' slow interpreter batches like them."""
-    marks = (
-        []
-        if entry.place is not PALLAS_INTERPRETER or entry.name.endswith(" rows")
-        else [pytest.mark.one_python]
-    )
-    return pytest.param(entry, id=f"{entry.place} {entry.name}", marks=marks)
-
-
-@pytest.mark.parametrize("entry", [rows_once(entry) for place in places.here() for entry in _vmaps(place)])
+@each(VMAPS, lambda entry: entry.place is PALLAS_INTERPRETER and not entry.name.endswith(" batch"))
 def test_vmap(entry):
     """Over everything, and over tokens with the vectors shared."""
-    entry.check()
+    cases.check_vmap(*entry.arguments, shared=entry.shared, **entry.options)

@@ -8,12 +8,11 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import cases
 import pytest
-import scales
+from harness import cases, places, scales
+from harness.places import PALLAS_GPU, PALLAS_INTERPRETER
 
-from . import places, recurrences
-from .places import PALLAS_GPU, PALLAS_INTERPRETER
+from . import recurrences
 
 
 def _calls() -> Iterator[Any]:

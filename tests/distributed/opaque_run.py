@@ -17,7 +17,8 @@ from fla_jax.models import stack_layers
 from fla_jax.ops.layer import keys, norm_mix, readout
 from fla_jax.ops.rwkv6 import api as rwkv6
 from fla_jax.ops.rwkv7 import api as rwkv7
-from fla_jax.parallel import axis_rules, make_mesh, next_token_loss, parameter_shardings
+from fla_jax.parallel import axis_rules, make_mesh, parameter_shardings
+from fla_jax.training import next_token_loss
 
 OPS = norm_mix.NORM_SHIFT_MIX, keys.KEYS, readout.RWKV6, readout.RWKV7, rwkv6.CHUNK, rwkv7.CHUNK
 

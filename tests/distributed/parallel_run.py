@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import small_models as small
-from collectives import collectives
+from harness.collectives import collectives
 from jax.sharding import NamedSharding
 
 from fla_jax.parallel import TrainStep, axis_rules, make_mesh, over_sequence, overlap_options, state_shardings

@@ -6,18 +6,15 @@ one device on whole arrays, each input repeated where devices share it: gradient
 over these devices.
 """
 
-import heads_cases
 import jax
 import jax.numpy as jnp
-import numpy as np
 import small_models as small
-from cases import OPS, Case, build, call
+from harness.cases import OPS, Case, HeadCase, MixCase, build, call
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fla_jax.core.sharding import varying_axes
 from fla_jax.layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward
-from fla_jax.ops.layer import norm_shift_mix
 
 SIZES = {"data": 4, "model": 2}
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -100,28 +97,21 @@ def recurrence(op, implementation, T=9, form="chunk", **specs):
     if specs.pop("no_state", False):
         arrays = {name: x for name, x in arrays.items() if name != "initial_state"}
     finest = {n: {"u": P("model"), "initial_state": P("data", "model")}.get(n, BOTH) for n in arrays}
-    run = lambda x: call(op, x, form, implementation=implementation)[0]
+    run = lambda x: call(op, x, form=form, implementation=implementation)["o"]
     return Sharded(run, arrays, finest, specs)
 
 
 def piece(op, implementation, **specs):
-    case = heads_cases.Case(op, B=8, T=3, H=2, N=4, residual=True)
-    arrays = heads_cases.build(case)[0]
+    arrays = build(HeadCase(op, B=8, T=3, H=2, N=4)).arrays
     finest = {n: BOTH if x.ndim == 4 else P("model") for n, x in arrays.items()}
-    return Sharded(lambda x: heads_cases.call(case, x, implementation), arrays, finest, specs)
+    return Sharded(lambda x: call(op, x, implementation=implementation), arrays, finest, specs)
 
 
 def mixes(implementation, **specs):
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    arrays = {"x": draw(8, 5, 6), "y": draw(8, 5, 6), "last": draw(8, 6), "mu": draw(6), "scale": draw(6)}
+    arrays = build(MixCase(B=8, T=5, C=6, M=2)).arrays
     finest = {n: ROWS if n in ("x", "y", "last") else P() for n in arrays}
-
-    def run(x):
-        options = dict(y=x["y"], scale=x["scale"], bias=x["scale"], implementation=implementation)
-        return norm_shift_mix(x["x"], [x["mu"], x["mu"] ** 2], x["last"], **options)
-
-    return Sharded(run, arrays, finest, specs, ROWS)
+    run = lambda x: call("norm_shift_mix", x, implementation=implementation)["mixed"]
+    return Sharded(run, arrays, finest, specs, P(None, "data"))
 
 
 def model(version, T=5, state=False, lengths=False, **options):

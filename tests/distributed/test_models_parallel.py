@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,7 @@ import optax
 import pytest
 import small_models as small
 from flax.core import FrozenDict
+from harness import processes
 from jax.sharding import PartitionSpec as P
 
 from fla_jax.models import stack_layers
@@ -45,7 +45,7 @@ MODES = [
 
 @functools.cache
 def report(version):
-    return fake_devices.report("distributed/parallel_run.py", version)
+    return processes.report("distributed/parallel_run.py", version)
 
 
 def talk(version, mode, *kinds):
@@ -157,17 +157,14 @@ def test_meshes_by_sizes():
 
 def test_what_a_mesh_must_divide():
     """Errors come before anything compiles, with the sizes and the axis by name."""
-    hidden, heads, middle, rows, length, explicit, axes = report(6)["errors"]
+    hidden, heads, middle, batch, length, explicit, axes = report(6)["errors"]
     assert hidden == "hidden_size must be a multiple of mesh axis fsdp = 8, got 36"
     assert (
         heads
         == "hidden_size / head_dim = 32 / 16, the heads, must be a multiple of mesh axis tensor = 4, got 2"
     )
     assert middle == "intermediate_size must be a multiple of mesh axis tensor = 2, got 33"
-    assert (
-        rows
-        == "batch must have a number of rows that is a multiple of mesh axes data * fsdp = 2 * 4 = 8, got 6"
-    )
+    assert batch == "batch must have a size B that is a multiple of mesh axes data * fsdp = 2 * 4 = 8, got 6"
     for message in (length, explicit):
         assert message.startswith(
             "tokens must have a number of tokens T that is a multiple of mesh axis 'sequence' = 8, got T = 12"
@@ -187,7 +184,7 @@ def test_what_a_mesh_must_divide():
             dict(data=3),
             "= 3 * 1 * 1 * 1 = 3 must be the number of devices, got 8 devices; one size may be -1",
         ),
-        (dict(fsdp=0), "fsdp must be a positive integer, or -1 for all devices that are left, got 0"),
+        (dict(fsdp=0), "fsdp must be a positive integer, or -1 for all remaining devices, got 0"),
         (dict(tensor=2.0), "tensor must be a positive integer"),
     ],
 )
@@ -244,8 +241,8 @@ def test_parameters_of_another_model_are_refused():
     wide = {**params, "head": {"kernel": jnp.zeros((32, 25))}}
     for wrong, message in (
         (wide, "params: head/kernel must have shape [32, 24], got [32, 25]"),
-        ({name: x for name, x in params.items() if name != "head"}, "params lack head/kernel, which the"),
-        ({**params, "tail": params["head"]}, "params hold tail/kernel, which the model has not"),
+        ({name: x for name, x in params.items() if name != "head"}, "params must contain head/kernel"),
+        ({**params, "tail": params["head"]}, "params contain tail/kernel, which the model does not have"),
         (stack_layers(params), "params has layers stacked, but the model's scan_layers=False takes them"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -282,4 +279,4 @@ def test_sums_of_activations_are_not_copied_together():
 @pytest.mark.parametrize("version", small.VERSIONS)
 def test_ops_that_are_opaque(version):
     """Gradients of rows that stand for copies are summed over devices where kernels run, too."""
-    assert fake_devices.report("distributed/opaque_run.py", version) < 1e-5
+    assert processes.report("distributed/opaque_run.py", version) < 1e-5

@@ -2,8 +2,8 @@
 optimizers_run.py does the work.
 """
 
-import fake_devices
 import pytest
+from harness import processes
 
 FAST = ("masked, whole subtrees", "multi_transform", "partition, frozen groups", "muon")
 SLOW = (
@@ -28,7 +28,7 @@ SLOW = (
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_optimizer(name):
-    found = fake_devices.report("distributed/optimizers_run.py", name)
+    found = processes.report("distributed/optimizers_run.py", name)
     assert len(found) == 4
     for mesh in found.values():
         assert mesh["error"] < 1e-13 and mesh["moved"] > 1e-4, found

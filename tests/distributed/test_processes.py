@@ -18,7 +18,7 @@ import optax
 import pytest
 import small_models as small
 
-from fla_jax.parallel import next_token_loss
+from fla_jax.training import next_token_loss
 
 HERE = Path(__file__).parent
 LAUNCHERS = {

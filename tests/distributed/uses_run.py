@@ -76,7 +76,7 @@ def report(version):
         with small.float64():
             put_wide = jax.device_put(wide_params, parameter_shardings(wide, mesh))
             found["tuned, float64"] = largest(tuned(wide, put_wide, tokens, mask), want_tuned)
-    for name, rules in (("no rules", ()), ("rules", axis_rules(model, mesh, rows=len(PROMPTS)))):
+    for name, rules in (("no rules", ()), ("rules", axis_rules(model, mesh, batch=len(PROMPTS)))):
         with jax.set_mesh(mesh), nn.logical_axis_rules(rules) if rules else contextlib.nullcontext():
             got = generate(model, put, PROMPTS, 6, GREEDY)
             assert [row.tolist() for row in got.tokens] == [row.tolist() for row in text.tokens], name

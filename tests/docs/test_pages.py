@@ -38,7 +38,7 @@ def test_start(capsys):
 
 def test_generation(capsys):
     names = blocks.run("docs/generation.md")
-    assert [len(row) for row in names["rows"]] == [5, 5]
+    assert [len(tokens) for tokens in names["outputs"]] == [5, 5]
     assert len(capsys.readouterr().out.splitlines()) >= 21
 
 
@@ -46,7 +46,7 @@ def test_tuning():
     """Tuned, saved, loaded, generating; tests/training says that states learn."""
     names = blocks.run("docs/tuning.md", "State tuning")
     assert names["losses"].shape == (20,) and np.isfinite(names["losses"]).all()
-    assert names["states"].shape == (2, 1, 64, 64) and len(names["rows"][0]) == 5
+    assert names["states"].shape == (2, 1, 64, 64) and len(names["outputs"][0]) == 5
 
 
 def test_lora():

@@ -2,6 +2,7 @@
 in those they start, once.
 """
 
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -30,9 +31,21 @@ def compilation_cache(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def keep_signal_handlers():
-    """Programs that run in this process set their own."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def restore_process():
+    """Programs that run in this process set signal handlers, and a failed one stays silent."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    hook, levels = sys.unraisablehook, [logger.level for logger in loggers]
     yield
-    for number, handler in kept.items():
+    sys.unraisablehook = hook
+    for number, handler in handlers.items():
         signal.signal(number, handler)
+    for logger, level in zip(loggers, levels):
+        logger.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "text.txt"
+    path.write_text("".join(f"{i} squared is {i * i}, and its double is {2 * i}.\n" for i in range(600)))
+    return path

@@ -1,9 +1,7 @@
 """What users of the examples can do wrong ends with one line and a status other than 0, and loses nothing."""
 
-import importlib.util
 import io
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,26 +9,20 @@ from pathlib import Path
 
 import _cli
 import _run
+import generate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import state_tracking
+import state_tuning
+import train_lm
+from _text import read_text
+from pretraining import PROGRAM, refusal
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = PROGRAM.parent
 TINY = ["--hidden-size", "16", "--head-dim", "8", "--num-layers", "1", "--sequence", "16", "--batch", "2"]
 TINY += ["--steps", "40", "--checkpoint-every", "20", "--sample-bytes", "0"]
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"refusing_{name}", EXAMPLES / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def train_lm():
-    return load("train_lm")
 
 
 @pytest.fixture
@@ -52,15 +44,6 @@ def tree(folder):
     return {path: path.is_file() and path.read_bytes() for path in Path(folder).rglob("*")}
 
 
-def refusal(main, *arguments):
-    """The one line with which a program ends."""
-    with pytest.raises(SystemExit) as error:
-        main([str(argument) for argument in arguments])
-    line = str(error.value)
-    assert line and "\n" not in line and line.split(": ")[0].endswith(".py")
-    return line
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -70,7 +53,7 @@ def refusal(main, *arguments):
         (["--out", "file"], "--out: file is a file"),
         (["--out", "file", "--resume"], "--out: file is a file"),
         (["--out", "file/run"], "cannot be made"),
-        (["--out", "other"], "--out: other holds other files than a run's"),
+        (["--out", "other"], "--out: other contains other files than a run's"),
         (["--out", "texts"], "--data: texts/text is inside --out texts"),
         (["--out", "earlier", "--data", "earlier/text"], "--data: earlier/text is inside --out earlier"),
         (["--out", "texts/run", "--data", "texts"], "--out: texts/run is inside --data texts"),
@@ -81,7 +64,7 @@ def refusal(main, *arguments):
         (["--prompt", "ab\udcff"], "--prompt is not UTF-8: its character 3"),
         (["--data", "/proc/self/mem"], "--data: /proc/self/mem cannot be read: "),
         (["--data", "~nobody-of-this-name/x"], "--data: there is no ~nobody-of-this-name/x"),
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--steps", "0"], "--steps must be a finite number above 0, got 0"),
         (["--batch", str(10**20)], "--batch must be below 2**31"),
         (["--seed", str(10**20)], "--seed must be below 2**63"),
         (["--head-dim", "512", "--hidden-size", "512"], "head_dim must be at most 256, got 512"),
@@ -89,7 +72,7 @@ def refusal(main, *arguments):
         (["--resume"], "--steps was 30 in earlier and is 40 now, --seed was 0 in earlier and is 1 now"),
     ],
 )
-def test_a_refused_run_changes_nothing(train_lm, place, arguments, message):
+def test_a_refused_run_changes_nothing(place, arguments, message):
     os.symlink("texts", "link")
     Path("other/folder").mkdir(parents=True)
     Path("earlier/text").write_bytes(Path("texts/text").read_bytes())
@@ -112,7 +95,7 @@ def test_a_folder_that_cannot_be_read_is_no_smaller_text(place, monkeypatch):
     monkeypatch.setattr(os, "scandir", refuse)  # whoever runs tests as root may read everything
     Path("texts/closed").mkdir()
     with pytest.raises(ValueError, match="--data: texts/closed cannot be read: Permission denied"):
-        load("_text").read_text(Path("texts"))
+        read_text(Path("texts"))
 
 
 HOLDER = """
@@ -124,7 +107,7 @@ with _cli.claimed(Path("earlier"), _run.lock_file(Path("earlier"))):
 """
 
 
-def test_one_process_a_run(train_lm, place):
+def test_one_process_a_run(place):
     """The second is told the first one's number; what a killed process leaves behind keeps nobody out."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
@@ -146,6 +129,10 @@ def test_one_process_a_run(train_lm, place):
     assert lock == place / ".earlier.lock" and lock.read_text().startswith(f"{holder.pid} on ")
     with _cli.claimed(Path("link"), lock) as check:
         check()
+        Path("earlier").rename("elsewhere")
+        with pytest.raises(ValueError, match="--out: link is gone, deleted or moved while the run went on"):
+            check()
+        Path("elsewhere").rename("earlier")
         assert lock.read_text().startswith(f"{os.getpid()} on ")
         line = refusal(train_lm.main, "--data", "texts/text", *TINY, "--out", "earlier")
         assert f"in use by process {os.getpid()} on " in line
@@ -159,13 +146,6 @@ def test_one_process_a_run(train_lm, place):
     with _cli.claimed(Path("new/run"), _run.lock_file(Path("new/run"))):
         pass
     assert tree("new") == {}
-
-
-def test_a_run_whose_folder_is_gone(place):
-    shutil.rmtree("earlier")
-    with pytest.raises(ValueError, match="--out: earlier is gone"):
-        _run.save(None, Path("earlier"), [[20, 1.0, 1.0]], None)
-    assert not Path("earlier").exists()
 
 
 def failing(error):
@@ -234,24 +214,23 @@ def test_no_device(monkeypatch):
 
 
 def test_the_other_examples_refuse_before_they_work(place):
-    tracking, tuning = load("state_tracking"), load("state_tuning")
-    for main in (tracking.main, tuning.main):
+    tuning = state_tuning
+    for main in (state_tracking.main, tuning.main):
         assert "--out: file is a file" in refusal(main, "--out", "file")
-        assert "--seed must be from 0" in refusal(main, "--seed", "-1")
-        assert "--learning-rate must be above 0" in refusal(main, "--learning-rate", "nan")
+        assert "--seed must be a finite number not negative" in refusal(main, "--seed", "-1")
+        assert "--learning-rate must be a finite number above 0" in refusal(main, "--learning-rate", "nan")
     assert "--data: nowhere cannot be read" in refusal(tuning.main, "--data", "nowhere", "--out", "new")
     assert "--data: texts cannot be read" in refusal(tuning.main, "--data", "texts", "--out", "new")
     assert "nowhere" in refusal(tuning.main, "--checkpoint", "nowhere", "--out", "new")
     with _cli.claimed(Path("new"), Path("new/.lock")):
         assert f"new is in use by process {os.getpid()} on " in refusal(tuning.main, "--out", "new")
     assert tree("new") == {}
-    generate = load("generate")
     assert "--prompt is not UTF-8" in refusal(generate.main, "--prompt", "a\udcff", "--checkpoint", "new")
     assert "new holds neither" in refusal(generate.main, "--prompt", "a", "--checkpoint", "new")
-    assert "no 'model'" in refusal(generate.main, "--prompt", "a", "--checkpoint", "earlier")
+    assert "no 'num_layers'" in refusal(generate.main, "--prompt", "a", "--checkpoint", "earlier")
 
 
 def test_home(place, monkeypatch):
     monkeypatch.setenv("HOME", str(place))
-    options = _cli.parse(load("train_lm").Options, ["--data", "~/texts", "--out", "~/run"], None)
+    options = _cli.parse(train_lm.Options, ["--data", "~/texts", "--out", "~/run"], None)
     assert (options.data, options.out) == (place / "texts", place / "run")

@@ -2,15 +2,15 @@
 the work.
 """
 
-import fake_devices
 import numpy as np
 import pytest
+from harness import processes
 from jax.sharding import PartitionSpec as P
 
 
 @pytest.mark.parametrize("version", [7, pytest.param(6, marks=pytest.mark.one_python)])
 def test_training_step(version):
-    found = fake_devices.report("models/sharded_run.py", version)
+    found = processes.report("models/sharded_run.py", version)
     assert found["names"] == ("layers", "embed", "heads")
     assert found["kernel"] == P(None, None, "model")
     assert found["moment"] in (P(None, "model"), P(None, "model", None))

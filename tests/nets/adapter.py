@@ -43,7 +43,7 @@ def cannot_compile() -> str | None:
 
 def patch_interpreter() -> None:
     """Makes Triton's interpreter faster."""
-    import interpreter  # tests/interpreter.py
+    from harness import interpreter
 
     interpreter.patch_once()
 

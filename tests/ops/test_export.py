@@ -2,12 +2,12 @@
 platform.
 """
 
-import cases
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from cases import OPS, TOKENS, Case
+from harness import cases
+from harness.cases import OPS, TOKENS, Case
 from jax import export
 from small_models import VERSIONS, draw, model, shapes
 
@@ -29,13 +29,12 @@ def symbolic(op: str, B="b", T=7):
 @pytest.mark.parametrize("form, T", [("chunk", 40), ("fused_recurrent", 5), ("fused_recurrent", 1)])
 def test_a_symbolic_number_of_rows(op, form, T):
     arrays = symbolic(op, T=T)
-    run = lambda arrays: cases.call(op, arrays, form)
+    run = lambda arrays: cases.call(op, arrays, form=form)
     exported = export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(arrays)
     for B in (1, 3):
         x = cases.build(Case(op, B=B, T=T, H=2, K=4, V=4)).arrays
         given = {name: jnp.asarray(x[name]) for name in arrays}
-        for got, want in zip(exported.call(given), run(given)):
-            np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+        chex.assert_trees_all_close(exported.call(given), run(given), rtol=2e-6, atol=2e-6)
 
 
 @each_op
@@ -66,10 +65,7 @@ def test_models(version):
         params, jax.ShapeDtypeStruct((rows, 6), jnp.int32)
     )
     tokens = jax.random.randint(jax.random.key(1), (3, 6), 0, 24)
-    for got, want in zip(
-        jax.tree.leaves(exported.call(params, tokens)), jax.tree.leaves(run(params, tokens))
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(exported.call(params, tokens), run(params, tokens), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -2,13 +2,13 @@
 device.
 """
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_models as small
-from cases import OPS, Case
+from harness import cases
+from harness.cases import OPS, Case
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,6 +17,10 @@ from fla_jax.layers import RWKV6Attention, RWKV7Attention
 
 each_op = pytest.mark.parametrize("op", OPS)
 each_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+
+
+def place(arrays, mesh, spec):
+    return {name: jax.device_put(x, NamedSharding(mesh, spec(name))) for name, x in arrays.items()}
 
 
 @each_op
@@ -28,14 +32,10 @@ def test_token_by_token_under_a_mesh(op, kind, T):
     arrays = cases.build(case).arrays
     mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,))
     with jax.set_mesh(mesh):
-        put = {
-            name: jax.device_put(x, NamedSharding(mesh, P() if name == "u" else P("data")))
-            for name, x in arrays.items()
-        }
-        for run in (cases.call, jax.jit(cases.call, static_argnums=(0, 2))):
-            o, final = run(op, put, "fused_recurrent")
-            cases.assert_close("o", o, cases.expected(case).o, 3e-6)
-            cases.assert_close("final state", final, cases.expected(case).final, 3e-6)
+        put = place(arrays, mesh, lambda name: P() if name == "u" else P("data"))
+        call = lambda arrays: cases.call(op, arrays, form="fused_recurrent")
+        for run in (call, jax.jit(call)):
+            cases.compare(case, cases.Results(run(put), {}), cases.expected(case))
 
 
 @each_op
@@ -47,15 +47,11 @@ def test_an_axis_of_one_device(op):
     arrays = cases.build(case).arrays
     mesh = jax.make_mesh((1,), ("seq",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        put = {
-            name: jax.device_put(x, NamedSharding(mesh, P(None, "seq") if name in cases.TOKENS[op] else P()))
-            for name, x in arrays.items()
-        }
+        put = place(arrays, mesh, lambda name: P(None, "seq") if name in cases.TOKENS[op] else P())
         for form in ("chunk", "fused_recurrent"):
-            o, final = cases.call(op, put, form)
-            assert jax.typeof(o).sharding.spec == P(None, "seq", None, None)
-            cases.assert_close("o", o, cases.expected(case).o, 3e-6)
-            cases.assert_close("final state", final, cases.expected(case).final, 3e-6)
+            got = cases.call(op, put, form=form)
+            assert jax.typeof(got["o"]).sharding.spec == P(None, "seq", None, None)
+            cases.compare(case, cases.Results(got, {}), cases.expected(case))
 
 
 @each_op
@@ -63,9 +59,7 @@ def test_an_explicit_mesh_that_is_not_in_context(op):
     """Types then name shardings that nothing here can follow; JAX's errors spoke of its own operations."""
     arrays = cases.build(Case(op, B=2, T=4, H=2, K=16, V=16)).arrays
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
-    put = {
-        n: jax.device_put(x, NamedSharding(mesh, P() if n == "u" else P("data"))) for n, x in arrays.items()
-    }
+    put = place(arrays, mesh, lambda name: P() if name == "u" else P("data"))
     version = int(op[-1])
     model, attention = small.model(version), (RWKV6Attention, RWKV7Attention)[version - 6](32, head_dim=16)
     tokens, x = (

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
-import fake_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,15 +157,6 @@ def test_errors():
         chunked_cross_entropy(hidden, kernel, labels.astype(jnp.float32))
     with pytest.raises(ValueError, match="block_tokens"):
         chunked_cross_entropy(hidden, kernel, labels, block_tokens=0)
-
-
-def test_sharded_over_the_batch():
-    """On two devices, on meshes with automatic and with explicit axes."""
-    want, found = fake_devices.report("training/sharded_loss_run.py")
-    assert {*found} == {"Auto", "Explicit"}
-    for got, spec in found.values():
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, want)
-        assert spec[0] == "data"
 
 
 def test_gradient_of_hidden_is_made_in_its_dtype():

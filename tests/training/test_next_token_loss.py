@@ -8,7 +8,8 @@ import pytest
 import small_models as small
 
 from fla_jax.data import BinIdxWriter, PackedRows, batches, open_binidx
-from fla_jax.parallel import TrainStep, make_mesh, next_token_loss
+from fla_jax.parallel import TrainStep, make_mesh
+from fla_jax.training import next_token_loss
 
 
 @pytest.fixture(scope="module")

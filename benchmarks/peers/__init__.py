@@ -1,0 +1,1 @@
+"""How peers are called. Nothing of a peer is here but its name and its arguments."""

@@ -1,1 +1,0 @@
-"""How benchmarks run things: processes, times, results files."""

@@ -1,0 +1,70 @@
+"""Gradient accumulation: the loss and the gradient of a batch, one microbatch after the other.
+
+`optax.microbatch` splits a batch likewise, but (optax 0.2.8) compares versions of JAX as text, takes 0.10 for
+older than 0.7, and fails on meshes with explicit axes; nor can its sums have a sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core.sharding import spec_of
+from ..layers.sharding import out_sharding
+
+
+def microbatches(batch: Any, count: int) -> Any:
+    """[B, ...] -> [count, B / count, ...] of each array: sequence i goes into microbatch i % count, so that
+    every device takes a part of its own sequences.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        first, *rest = spec_of(x) or (None,)
+        x = x.reshape(-1, count, *x.shape[1:], **out_sharding(first, None, *rest))
+        return x.swapaxes(0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def accumulated_value_and_grad(
+    loss: Callable[[Any, Any], Any],
+    weight: Callable[[Any], jax.Array],
+    count: int,
+    has_aux: bool,
+    constrain: Callable[[Any], Any],
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """`jax.value_and_grad` of a loss that is a weighted mean, in ``count`` microbatches.
+
+    Only one microbatch's activations are in memory at a time. Its loss and gradient count in proportion to
+    ``weight``, so that value and gradient are those of the whole batch; gradients are added in float32 at
+    least. What a loss with ``has_aux`` returns besides comes back stacked, [count, ...].
+
+    Args:
+        loss: of parameters and a batch.
+        weight: of a batch, such as its number of labels.
+        count: microbatches.
+        has_aux: whether the loss returns ``(scalar, aux)``.
+        constrain: shards the sum of gradients like the parameters.
+    """
+    value_and_grad = jax.value_and_grad(loss, has_aux=has_aux)
+
+    def accumulated(params: Any, batch: Any) -> tuple[Any, Any]:
+        total = weight(batch)
+        total = jnp.where(total != 0, total, 1)
+
+        def add(sums: Any, microbatch: Any) -> tuple[Any, Any]:
+            share = weight(microbatch) / total
+            value, grads = value_and_grad(params, microbatch)
+            value, aux = value if has_aux else (value, None)
+            sums = jax.tree.map(lambda total, x: total + share * x, sums, grads)
+            return constrain(sums), (share * value, aux)
+
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
+        grads, (values, aux) = jax.lax.scan(add, constrain(zeros), microbatches(batch, count))
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        return ((jnp.sum(values), aux) if has_aux else jnp.sum(values)), grads
+
+    return accumulated

@@ -1,0 +1,180 @@
+"""Checkpoints of a training run: its state and position in the data, written by Orbax in the background."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import jax
+
+Result = TypeVar("Result")
+
+
+class TrainingCheckpoints:
+    """The checkpoints in the folder of a run. A context manager; in a run of several processes all of them
+    make one, and call its methods alike.
+
+    A checkpoint has the training state (parameters, optimiser, step), sharded as it is, and a JSON object,
+    such as the state of a `fla_jax.data.batches` iterator. It appears in the folder when it is complete.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp
+        >>> from fla_jax.training import TrainingCheckpoints
+        >>> state = {"weight": jnp.arange(3.0)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with TrainingCheckpoints(folder) as checkpoints:
+        ...         checkpoints.save(10, state, {"next_index": 10})
+        ...         restored, data = checkpoints.restore(state)
+        >>> restored["weight"].tolist(), data
+        ([0.0, 1.0, 2.0], {'next_index': 10})
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, read_only: bool = False):
+        """Opens the folder, and makes it if needed; removes incomplete checkpoints of a killed run.
+
+        Args:
+            folder: for checkpoints alone, shared by all hosts.
+            keep: number of checkpoints; older ones are deleted.
+            read_only: changes nothing: for the folder of a run that may still be training.
+
+        Raises:
+            ImportError: orbax-checkpoint is not installed.
+            ValueError: the folder cannot be opened.
+        """
+        try:
+            import orbax.checkpoint as ocp
+        except ImportError as error:
+            raise ImportError("TrainingCheckpoints needs Orbax: pip install orbax-checkpoint") from error
+        self.folder, self._args, self._step = Path(folder), ocp.args, 0
+        writes: dict[str, Any] = {"max_to_keep": keep, "cleanup_tmp_directories": True}
+        options: dict[str, Any] = {"read_only": True, "create": False} if read_only else writes
+        handlers = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
+        try:
+            self._manager = ocp.CheckpointManager(
+                self.folder.absolute(),
+                options=ocp.CheckpointManagerOptions(**options),
+                item_handlers=handlers,
+            )
+        except OSError as error:
+            raise ValueError(f"{self.folder} cannot be opened: {_reason(error)}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
+            self.close()
+
+    def save(self, step: int, state: Any, data: Mapping[str, Any] | None = None) -> None:
+        """Starts to write a checkpoint, and returns once ``state`` may be donated. Waits for the one before.
+
+        Args:
+            step: its number.
+            state: a pytree of arrays.
+            data: a JSON object; None for an empty one.
+
+        Raises:
+            ValueError: this checkpoint, or the one before, cannot be written; the message names the last one
+                that is complete.
+        """
+        self.wait()
+        self._step = step
+        items = {"state": self._args.StandardSave(state), "data": self._args.JsonSave(dict(data or {}))}
+        self._written(lambda: self._manager.save(step, args=self._args.Composite(**items)))
+
+    def wait(self) -> None:
+        """Waits until everything is written.
+
+        Raises:
+            ValueError: see `save`.
+        """
+        self._written(self._manager.wait_until_finished)
+
+    def close(self) -> None:
+        """Waits, and closes the folder."""
+        self.wait()
+        self._manager.close()
+
+    def restore(self, state: Any = None) -> tuple[Any, dict[str, Any]]:
+        """The last complete checkpoint.
+
+        Args:
+            state: arrays or `jax.ShapeDtypeStruct` with the shapes, dtypes and shardings to restore, such as
+                `TrainStep.abstract_state`'s; any mesh will do. None: the arrays as they were saved, on one
+                device.
+
+        Returns:
+            ``(state, data)``.
+
+        Raises:
+            ValueError: there is no checkpoint, it cannot be read, or its arrays have other names or shapes
+                than ``state``; the message names the first.
+        """
+        self.wait()
+        step = self._manager.latest_step()
+        if step is None:
+            raise ValueError(f"{self.folder} contains no checkpoint yet")
+        path, device = self.folder / str(step), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        items = {
+            "state": self._args.StandardRestore(state, fallback_sharding=device),
+            "data": self._args.JsonRestore(),
+        }
+        try:
+            saved = _shapes(self._manager.item_metadata(step)["state"].tree)
+            mismatch = None if state is None else _mismatch(saved, _shapes(state))
+            if mismatch is None:
+                found = self._manager.restore(step, args=self._args.Composite(**items))
+                return found["state"], found["data"]
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            hint = "delete it to use the one before, if there is one"
+            raise ValueError(f"{path} cannot be read: {_reason(error)}; {hint}") from error
+        raise ValueError(f"{path}: {mismatch}")
+
+    def _written(self, write: Callable[[], Result]) -> Result:
+        try:
+            return write()
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            last = last_checkpoint(self.folder)
+            good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+            path = self.folder / str(self._step)
+            raise ValueError(f"{path} cannot be written: {_reason(error)}; {good}") from error
+
+
+def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The path of the last complete checkpoint in a folder of `TrainingCheckpoints`, or None.
+
+    Example:
+        >>> from fla_jax.training import last_checkpoint
+        >>> last_checkpoint("nowhere") is None
+        True
+    """
+    steps = [int(path.name) for path in Path(folder).glob("*") if path.name.isdigit()]
+    return Path(folder) / str(max(steps)) if steps else None
+
+
+def _shapes(tree: Any) -> dict[str, list[int]]:
+    """The shape of every array by its name, parameters first."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): list(x.shape) for path, x in leaves}
+    return dict(sorted(shapes.items(), key=lambda item: not item[0].startswith("params/")))
+
+
+def _mismatch(saved: dict[str, list[int]], wanted: dict[str, list[int]]) -> str | None:
+    for name in (*wanted, *saved):
+        if saved.get(name) != wanted.get(name):
+            got, want = saved.get(name, "none"), wanted.get(name, "none")
+            return f"{name} must have shape {want}, got {got}"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    """The cause of an error, in one line."""
+    if code := re.search(r"(?:os_error_code='|OS error )(\d+)", str(error)):  # TensorStore's form
+        return os.strerror(int(code[1]))
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = (line.partition(" [tensorstore_spec")[0].strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)

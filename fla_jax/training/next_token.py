@@ -1,0 +1,157 @@
+"""Next-token losses of a language model, for every form of batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Num
+
+from ..core.sharding import is_explicit, reshard, spec_of
+from .losses import chunked_cross_entropy
+
+Loss = Callable[[Any, Any], Any]
+
+
+def packed_loss(
+    model: Any,
+    params: Any,
+    tokens: Int[Array, "B T"],
+    labels: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    mask: Num[Array, "B T"] | None = None,
+    *,
+    l2wrap: float = 1e-4,
+    block_tokens: int = 4096,
+) -> Float[Array, ""]:
+    """Next-token loss of packed documents: mean cross-entropy with L2Wrap, without all logits in memory.
+
+    Args:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+        params: its parameters.
+        tokens: [B, T].
+        labels: [B, T], the token that follows each one.
+        segment_ids: [B, T]; the state restarts where the number changes. None for one document a sequence.
+        mask: [B, T] booleans, or weights of the labels; None for all.
+        l2wrap: see `cross_entropy`.
+        block_tokens: see `chunked_cross_entropy`.
+
+    Returns:
+        A scalar, float32 or float64.
+
+    Raises:
+        ValueError, TypeError: see `chunked_cross_entropy`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.training import packed_loss
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> tokens = jnp.arange(8)[None]
+        >>> params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+        >>> loss = lambda params: packed_loss(model, params, tokens, tokens + 1, tokens // 4)
+        >>> jax.eval_shape(loss, params).shape
+        ()
+    """
+    ids = None if segment_ids is None else over_sequence(segment_ids)
+    hidden, _ = model.apply({"params": params}, over_sequence(tokens), segment_ids=ids, method="hidden")
+    head = params["head"]["kernel"]
+    return chunked_cross_entropy(hidden, head, labels, mask, l2wrap, block_tokens=block_tokens)
+
+
+def next_token_loss(model: Any, *, l2wrap: float = 1e-4, block_tokens: int = 4096) -> Loss:
+    """`packed_loss` as a function of parameters and a batch, the default loss of `TrainStep`.
+
+    A batch is one of:
+
+    * tokens [B, T + 1] integers: each predicts the next one;
+    * a pair of those and a mask [B, T] of the labels ``tokens[:, 1:]``: booleans or weights;
+    * a dict as `fla_jax.data.batches` yields it: ``tokens`` [B, T], ``labels`` [B, T] and, if present,
+      ``segment_ids`` [B, T], where the state restarts, and ``mask`` [B, T].
+
+    Args:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+        l2wrap: see `cross_entropy`.
+        block_tokens: see `chunked_cross_entropy`.
+
+    Returns:
+        ``loss(params, batch)``. It raises a TypeError or ValueError for a batch of another form.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.training import next_token_loss
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> tokens = jnp.arange(9)[None]
+        >>> params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]  # shapes are enough here
+        >>> jax.eval_shape(next_token_loss(model), params, tokens).shape
+        ()
+    """
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return packed_loss(model, params, *_fields(batch), l2wrap=l2wrap, block_tokens=block_tokens)
+
+    return loss
+
+
+def label_weight(batch: Any) -> jax.Array:
+    """The weight of a batch of `next_token_loss`: the sum of its mask, or the number of its labels."""
+    _, labels, _, mask = _fields(batch)
+    if mask is None:
+        return jnp.float32(np.prod(labels.shape))
+    return jnp.sum(mask, dtype=jnp.promote_types(mask.dtype, jnp.float32))
+
+
+def _fields(batch: Any) -> tuple[Any, Any, Any, Any]:
+    """Tokens [B, T], labels, segment_ids and mask, the last two or None, of a batch in any form."""
+    if isinstance(batch, Mapping):
+        if not {"tokens", "labels"} <= set(batch) <= {"tokens", "labels", "segment_ids", "mask"}:
+            raise ValueError(
+                "batch must be a dict of tokens, labels and optionally segment_ids and mask, got one of "
+                f"{', '.join(map(str, batch))}"
+            )
+        return batch["tokens"], batch["labels"], batch.get("segment_ids"), batch.get("mask")
+    if isinstance(batch, tuple | list):
+        if len(batch) != 2:
+            raise ValueError(f"batch must be a pair of tokens and a mask, got {len(batch)} arrays")
+        tokens, mask = batch
+    else:
+        tokens, mask = batch, None
+    if np.ndim(tokens) != 2:
+        raise TypeError(
+            "batch must be tokens [B, T + 1], a pair of them and a mask, or a dict of arrays, got "
+            f"{type(tokens).__name__}"
+        )
+    return tokens[:, :-1], tokens[:, 1:], None, mask
+
+
+def over_sequence(x: jax.Array) -> jax.Array:
+    """Shards T of tokens, or of an array [B, T, ...] like them, over the mesh axis ``sequence``; for custom
+    losses.
+
+    It acts on meshes with explicit axes, where the model follows the types of its tokens. Elsewhere the model
+    follows the axis rules, and ``x`` is returned unchanged.
+
+    Raises:
+        ValueError: T is not a multiple of the axis' size.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.parallel import make_mesh, over_sequence
+        >>> with jax.set_mesh(make_mesh(sequence=1, explicit=True)):
+        ...     over_sequence(jnp.zeros((2, 8), jnp.int32)).shape
+        (2, 8)
+    """
+    size = jax.sharding.get_abstract_mesh().shape.get("sequence", 1)
+    if not is_explicit() or size == 1:
+        return x
+    if x.shape[1] % size:  # the model would not shard T, and every device compute all of it
+        raise ValueError(
+            "tokens must have a number of tokens T that is a multiple of mesh axis 'sequence' = "
+            f"{size}, got T = {x.shape[1]}"
+        )
+    batch, _, *others = spec_of(x)
+    return reshard(x, batch, "sequence", *others)

@@ -1,0 +1,167 @@
+"""What the parts of benchmarks compute: bytes, ratios, peers, sums of kernels, launches, pictures."""
+
+import gzip
+import json
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.one_python]
+
+TASK = {"op": "chunk_rwkv7", "form": "chunk", "shape": [1, 2, 3, 4, 5], "dtype": "bfloat16", "pass": "fwd"}
+
+
+def record(library, ms, decay="bounded", **rest):
+    """A measurement of one task by a library."""
+    return {**TASK, "library": library, "implementation": library, "decay": decay, "ms": ms, **rest}
+
+
+@pytest.mark.parametrize(
+    "passes, dtype, device, ms",
+    [
+        ("fwd", "bfloat16", "NVIDIA H200", 0.44),
+        ("fwd+bwd", "bfloat16", "NVIDIA H200", 1.26),
+        ("fwd+bwd", "float32", "NVIDIA H200", 2.51),
+        ("fwd", "bfloat16", "another", None),
+    ],
+)
+def test_roofline_is_the_bytes_that_must_move(module, passes, dtype, device, ms):
+    task = module("peers.ops").Task("chunk_rwkv7", "chunk", (8, 4096, 64, 64, 64), passes, "bounded", dtype)
+    assert module("recurrences.plan").roofline_ms(task, device) == (ms and pytest.approx(ms, abs=0.01))
+
+
+def test_the_peer_is_the_fastest_with_equal_decays(module):
+    ours = record("fla_jax", 2.0, ms_end=3.0)
+    others = [record("a", 6.0), record("b", 4.0, "any-weak"), record("c", 1.0, "any-strong")]
+    module("recurrences.report").compare([ours, *others])
+    assert ours["peer"] == "b" and ours["peer_ms"] == 4.0 and ours["ratio"] == 0.75
+
+
+@pytest.mark.parametrize("timed, best", [("fwd", "wrong"), ("fwd+bwd", "right")])
+def test_a_peer_has_finite_results(timed, best, module):
+    """Of the pass that was timed: gradients that are NaN say nothing against a forward."""
+    each = {"fla_jax": (2.0, None), "wrong": (3.0, "a note; not finite: dw"), "right": (4.0, "a note")}
+    found = [record(name, ms, note=note) | {"pass": timed} for name, (ms, note) in each.items()]
+    module("recurrences.report").compare(found)
+    assert found[0]["peer"] == best
+    found[1]["note"] = "not finite: o, dw; another"
+    module("recurrences.report").compare(found)
+    assert found[0]["peer"] == "right"
+
+
+def test_the_chart_shows_losses(module, tmp_path):
+    pytest.importorskip("matplotlib")
+    chart = module("chart")
+    common = {"roofline_ms": 0.5, "device": "cpu", "commit": "0"}
+    each = [("fla_jax", 2.0, 1.5), ("fla_jax", 1.0, 0.8), ("fla_jax", 1.0, None), ("a", 1.3, None)]
+    found = [record(library, ms, ratio=ratio, **common) for library, ms, ratio in each]
+    assert [chart.color(r) for r in found] == [chart.LOST, chart.WON, chart.ALONE, chart.PEER]
+    piece = (
+        TASK | common | {"op": "rwkv7_keys", "form": "rwkv7 attention", "shape": [1, 2, 3], "of_copy": 0.5}
+    )
+    found += [{**piece, "library": name, "implementation": name, "ms": 1.0, "ratio": None} for name in "ab"]
+    found += [{"op": "train_step"}, {"op": "chunk_rwkv7", "peer": "b", "skipped": "why"}]
+    made = chart.pictures(found, tmp_path / "cpu.json")
+    assert made == [tmp_path / "cpu.png", tmp_path / "cpu-layers.png"]
+    assert all(path.stat().st_size > 1000 for path in made)
+    assert [panel.floor for panel in chart.panels(found) + chart.piece_panels(found)] == [0.5, 0.5]
+    assert chart.pictures([{"op": "train_step"}], tmp_path / "cpu.json") == []
+
+
+def test_bytes_and_ratios_of_layers(module):
+    """Six mixes read x and y and write x + y and six arrays; a ratio is our time over the fastest peer's."""
+    moved = module("pieces.piece").piece_of("norm_shift_mix rwkv7 attention").moved((8, 4096, 1024), 2)
+    assert moved == {"fwd": 9 * 2 * 8 * 4096 * 1024, "bwd": 9 * 2 * 8 * 4096 * 1024}
+    found = [record(name, ms, ratio=None) for name, ms in (("fla_jax", 1.0), ("FLA", 4.0), ("b", 2.0))]
+    module("layers").compare(found)
+    assert [r["ratio"] for r in found] == [0.5, None, None]
+
+
+def test_peers_of_layers_come_shape_by_shape(module, monkeypatch):
+    """Every core compiles a share of what they tune before one process times them; a run that ends early has
+    all pieces at one shape.
+    """
+    layers, runner, piece_of = module("layers"), module("runner"), module("pieces.piece").piece_of
+    started, settings = [], []
+
+    class Process(runner.Process):
+        def __init__(self, work, name, jobs, given, **more):
+            started.append([(job["piece"], job["shape"]) for job in jobs])
+            settings.append(given["shares"])
+            super().__init__(work, name, [], given, **more)
+
+    monkeypatch.setattr(runner, "Process", Process)
+    monkeypatch.setattr(runner, "is_importable", lambda name: True)
+    monkeypatch.setattr(layers.os, "cpu_count", lambda: 2)
+    pieces = [piece_of(f"rwkv{version}_readout rwkv{version} attention") for version in (7, 6)]
+    shapes, skipped = ((1, 2, 64), (2, 2, 64)), []
+    options = layers.parse(["--timeout", "20", "--compile-seconds", "20"])
+    jobs = [(piece, shape) for piece in pieces for shape in shapes]
+    assert list(layers.measure_peers(jobs, options, {"dtype": "bfloat16"}, skipped)) == []
+    assert settings == [(0, 2), (1, 2), None]
+    assert started == [[(piece.label, shape) for shape in shapes for piece in pieces]] * 3
+    assert len(skipped) == 4
+
+
+def test_tables_of_launches_are_restored(module):
+    """Whatever happens between."""
+    launches, piece_of = module("pieces.launches"), module("pieces.piece").piece_of
+    options = launches.options(piece_of("norm_shift_mix rwkv7 attention"), (1, 8, 1024), "bwd", quick=True)
+    tables = [table for option in options for table, _, _ in option.entries]
+    before = [dict(table) for table in tables]
+    for option in options:
+        with pytest.raises(ZeroDivisionError), launches.taken(option):
+            assert all(table.get(key) == value for table, key, value in option.entries)
+            raise ZeroDivisionError
+    assert options and [dict(table) for table in tables] == before
+    assert launches.options(piece_of("rwkv7_keys rwkv7 attention"), (1, 8, 1024), "fwd", quick=True)
+
+
+def test_sizes_of_training_steps(module):
+    train_step = module("train_step")
+    sizes = train_step.sizes_of(train_step.parse(["--sizes", "all"]))
+    named = [("rwkv7", 24, 1024, 8), ("rwkv7", 24, 2048, 4), ("rwkv7", 12, 768, 16), ("rwkv6", 24, 1024, 8)]
+    assert [(s.model, s.layers, s.width, s.batch) for s in sizes] == named
+    assert {(s.tokens, s.vocab) for s in sizes} == {(4096, 32000)}
+    [size] = train_step.sizes_of(train_step.parse(["--sizes", "rwkv6-24x1024", "--layers", "2"]))
+    assert (size.model, size.layers, size.width) == ("rwkv6", 2, 1024)
+
+
+def test_a_loss_that_does_not_fall_is_no_peer(module):
+    base = {"op": "train_step", "model": "rwkv7", "shape": {"layers": 1}, "loss_first": 10.5}
+    ours = {**base, "implementation": "fla_jax", "ms": 2.0, "loss_last": 0.6}
+    stuck = {**base, "implementation": "rwkv-lm", "ms": 1.0, "loss_last": 9.0}
+    trains = {**base, "implementation": "fla", "ms": 3.0, "loss_last": 0.7}
+    module("train_step").compare([ours, stuck, trains])
+    assert (ours["peer"], ours["peer_ms"], ours["ratio"]) == ("fla", 3.0, 1.5)
+    assert "no peer" in stuck["note"] and "note" not in trains
+
+
+def test_kernels_are_summed_by_name(module, tmp_path):
+    """The streams of GPUs count, the host and other lines of a profile do not."""
+    times = module("steps.kernel_times")
+    names = [("process_name", 1, 0, "/device:GPU:0"), ("process_name", 2, 0, "/host:CPU")]
+    names += [("thread_name", 1, 7, "Stream #7(Compute)"), ("thread_name", 1, 8, "XLA Ops")]
+    ran = [("nvjet_tst_1", 3000, 1, 7), ("loop_fusion_12", 1000, 1, 7), ("loop_fusion.3", 500, 1, 7)]
+    ran += [("mix_fwd_kernel", 250, 1, 7), ("rwkv7_fwd_kernel", 250, 1, 7)]
+    ran += [("loop_fusion_12", 1000, 1, 8), ("nvjet_tst_1", 9, 2, 7)]
+    events = [{"ph": "M", "name": n, "pid": p, "tid": t, "args": {"name": said}} for n, p, t, said in names]
+    events += [{"ph": "X", "name": n, "pid": p, "tid": t, "ts": 0, "dur": us} for n, us, p, t in ran]
+    (tmp_path / "deep").mkdir()
+    with gzip.open(tmp_path / "deep" / "host.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    found = times.kernels(tmp_path)
+    assert found[:2] == [("nvjet_tst", 3.0, 1), ("loop_fusion", 1.5, 2)]
+    sums = {"products": 3.0, "other fusions": 1.5, "fused pieces": 0.25, "recurrences": 0.25}
+    assert times.by_kind(found) == sums and "nvjet_tst" in times.table(found, 1)
+    with pytest.raises(FileNotFoundError, match="has no profile"):
+        times.kernels(tmp_path / "nowhere")
+
+
+def test_efficiency(module):
+    """Equal work a device, or for the op alone all of it on one."""
+    scaling = module("scaling")
+    one, many = {"ms": 3.0}, {"ms": 4.0, "devices": 2}
+    efficiency = lambda one, mode: scaling.with_efficiency(many, one, scaling.MODES[mode], False)
+    assert efficiency(one, "data")["efficiency"] == 0.75
+    assert efficiency(one, "sequence, op")["efficiency"] == 0.375
+    assert efficiency({"error": "no memory"}, "data") == many

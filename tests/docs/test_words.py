@@ -1,0 +1,87 @@
+"""One word for one thing: pages use the field's words, and stay within their lengths."""
+
+from __future__ import annotations
+
+import re
+
+import blocks
+import pytest
+
+# pattern of an old word: the word to use
+OLD_WORDS = {
+    r"stretch(es)?": "split",
+    r"(?<!\.)walk(s|ed|ing)?": "scan",
+    r"launchers?": "host code",
+    r"transfer (kernels?|pass(es)?)": "chunk_state kernel",
+    r"(carry|gradients) kernels?": "bwd_dh, bwd_grads",
+    r"(combine|gather|reads) kernels?": "state_passing, state_grad, add_entry_output",
+    r"keys (as|are) rows|takes_rows|by_rows": "key-major, key_major",
+    r"kept[ _](states?|axes)|states? (is|are) kept": "state buffers, saved states, residual_axes",
+    r"any[- _]decays?|forms? for any decay|needs_any_decay": "unsafe gate, unsafe_gate",
+    r"bounded (forms?|decays?)|decays? (is|are) bounded": "safe gate, safe_gate",
+    r"entering states?|states? that enters?|leaving states?|states? that leaves?": "h0, ht",
+    r"own_rows|rows? of (its|their|one's) own": "TP region, enter_tp",
+    r"act_(embed|heads|mlp|vocab)": "activation_embed, activation_heads, ...",
+    r"in_pieces|fused pieces?|pieces of (a|the) (layers?|prompts?)": "microbatch, layer operation, chunk",
+    r"(?-i:[Nn]amings?)": "param map",
+    r"the house|rooms?": "import layers, package",
+    r"mendable|occurrences": "fixable, TokenCounts",
+    r"in (two|three) parts|in_parts|two_parts": "bf16x2, bf16x3, tf32x3",
+    r"the scores|scores? of pairs|inverses": "A (A_qk, A_ak, ...), A_ab_inv",
+    r"(a|the|own) windows?": "checkpoint interval",
+    r"last token's row|moved mixes|its moves": "prev, mix_delta",
+}
+# also wrong in the prose of pages, though a good word elsewhere
+OLD_WORDS_OF_PAGES = {
+    r"rows?": "batch element, sequence, request, example, query",
+    r"pieces?": "chunk, microbatch, layer operation",
+    r"alive|hands? (on|over)|handed (on|over)": "active, pass",
+    r"columns?": "key",
+}
+LENGTHS = {"pallas/DESIGN.md": 1500, "docs/performance.md": 600}
+PAGES = sorted(
+    str(path.relative_to(blocks.ROOT))
+    for path in (
+        *blocks.ROOT.glob("*.md"),
+        *blocks.ROOT.glob("docs/**/*.md"),
+        blocks.ROOT / "pallas" / "DESIGN.md",
+    )
+)
+
+
+def found(text: str, words: dict[str, str]) -> list[str]:
+    """The old words in a text, with their lines and what to write."""
+    said = []
+    for number, line in enumerate(text.splitlines(), 1):
+        for pattern, better in words.items():
+            if match := re.search(rf"(?<![\w/])(?:{pattern})(?!\w)", line, re.IGNORECASE):
+                said.append(f"line {number}: {match[0]!r}, write {better}")
+    return said
+
+
+def prose(text: str) -> str:
+    """A page without its code; lines keep their numbers."""
+    blank = lambda match: "\n" * match[0].count("\n")
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^ *```.*?^ *```", blank, text, flags=re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_use_the_words_of_the_field(page):
+    text = (blocks.ROOT / page).read_text()
+    assert not found(text, OLD_WORDS) + found(prose(text), OLD_WORDS_OF_PAGES)
+
+
+def test_old_words_are_found():
+    text = "a stretch\n```python\nrows = 1\n```\nrows of `rows`, takes_rows\n"
+    assert [line.partition(", write")[0] for line in found(text, OLD_WORDS)] == [
+        "line 1: 'stretch'",
+        "line 5: 'takes_rows'",
+    ]
+    assert [line.partition(":")[0] for line in found(prose(text), OLD_WORDS_OF_PAGES)] == ["line 5"]
+    assert not found("growth, sidewalks, a launched program, mushrooms", OLD_WORDS)
+
+
+@pytest.mark.parametrize("page", LENGTHS)
+def test_pages_stay_within_their_lengths(page):
+    words = len((blocks.ROOT / page).read_text().split())
+    assert words <= LENGTHS[page], f"{page} has {words} words"

@@ -1,0 +1,58 @@
+"""The one place that forces kernel variants which an interpreter's inputs (float32, small) do not select."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from . import cases
+
+MIX = "fla_jax.pallas.layer.norm_shift_mix_variants"
+# name: (module, attribute, its value or a function of the old one)
+FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
+    "bf16 dots": (("fla_jax.pallas.rwkv7.chunk_host", "has_bf16_dots", lambda old: lambda x: True),),
+    "key-major": tuple(
+        (f"fla_jax.pallas.{op}.chunk_host", "_is_key_major", lambda old: lambda plan, *arrays: True)
+        for op in cases.OPS
+    ),
+    "no wgmma": (("fla_jax.pallas.rwkv7.chunk_host", "has_wgmma", lambda old: lambda: False),),
+    "tf32x3": (("fla_jax.pallas.common.chunk_host", "INTERPRET", lambda old: False),),
+    "splits": (("fla_jax.pallas.common.chunk_host", "MIN_SPLIT_LEN", lambda old: 16),),
+    "no splits": (("fla_jax.pallas.common.chunk_host", "MAX_SPLIT_PROGRAMS", lambda old: {}),),
+    "recurrent gradients by chunks": (
+        ("fla_jax.pallas.rwkv7.recurrent_host", "_by_chunks", lambda old: lambda ctx, x: True),
+    ),
+    "mix: token blocks of 4": ((MIX, "MIN_BLOCK_LEN", lambda old: 4),),
+    "mix: tiles of 128 channels": (
+        (MIX, "VARIANTS", lambda old: [one for one in old if not one.is_whole]),
+        (MIX, "TILES", lambda old: {n: x._replace(channels=min(x.channels, 128)) for n, x in old.items()}),
+    ),
+    "mix: 2 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),),
+    "mix: 4 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=4) for n, x in old.items()}),),
+    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host", "_PROGRAMS", lambda old: 8),),
+}
+
+
+@contextlib.contextmanager
+def forced(*names: str) -> Iterator[None]:
+    """Context in which calls take these variants; nothing traced elsewhere is used, nor kept afterwards."""
+    if not names:
+        yield
+        return
+    with cases.fresh_traces(), pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            for module, attribute, value in FORCED[name]:
+                owner = importlib.import_module(module)
+                patch.setattr(owner, attribute, value(vars(owner)[attribute]))
+        yield
+
+
+def num_splits(case: cases.Case) -> int:
+    """Into how many pieces kernels split the tokens of a batch entry."""
+    from fla_jax.pallas.common import chunk_host
+
+    return chunk_host.num_splits_of(case.context())

@@ -1,0 +1,7 @@
+import pytest
+from harness import cases
+
+
+@pytest.fixture(params=cases.OPS)
+def op(request):
+    return request.param

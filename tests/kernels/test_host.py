@@ -1,0 +1,85 @@
+"""What the host code of the chunked kernels decides: where states are stored, which tiles, which programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from harness import variants
+from harness.cases import Case
+
+pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
+
+from fla_jax.pallas.common import chunk_host
+from fla_jax.pallas.common.state_buffers_host import state_buffers
+from fla_jax.pallas.rwkv7 import chunk_host as rwkv7
+
+pytestmark = pytest.mark.one_python
+
+
+@pytest.mark.parametrize(
+    "K, V, buffers", [(16, 10, 1), (16, 24, 2), (24, 40, 4), (64, 64, 4), (16, 72, 0), (128, 16, 1)]
+)
+def test_states_in_the_memory_of_gradients(op, K, V, buffers):
+    """As many as have the shape of one."""
+    x = Case(op, B=2, T=48, H=2, K=K, V=V).context().inputs
+    gradients = ("r", "k", "v", "w") if op == "rwkv6" else ("r", "k", "a", "b")
+    assert state_buffers(x, gradients, most=64).num_buffers == buffers
+
+
+@pytest.mark.parametrize(
+    "T, K, V, lengths, buffers",
+    [
+        (64, 72, 128, (), 4),
+        (96, 128, 40, (), 2),
+        (50, 88, 80, (), 0),  # the last state is of less than a chunk
+        (48, 128, 128, (), 0),  # ... of one chunk, whose tiles lack nothing where the other's lack all
+        (64, 72, 24, (), 1),
+        (58, 128, 40, (), 0),
+        (48, 96, 128, (), 0),
+        (0, 72, 24, (16, 1, 33, 20, 48), 0),
+    ],
+)
+def test_large_heads_store_a_state_for_two_chunks(T, K, V, lengths, buffers):
+    layout = dict(layout="packed", lengths=lengths) if lengths else {}
+    x = Case("rwkv7", B=1 if lengths else 2, T=T, H=2, K=K, V=V, **layout).context().inputs
+    with variants.forced("bf16 dots"):
+        assert rwkv7._state_buffers(x).chunks_per_state == 2
+        assert rwkv7._dstate_buffers(x).num_buffers == buffers
+
+
+@pytest.mark.parametrize("dtype, is_pair", [("bfloat16", True), ("float32", False), ("float16", False)])
+def test_large_heads_as_one_tile_are_bfloat16(dtype, is_pair):
+    """Others store a state for every chunk, or have other operands."""
+    ctx = Case("rwkv7", T=32, K=128, V=128, decay="layer", lower_bound=-0.61, dtype=dtype).context()
+    plan = chunk_host.make_plan("bwd_dh", rwkv7.LAUNCH, ctx, ctx.inputs)
+    assert rwkv7._is_pair_tile(plan, ctx.inputs, ctx.inputs.v) == is_pair
+
+
+def test_segment_bits():
+    """A bit for each token of a chunk that begins a segment, one that is always set, the first of them, the
+    last of them.
+    """
+    lengths = (5, 11, 1, 30, 2, 15, 7)
+    ids = jnp.repeat(jnp.arange(len(lengths)), jnp.array(lengths), total_repeat_length=71)[None]
+    starts = [sum(lengths[:i]) for i in range(1, len(lengths))]
+    for chunk, word in enumerate(chunk_host.segment_bits(ids)[0].tolist()):
+        local = [t % 16 for t in starts if t // 16 == chunk]
+        assert word & 0x1FFFF == sum(1 << t for t in (*local, 16))
+        assert (word >> 17 & 31, word >> 22) == (min(local, default=16), max(local, default=0))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("lengths", [(16, 1, 33, 20, 48), (0, 5, 0, 0, 17, 33, 0), (40,)])
+def test_programs_by_chunks_of_packed_sequences(lengths, every):
+    """All chunks of all sequences have a program, and there are few more."""
+    ctx = Case("rwkv7", B=1, H=2, K=72, V=24, layout="packed", lengths=lengths).context()
+    inputs = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), ctx.inputs)
+    inputs = inputs._replace(cu_seqlens=jnp.cumsum(jnp.array((0, *lengths))))
+    plan = chunk_host.make_plan("bwd_dh", rwkv7.LAUNCH, ctx, inputs)
+    (count, heads, others), owner = plan.by_chunks(every)
+    assert (heads, others) == (2, 1) and count <= -(-sum(lengths) // (16 * every)) + len(lengths)
+    chunk_offsets, found = plan.ranges["chunk_offsets_"], []
+    for number, sequence in enumerate(owner.tolist()):
+        n = (number - (int(chunk_offsets[sequence]) + sequence * (every - 1)) // every) * every
+        if n * 16 < lengths[sequence]:
+            found.append((sequence, n))
+    assert found == [(i, n) for i, length in enumerate(lengths) for n in range(0, -(-length // 16), every)]

@@ -1,0 +1,96 @@
+"""Checkpoints of a training run: what is restored, and what is said of files that are broken or missing."""
+
+import errno
+import os
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fla_jax.training import TrainingCheckpoints, last_checkpoint
+
+STATE = {"params": {"weight": np.arange(6.0, dtype=np.float32).reshape(2, 3)}, "step": np.int32(3)}
+SHAPES = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), STATE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    with TrainingCheckpoints(folder, keep=2) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, jax.tree.map(jnp.asarray, STATE), {"next_index": step})
+    return folder
+
+
+def test_the_last_one_is_restored(folder):
+    assert sorted(path.name for path in folder.iterdir()) == ["20", "30"]
+    assert last_checkpoint(folder) == folder / "30"
+    for state in (None, SHAPES):
+        found, data = TrainingCheckpoints(folder, read_only=True).restore(state)
+        jax.tree.map(np.testing.assert_array_equal, found, STATE)
+        assert data == {"next_index": 30}
+
+
+def test_incomplete_ones_are_removed_but_by_a_reader(folder):
+    left = folder / "40.orbax-checkpoint-tmp"
+    left.mkdir()
+    assert last_checkpoint(folder) == folder / "30"
+    TrainingCheckpoints(folder, read_only=True).restore()
+    assert left.exists()
+    TrainingCheckpoints(folder).close()
+    deadline = time.time() + 10  # they are removed in the background
+    while left.exists() and time.time() < deadline:
+        time.sleep(0.01)
+    assert not left.exists()
+
+
+def test_other_arrays_are_named(folder):
+    checkpoints = TrainingCheckpoints(folder, read_only=True)
+    wide = {**SHAPES, "params": {"weight": jax.ShapeDtypeStruct((2, 4), np.float32)}}
+    with pytest.raises(ValueError, match=r"30: params/weight must have shape \[2, 4\], got \[2, 3\]"):
+        checkpoints.restore(wide)
+    with pytest.raises(ValueError, match=r"30: step must have shape none, got \[\]"):
+        checkpoints.restore({"params": SHAPES["params"]})
+
+
+def test_saved_on_a_device_that_is_not_here(folder):
+    sharding = folder / "30/state/_sharding"
+    assert "cpu:0" in sharding.read_text()
+    sharding.write_text(sharding.read_text().replace("cpu:0", "cuda:0"))
+    found, _ = TrainingCheckpoints(folder, read_only=True).restore()
+    jax.tree.map(np.testing.assert_array_equal, found, STATE)
+
+
+def test_what_cannot_be_read(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty contains no checkpoint yet"):
+        TrainingCheckpoints(tmp_path / "empty", read_only=True).restore()
+    (folder / "30/state/manifest.ocdbt").write_text("broken")
+    with pytest.raises(ValueError, match=r"30 cannot be read: .*; delete it to use the one before") as error:
+        TrainingCheckpoints(folder, read_only=True).restore(SHAPES)
+    assert "\n" not in str(error.value)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="checkpoints cannot be opened: Not a directory"):
+        TrainingCheckpoints(tmp_path / "file" / "checkpoints")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
+@pytest.mark.parametrize("form", ["Error: [OS error {}: x]\nmore", "Failed [os_error_code='{}' x]", OSError])
+def test_what_cannot_be_written(tmp_path, monkeypatch, code, form):
+    """One line with the reason, and the last good checkpoint, whoever tells of the error."""
+    error = OSError(code, os.strerror(code)) if form is OSError else RuntimeError(form.format(code))
+
+    def fail(*args, **options):
+        raise error
+
+    checkpoints = TrainingCheckpoints(tmp_path)
+    monkeypatch.setattr(checkpoints._manager, "save", fail)
+    reason = f"7 cannot be written: {os.strerror(code)}; "
+    with pytest.raises(ValueError, match=re.escape(reason) + "there is no checkpoint yet$"):
+        checkpoints.save(7, STATE)
+    (tmp_path / "5").mkdir()
+    with pytest.raises(ValueError, match=re.escape(f"{reason}the last good checkpoint is {tmp_path}/5")):
+        checkpoints.save(7, STATE)
