@@ -16,6 +16,7 @@ import small_models as small
 from fla_jax.generation import Decoder, Engine, Sampling, decoder, generate, prefill, stream
 from fla_jax.models import stack_layers
 from fla_jax.ops.decode import Matrix
+from fla_jax.pallas.backend import triton
 
 GREEDY = Sampling(temperature=0.0)
 SLOW = (pytest.mark.slow, pytest.mark.one_python)
@@ -66,9 +67,9 @@ def test_greedy_tokens_are_the_models(version):
 def test_kernels(version, rows, monkeypatch):
     """Greedy tokens through Triton's interpreter; one row ends early. Few rows, and more."""
     launcher = pytest.importorskip("fla_jax.pallas.decode.projections_host")
-    if not launcher.launch.__globals__["INTERPRET"]:
+    if not triton.INTERPRET:
         pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
-    monkeypatch.setattr(launcher, "_PROGRAMS", 8)  # fewer and larger programs: the interpreter is slow
+    monkeypatch.setattr(launcher, "PROGRAMS", 8)  # fewer and larger programs: the interpreter is slow
     # a vocabulary that is no multiple of anything, and with one row a width that is no power of two
     sizes = {"vocab_size": 23, "num_layers": 2 if version == 7 else 1}
     model = small.model(version, hidden_size=192 if rows == 1 else 64, head_dim=16, **sizes)
@@ -87,9 +88,9 @@ def test_kernels(version, rows, monkeypatch):
 def test_products_of_the_library(version, monkeypatch):
     """What is done with the sums of products that are not the kernels' own: one token of five rows."""
     launcher = pytest.importorskip("fla_jax.pallas.decode.projections_host")
-    if not launcher.launch.__globals__["INTERPRET"]:
+    if not triton.INTERPRET:
         pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
-    monkeypatch.setattr(launcher, "TILED", launcher.FEW)
+    monkeypatch.setattr(launcher, "MAX_GEMM", launcher.MAX_GEMV)
     model, params = setup(version)
     tokens, start = jnp.arange(5), small.random_state(model, 5, 1)
     copy = lambda: jax.tree.map(jnp.copy, start)
@@ -173,9 +174,9 @@ def test_weights_of_8_bits(group):
 @pytest.mark.one_python
 def test_the_kernel_of_8_bits(monkeypatch):
     launcher = pytest.importorskip("fla_jax.pallas.decode.projections_host")
-    if not launcher.launch.__globals__["INTERPRET"]:
+    if not triton.INTERPRET:
         pytest.skip("Triton's interpreter is off")
-    monkeypatch.setattr(launcher, "_PROGRAMS", 8)
+    monkeypatch.setattr(launcher, "PROGRAMS", 8)
     model, params = setup(7)
     tokens, state = jnp.array([3, 5]), small.random_state(model, 2)
     options = {"int8_group": 16}

@@ -33,7 +33,7 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
     ),
     "mix: 2 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),),
     "mix: 4 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=4) for n, x in old.items()}),),
-    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host", "_PROGRAMS", lambda old: 8),),
+    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host", "PROGRAMS", lambda old: 8),),
 }
 
 

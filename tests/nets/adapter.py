@@ -93,7 +93,7 @@ FORCED: dict[str, tuple[tuple[str, Any], ...]] = {
     "mix: two tokens at once": (
         (_MIX + ":WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),
     ),
-    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host:_PROGRAMS", 8),),
+    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host:PROGRAMS", 8),),
 }
 _COMPUTED = ("mix: channel tiles of 128", "mix: two tokens at once")  # functions of the old value
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-CODE_ROWS = 64  # rows of a matrix that have one code, see pallas/decode/projections.py
+CODE_ROWS = 64  # rows of a matrix that have one code, see pallas/decode/gemv.py
 NONE, TANH, SIGMOID, SQUARE = range(4)  # what is done with sums; SQUARE: of the positive part
 NORM_EPS, GROUP_EPS, KEY_EPS = 1e-5, 64e-5, 1e-12
 
