@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .context import RecurrenceConfig
-from .sharding import vary_alike
+from .mesh import vary_alike
+from .types import RecurrenceConfig
 
 
 class Chunks(NamedTuple):

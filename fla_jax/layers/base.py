@@ -8,8 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from ..core.mesh import check_mesh, shard_like
 from ..core.names import name_dense
-from ..core.sharding import check_mesh, shard_like
 from ..ops.layer import norm_shift_mix
 from .fields import check_fields
 from .init import ByDepth, Initializer, computed

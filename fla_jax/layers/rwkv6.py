@@ -8,8 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from ..core.mesh import shard_like
 from ..core.names import name_dense
-from ..core.sharding import shard_like
 from ..ops import chunk_rwkv6, fused_recurrent_rwkv6
 from ..ops.layer import norm_shift_mix, rwkv6_decay, rwkv6_readout, squared_relu
 from .base import Attention, FeedForward

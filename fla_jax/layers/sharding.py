@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ..core.sharding import is_explicit, is_manual, mesh_axes, reshard, spec_of
+from ..core.mesh import is_explicit, is_manual, mesh_axes, reshard, spec_of
 
 Axes = tuple[str | None, ...]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..core.context_parallel import from_left, shard_on
-from ..core.sharding import is_explicit, is_manual, shard_like, spec_of
+from ..core.mesh import is_explicit, is_manual, shard_like, spec_of
 from .sharding import sequence_axis
 
 

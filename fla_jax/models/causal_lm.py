@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ..core.mesh import check_mesh, is_explicit, mesh_axes, reshard, spec_of, vary_alike
 from ..core.names import remat_policy
-from ..core.sharding import check_mesh, is_explicit, mesh_axes, reshard, spec_of, vary_alike
 from ..layers import RWKVState
 from ..layers.base import LAYER_NORM_EPS, before_end, check_lengths, with_axes
 from ..layers.init import head_gain, orthogonal, symmetric_uniform

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.context import RecurrenceConfig
+from ..core.types import RecurrenceConfig
 from ..core.varlen import Chunks
 from .intra_exact import Tree, dot, flat, kinds, pick, stack, sum_kinds
 

@@ -8,23 +8,27 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from ..core.context import Context, Outputs, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
+from ..core.context import Context
+from ..core.types import Outputs, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 
 GROWTH_SLACK = 100.0
 
 
-def rwkv6(ctx: Context[RecurrenceConfig], x: RWKV6Inputs, outputs: Outputs) -> None:
+def rwkv6(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs, outputs: Outputs) -> None:
     """Checks the inputs of one call."""
     _inputs(ctx, x)
 
 
-def rwkv7(ctx: Context[RecurrenceConfig], x: RWKV7Inputs, outputs: Outputs) -> None:
+def rwkv7(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs, outputs: Outputs) -> None:
     """Checks the inputs of one call, then how its states grew."""
     _inputs(ctx, x)
     _growth(ctx.op, x, outputs.final_state)
 
 
-def _inputs(ctx: Context[RecurrenceConfig], x: Any) -> None:
+def _inputs(
+    ctx: Context[RWKV6Inputs, RecurrenceConfig] | Context[RWKV7Inputs, RecurrenceConfig],
+    x: RWKV6Inputs | RWKV7Inputs,
+) -> None:
     op, lower_bound = ctx.op, ctx.settings.lower_bound
     for name, array in x._asdict().items():
         if array is not None and name not in ("segment_ids", "cu_seqlens"):

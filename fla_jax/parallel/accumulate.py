@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.sharding import spec_of
+from ..core.mesh import spec_of
 from ..layers.sharding import out_sharding
 
 

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ..core.sharding import is_explicit, reshard, vary_alike
+from ..core.mesh import is_explicit, reshard, vary_alike
 from ..layers.state import RWKVState, check_state
 from .losses import chunked_cross_entropy
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.arguments import check_number
-from ..core.sharding import is_explicit, reshard, shard_like, spec_of, vary_alike
+from ..core.mesh import is_explicit, reshard, shard_like, spec_of, vary_alike
 from ..layers.sharding import constrain, join_tokens, out_sharding, split_tokens, token_parts, unshard_for_dot
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from ..core.sharding import is_explicit, reshard, spec_of
+from ..core.mesh import is_explicit, reshard, spec_of
 from .losses import chunked_cross_entropy
 
 Loss = Callable[[Any, Any], Any]

@@ -89,6 +89,6 @@ def sum_over_blocks(partial: jax.Array) -> list[jax.Array]:
     return [total[:, i] for i in range(total.shape[1])]
 
 
-def no_residuals(ctx: Context[Any]) -> dict[str, str]:
+def no_residuals(ctx: Context[Any, Any]) -> dict[str, str]:
     """The ``residual_axes`` of ops whose backward recomputes everything."""
     return {}

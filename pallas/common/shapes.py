@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+Record = TypeVar("Record", bound=Any)  # a named tuple
 
 
 def tile(n: int) -> int:
@@ -13,8 +15,13 @@ def tile(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def like(x: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    """The shape of ``x``, and its dtype unless another is given."""
+def shaped(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A `jax.ShapeDtypeStruct`, typed as the array that takes its place in a call's outputs."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def like(x: jax.Array, dtype: Any = None) -> Any:
+    """`shaped` of ``x``, with its dtype unless another is given."""
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
 
 
@@ -31,3 +38,9 @@ def unused() -> jax.Array:
 def given(x: jax.Array | None, instead: jax.Array) -> jax.Array:
     """What a kernel gets for an array that may be missing: kernels take no None."""
     return instead if x is None else x
+
+
+def like_fields(x: Record, *names: str) -> Record:
+    """The record of `like` of the named fields; None for the other fields and for what ``x`` lacks."""
+    fields = {name: array if name in names else None for name, array in x._asdict().items()}
+    return jax.tree.map(like, type(x)(**fields))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from ...core.context import Context
+from ...core.implementation import Residuals
+from ...core.types import Keys, KeysInputs, KeysSettings
 from ..backend.triton import Launch, triton_call
 from ..common.headwise_host import HeadwiseLaunch, headwise_plan, no_residuals, sum_over_blocks
-from ..common.shapes import like
+from ..common.shapes import like, like_fields
 from .keys_kernels import (
     FirstValues,
     KeysConfig,
@@ -39,19 +39,18 @@ FIRST_VALUES_BLOCK, FIRST_VALUES_PROGRAMS = 1024, 528
 residual_axes = no_residuals
 
 
-def _constants(settings: Any) -> dict[str, float]:
+def _constants(settings: KeysSettings) -> dict[str, float]:
     return dict(decay_scale=settings.decay_scale, rate_scale=settings.rate_scale, eps=settings.eps)
 
 
-def _first_values(x: Any) -> jax.Array:
+def _first_values(x: KeysInputs) -> jax.Array:
     """v_first for the layers above, in the memory of the given one, which a loop over layers carries."""
     size, block = x.v.size, FIRST_VALUES_BLOCK
     block_len = -(-size // (FIRST_VALUES_PROGRAMS * block)) * block
-    out: tuple[Any] = (like(x.v),)
     return triton_call(
         first_values_kernel,
         FirstValues(x.v, x.v_first, x.residual, size, block_len),
-        out=out,
+        out=(like(x.v),),
         config=block,
         grid=(-(-size // block_len), 1, 1),
         launch=Launch(4),
@@ -59,10 +58,10 @@ def _first_values(x: Any) -> jax.Array:
     )[0]
 
 
-def fwd(ctx: Context[Any], x: Any) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+def fwd(ctx: Context[KeysInputs, KeysSettings], x: KeysInputs) -> tuple[Keys, Residuals]:
     """The results in the op's order: the kernel writes none that equals an input, and k and v once."""
     settings = ctx.settings
-    if x.residual is not None and not ctx.keep:  # no backward needs the given v_first
+    if x.residual is not None and not ctx.save_residuals:  # no backward needs the given v_first
         x = x._replace(v_first=_first_values(x), residual=None)
     out = KeysOut(
         w=like(x.k, settings.decay_name),
@@ -76,15 +75,16 @@ def fwd(ctx: Context[Any], x: Any) -> tuple[tuple[jax.Array, ...], dict[str, jax
     out = run(keys_fwd_kernel, x, out=out, config=KeysConfig, **_constants(settings))
     v = x.v if x.v_first is None else out.v
     first = x.v if x.v_first is None else x.v_first if x.residual is None else out.v_first
-    return (out.w, out.k, v, out.a, out.b, first, out.k, v), {}
+    return Keys(out.w, out.k, v, out.a, out.b, first, out.k, v), {}
 
 
-def bwd(ctx: Context[Any], x: Any, residuals: dict[str, jax.Array], cotangents: Any) -> Any:
+def bwd(
+    ctx: Context[KeysInputs, KeysSettings], x: KeysInputs, residuals: Residuals, cotangents: Keys
+) -> KeysInputs:
     """Gradients of all inputs, those of vectors for each sequence."""
     run, is_mixed = headwise_plan(LAUNCHES, "bwd", x.k), x.v_first is not None
-    written = ("decay", "rate", "k", *(("mix", "v", "v_first") if is_mixed else ()))
-    shapes = {name: like(array) if name in written else None for name, array in x._asdict().items()}
-    out = KeysGrads(x._replace(**shapes), run.sums_shape(5 if is_mixed else 4))
+    names = ("decay", "rate", "k", *(("mix", "v", "v_first") if is_mixed else ()))
+    out = KeysGrads(like_fields(x, *names), run.sums_shape(5 if is_mixed else 4))
     out = run(keys_bwd_kernel, x, cotangents, out=out, config=KeysConfig, **_constants(ctx.settings))
     w0, a0, k_k, k_a, *v0 = sum_over_blocks(out.sums)
     grads = out.x._replace(w0=w0, a0=a0, k_k=k_k, k_a=k_a)

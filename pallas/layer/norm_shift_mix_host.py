@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Mix, Mixed, MixInputs
+from ...core.context import Context
+from ...core.implementation import Residuals
+from ...core.types import Mix, Mixed, MixInputs
 from ..backend.triton import Launch, triton_call
-from ..common.shapes import like
+from ..common.shapes import like, like_fields, shaped
 from .norm_shift_mix_bwd import (
     MixGrads,
     NormBwdConfig,
@@ -32,7 +34,6 @@ from .norm_shift_mix_variants import (
     whole_launch,
 )
 
-unused_cotangents = ("x", "normalised")  # layers at either end of a residual stream do not use the sum
 Out = TypeVar("Out")
 
 
@@ -63,20 +64,20 @@ def _stats_shape(x: jax.Array) -> Stats:
     return Stats(per_token, per_token)
 
 
-def residual_axes(ctx: Context[Mix]) -> dict[str, str]:
+def residual_axes(ctx: Context[MixInputs, Mix]) -> dict[str, str]:
     """What the forward saves: statistics of the norm, and x + y, which is also a result."""
-    stats = {} if ctx.inputs.scale is None else {"mean": "b t", "rstd": "b t"}
-    return stats if ctx.inputs.y is None else stats | {"x": "b t c"}
+    stats = {} if ctx.shapes.scale is None else {"mean": "b t", "rstd": "b t"}
+    return stats if ctx.shapes.y is None else stats | {"x": "b t c"}
 
 
-def fwd(ctx: Context[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]:
+def fwd(ctx: Context[MixInputs, Mix], x: MixInputs) -> tuple[Mixed, Residuals]:
     """Results and residuals."""
     key, eps = MixKey.of("fwd", x), ctx.settings.eps
     variant = select(key)
     stats, saved, total = None, None, x.x
     if variant.is_whole:
         row = whole_launch(variant, key)
-        saved = _stats_shape(x.x) if ctx.keep else None
+        saved = _stats_shape(x.x) if ctx.save_residuals else None
     else:
         row = tile_launch(variant, "fwd", key)
         if key.has_norm:
@@ -92,7 +93,7 @@ def fwd(ctx: Context[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]:
             x = x._replace(x=total, y=None)
     results = Mixed(
         mixed=(like(x.x),) * len(x.mixes),
-        last=jax.ShapeDtypeStruct((x.x.shape[0], key.C), x.x.dtype),
+        last=shaped((x.x.shape[0], key.C), x.x.dtype),
         x=None if x.y is None else like(x.x),
         normalised=like(x.x) if ctx.settings.normalised else None,
     )
@@ -101,10 +102,10 @@ def fwd(ctx: Context[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]:
     residuals = {"x": total} | (out.stats or stats or Stats(None, None))._asdict()
     if x.y is not None or key.has_norm:
         out = out._replace(results=out.results._replace(x=total))
-    return out.results, {name: residuals[name] for name in residual_axes(ctx)} if ctx.keep else {}
+    return out.results, {name: residuals[name] for name in residual_axes(ctx)} if ctx.save_residuals else {}
 
 
-def bwd(ctx: Context[Mix], x: MixInputs, residuals: dict[str, jax.Array], cotangents: Mixed) -> MixInputs:
+def bwd(ctx: Context[MixInputs, Mix], x: MixInputs, residuals: Residuals, cotangents: Mixed) -> MixInputs:
     """Gradients of all inputs, those of parameters for each sequence."""
     (B, T, C), M, eps = x.x.shape, len(x.mixes), ctx.settings.eps
     key, has_sum = MixKey.of("bwd", x), x.y is not None
@@ -119,7 +120,7 @@ def bwd(ctx: Context[Mix], x: MixInputs, residuals: dict[str, jax.Array], cotang
     )
     programs, tiles, _ = _grid(row, x.x)
     out = MixGrads(
-        x=MixInputs(like(x.x), (), last=_like(x.last), moves=_like(x.moves)),
+        x=like_fields(x, "x", "last", "moves"),
         sums=jax.ShapeDtypeStruct((programs, M + 2 * key.has_norm, C), jnp.float32),
         tile_sums=jax.ShapeDtypeStruct((B, T, tiles, 2), jnp.float32) if is_split else None,
     )
@@ -138,7 +139,3 @@ def bwd(ctx: Context[Mix], x: MixInputs, residuals: dict[str, jax.Array], cotang
         scale=sums[:, M] if key.has_norm else None,
         bias=sums[:, M + 1] if key.has_norm else None,
     )
-
-
-def _like(x: jax.Array | None) -> jax.ShapeDtypeStruct | None:
-    return None if x is None else like(x)

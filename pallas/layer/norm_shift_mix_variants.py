@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from ...core.context import MixInputs
 from ...core.gpu import GPU, current_gpu
+from ...core.types import MixInputs
 from ..common.shapes import tile
 
 MIN_BLOCK_LEN = 8  # tokens of the smallest block that is worth a program

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-
 from ...core.context import Context
+from ...core.implementation import Residuals
+from ...core.types import Readout, ReadoutInputs, ReadoutSettings
 from ..common.headwise_host import HeadwiseLaunch, headwise_plan, no_residuals, sum_over_blocks
-from ..common.shapes import like
-from .readout_kernels import ReadoutConfig, ReadoutGrads, ReadoutOut, readout_bwd_kernel, readout_fwd_kernel
+from ..common.shapes import like, like_fields
+from .readout_kernels import ReadoutConfig, ReadoutGrads, readout_bwd_kernel, readout_fwd_kernel
 
 # Heads of 64 are measured on an H200, for both readouts. The backward of the other sizes has 8 elements a
 # thread: 16 spill.
@@ -29,18 +27,22 @@ LAUNCHES: dict[tuple[str, int], HeadwiseLaunch] = {
 residual_axes = no_residuals
 
 
-def fwd(ctx: Context[Any], x: Any) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+def fwd(ctx: Context[ReadoutInputs, ReadoutSettings], x: ReadoutInputs) -> tuple[Readout, Residuals]:
     """y."""
     run, s = headwise_plan(LAUNCHES, "fwd", x.o), ctx.settings
-    out = ReadoutOut(like(x.o))
+    out = Readout(like(x.o))
     return run(readout_fwd_kernel, x, out=out, config=ReadoutConfig, silu=s.silu, eps=s.eps), {}
 
 
-def bwd(ctx: Context[Any], x: Any, residuals: dict[str, jax.Array], cotangents: Any) -> Any:
+def bwd(
+    ctx: Context[ReadoutInputs, ReadoutSettings],
+    x: ReadoutInputs,
+    residuals: Residuals,
+    cotangents: Readout,
+) -> ReadoutInputs:
     """Gradients of all inputs, those of vectors for each sequence."""
     run, s = headwise_plan(LAUNCHES, "bwd", x.o), ctx.settings
-    shapes = jax.tree.map(like, x._replace(scale=None, bias=None, r_k=None))
-    out = ReadoutGrads(shapes, run.sums_shape(2 if x.r_k is None else 3))
+    out = ReadoutGrads(like_fields(x, "o", "gate", "r", "k", "v"), run.sums_shape(2 if x.r_k is None else 3))
     out = run(readout_bwd_kernel, x, cotangents, out=out, config=ReadoutConfig, silu=s.silu, eps=s.eps)
     scale, bias, *r_k = sum_over_blocks(out.sums)
     return out.x._replace(scale=scale, bias=bias, r_k=r_k[0] if r_k else None)

@@ -36,12 +36,6 @@ class ReadoutConfig(HeadwiseConfig):
     eps: float
 
 
-class ReadoutOut(NamedTuple):
-    """Output of the forward."""
-
-    y: Any
-
-
 class ReadoutGrads(NamedTuple):
     """Gradients of the token arrays, and the blocks' sums for scale, bias and r_k."""
 
@@ -59,7 +53,7 @@ def normalise(o, mask, c: tl.constexpr):
 
 @triton.jit
 def readout_fwd_kernel(x, dims, out, c: tl.constexpr):
-    """``x``: the op's inputs."""
+    """``x``: the op's inputs (`ReadoutInputs`), ``out``: `Readout`."""
     block = token_block(dims, c)
     channels = head_channels(block, c)
     scale, bias = load_vector(x.scale, channels, c), load_vector(x.bias, channels, c)
@@ -85,7 +79,7 @@ def readout_fwd_kernel(x, dims, out, c: tl.constexpr):
 
 @triton.jit
 def readout_bwd_kernel(x, do, dims, grads, c: tl.constexpr):
-    """``do``: the cotangent of y."""
+    """``do``: the cotangent of the result (`Readout`)."""
     COUNT: tl.constexpr = 3 if x.r_k is not None else 2
     block = token_block(dims, c)
     channels = head_channels(block, c)

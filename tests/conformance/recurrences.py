@@ -99,12 +99,12 @@ PLANS = {
             *(dict(T=40, K=D, V=D, decay=d, dtype="float32") for D in (64, 128) for d in ("smooth", "mixed")),
             *(dict(w_dtype=d, **BOUNDED) for d in ("float32", "float16")),
             dict(w_dtype="float32", decay="mixed", T=40),
-            # RWKV-7's large heads have kernels of their own
+            # RWKV-7's large heads have other kernels
             dict(K=128, V=128, w_dtype="float32", **BOUNDED),
             dict(K=128, V=128, w_dtype="float16", T=64, **BOUNDED),
             dict(K=128, V=128, decay="mixed", layout="segments", lengths=(5, 9, 1, 17, 16)),
             dict(K=128, V=128, decay="mixed", layout="packed", lengths=PACKED),
-            # gradients of their states lie where those of tokens will: rows of whole pairs of chunks
+            # gradients of states are stored where those of tokens will be: whole pairs of chunks
             dict(T=64, K=128, V=128, decay="mixed"),
             dict(T=96, K=72, V=40, layout="segments", lengths=(5, 9, 1, 17, 64), **BOUNDED),
         ),
@@ -149,7 +149,7 @@ def calls(place: Place) -> Iterator[tuple[str, str, Case]]:
 
 def _at_some_scale(name: str, case: Case) -> Case:
     """The case with a size of its values and a scale of its cotangents, drawn by its name. What is compared
-    is relative to each array's own norm: tolerances are the same at every scale.
+    is relative to each array's norm: tolerances are the same at every scale.
     """
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     if case.dtype == "float16" or case.w_dtype == "float16":
@@ -168,7 +168,7 @@ def _varied(plan: Plan, op: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for T in plan.lengths:
         yield f"T {T}", dict(T=T, scale=0.35)
     for K, V in plan.sizes:
-        # eight rows and heads: with K = V = 1 and one of them dS0 is a single number, a product of
+        # eight batch entries and heads: with K = V = 1 and one of them dS0 is a single number, a product of
         # differences that may nearly all cancel, and its relative error would judge the numbers drawn
         yield f"K {K} V {V}", dict(T=20, H=4, K=K, V=V)
     for dtype, w_dtype in plan.kinds:
@@ -194,7 +194,7 @@ def _varied(plan: Plan, op: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _nearly_parallel(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """The triangular inverse of RWKV-7 at its worst: every token removes what nearly the same direction of
-    the token before holds. An inverse by doubling over 16 rows loses everything here. In bfloat16 the answer
+    the token before holds. An inverse by doubling over 16 tokens loses everything. In bfloat16 the answer
     itself moves with the inputs' rounding: tests/gpu judges that.
     """
     if plan.shape.get("dtype") != "bfloat16" and plan.forms[0] == "chunk":

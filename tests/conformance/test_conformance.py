@@ -65,22 +65,47 @@ def _vmaps(place: Place) -> Iterator[Entry]:
 
 ENTRIES = [entry for place in places.here() for entry in _entries(place)]
 VMAPS = [entry for place in places.here() for entry in _vmaps(place)]
-# the first of every op and place stands for the others
+# the first of every op and place
 FIRST = {(entry.place, entry.name.split()[0]): entry for entry in reversed(ENTRIES)}
 
 
+def each(entries: Any, is_one_python: Any = lambda entry: False, is_slow: Any = lambda entry: False) -> Any:
+    def parameter(entry: Entry) -> Any:
+        marks = [pytest.mark.one_python] * is_one_python(entry) + [pytest.mark.slow] * is_slow(entry)
+        return pytest.param(entry, id=f"{entry.place} {entry.name}", marks=marks)
+
+    return pytest.mark.parametrize("entry", [parameter(entry) for entry in entries])
+
+
+MORE = r"\S+ (T|K \d+ V|chunk|segments|packed) \d+"  # more of the same programs
+DECAYS = ("weak", "layer", "strong", "huge", "channels", "smooth")  # all are in "mixed"
+
+
 def _is_one_python(entry: Entry) -> bool:
-    """Values of interpreters are Triton's, Pallas' and NumPy's; more sizes, lengths, chunks and layouts are
-    more of the same programs.
+    """Values of interpreters are Triton's, Pallas' and NumPy's."""
+    return bool(re.fullmatch(MORE, entry.name)) or entry.place is TRITON_INTERPRETER
+
+
+def _is_slow(entry: Entry) -> bool:
+    """The fast tier runs one length, head size, chunk size and layout of each op and place, and mixed decays;
+    a GPU runs all.
     """
-    more = re.fullmatch(r"\S+ (T|K \d+ V|chunk|segments|packed) \d+", entry.name)
-    return bool(more) or entry.place is TRITON_INTERPRETER
+    if entry.place.where == "gpu" or entry in FIRST_OF_A_KIND:
+        return False
+    decay = entry.name.split(" ")[1] in DECAYS and not entry.name.endswith("float64")
+    return decay or "above" in entry.name or bool(re.search(r" \d+$", entry.name))
 
 
-def each(entries: Any, is_one_python: Any = lambda entry: False) -> Any:
-    marks = lambda entry: [pytest.mark.one_python] if is_one_python(entry) else []
-    parameters = [pytest.param(e, id=f"{e.place} {e.name}", marks=marks(e)) for e in entries]
-    return pytest.mark.parametrize("entry", parameters)
+def _first_of_a_kind() -> list[Entry]:
+    kinds: dict[Any, Entry] = {}
+    for entry in ENTRIES:
+        op, *rest = entry.name.split(" ")
+        kinds.setdefault((entry.place, op, re.sub(r"-?[\d.]+", "", " ".join(rest))), entry)
+    more = lambda entry: re.search(r" \d+$", entry.name) or "above" in entry.name
+    return [entry for entry in kinds.values() if more(entry)]
+
+
+FIRST_OF_A_KIND = _first_of_a_kind()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -99,7 +124,7 @@ def interpreter(monkeypatch, entry):
         monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
 
 
-@each(ENTRIES, _is_one_python)
+@each(ENTRIES, _is_one_python, _is_slow)
 def test_values_and_gradients(entry):
     with jax.enable_x64(entry.case.dtype == "float64"):
         cases.check(*entry.arguments, **entry.options)

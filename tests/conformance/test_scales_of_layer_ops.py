@@ -1,5 +1,5 @@
 """The layers' ops at every scale of values and cotangents, where they run, against their float64 references;
-each head, or each call of norm, shift and mixes, by its own norms.
+each head, or each call of norm, shift and mixes, by its norms.
 """
 
 from __future__ import annotations

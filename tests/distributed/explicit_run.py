@@ -42,7 +42,7 @@ def whole(path, x):
 
 
 def by_rows(path, x):
-    """What rows are split over splits the largest axis of every parameter, vectors included."""
+    """The batch axis splits the largest axis of every parameter, vectors included."""
     axis = int(np.argmax(x.shape))
     return P(*(None,) * axis, "data") if x.shape[axis] % 4 == 0 else P()
 
@@ -103,7 +103,7 @@ def jitted(fn):
 
 
 def shifted_over_time(x, last, ids):
-    """Largest difference of the token shift, and of its gradient, to that of whole rows."""
+    """Largest difference of the token shift, and of its gradient, to that of one device."""
     run = jax.value_and_grad(lambda x, last: jnp.sum(jnp.sin(2 * token_shift(x, last, ids)) * x), (0, 1))
     got = jax.device_get(jax.jit(run)(x, last))
     with jax.set_mesh(jax.make_mesh((1,), ("one",), devices=jax.devices()[:1])):
@@ -143,7 +143,7 @@ def report(version):
         text, segments = jax.device_put((tokens, ids), ROWS)
         attempt("init", traced, scanned.init, jax.random.key(0), text)
         for how in (whole, by_rows, by_heads, by_both):
-            # `state` is whole on every device, as it comes from anywhere else: it goes where its rows are
+            # `state` is whole on every device, as it comes from elsewhere: it is resharded with the batch
             for model, p, options in ((scanned, params, ()), (plain, one, (state, segments))):
                 p, name = sharded(p, how), f"{how.__name__}, {'plain' if options else 'scanned'}"
                 attempt(f"{name}, gradient", traced, gradient, model, p, text, *options)

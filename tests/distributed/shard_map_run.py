@@ -13,16 +13,16 @@ from harness.cases import OPS, Case, HeadCase, MixCase, build, call
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fla_jax.core.sharding import varying_axes
+from fla_jax.core.mesh import varying_axes
 from fla_jax.layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward
 
 SIZES = {"data": 4, "model": 2}
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-ROWS, HEADS, BOTH = P("data"), P(None, None, "model"), P("data", None, "model")
+BATCH, HEADS, BOTH = P("data"), P(None, None, "model"), P("data", None, "model")
 LAYERS = {6: (RWKV6Attention, RWKV6FeedForward), 7: (RWKV7Attention, RWKV7FeedForward)}
 
 
-def own(x, all_axes, spec):
+def local(x, all_axes, spec):
     """What devices get of ``x`` as ``spec`` says, put side by side: of an axis that ``all_axes`` splits and
     ``spec`` does not, the first part alone, which all of them share.
     """
@@ -32,7 +32,7 @@ def own(x, all_axes, spec):
 
 
 def whole(x, all_axes, spec):
-    """The inverse of `columns`, where devices share the same."""
+    """The inverse of `local`, where devices share the same."""
     split = [*spec, *(None,) * x.ndim]
     return jnp.tile(x, [SIZES[a] if a and not split[i] else 1 for i, a in all_axes])
 
@@ -55,7 +55,7 @@ class Sharded:
     def __init__(self, fn, arrays, finest, specs, out=BOTH):
         self.specs = {**finest, **specs}
         self.all = {name: axes(x, finest[name]) for name, x in arrays.items()}
-        self.args = {name: own(x, self.all[name], self.specs[name]) for name, x in arrays.items()}
+        self.args = {name: local(x, self.all[name], self.specs[name]) for name, x in arrays.items()}
         self.fn, self.out = fn, out
 
     def inside(self, fn, out):
@@ -101,7 +101,7 @@ def recurrence(op, implementation, T=9, form="chunk", **specs):
     return Sharded(run, arrays, finest, specs)
 
 
-def piece(op, implementation, **specs):
+def on_heads(op, implementation, **specs):
     arrays = build(HeadCase(op, B=8, T=3, H=2, N=4)).arrays
     finest = {n: BOTH if x.ndim == 4 else P("model") for n, x in arrays.items()}
     return Sharded(lambda x: call(op, x, implementation=implementation), arrays, finest, specs)
@@ -109,16 +109,16 @@ def piece(op, implementation, **specs):
 
 def mixes(implementation, **specs):
     arrays = build(MixCase(B=8, T=5, C=6, M=2)).arrays
-    finest = {n: ROWS if n in ("x", "y", "last") else P() for n in arrays}
+    finest = {n: BATCH if n in ("x", "y", "last") else P() for n in arrays}
     run = lambda x: call("norm_shift_mix", x, implementation=implementation)["mixed"]
     return Sharded(run, arrays, finest, specs, P(None, "data"))
 
 
 def model(version, T=5, state=False, lengths=False, **options):
-    """Parameters that all devices have, rows of tokens; perhaps a state that they share."""
+    """Parameters that all devices have, tokens; perhaps a state that they share."""
     one = small.model(version, implementation="xla", **options)
     arrays = {"params": small.params(one), "tokens": small.tokens(8, T)}
-    held = small.random_state(one, 2) if state else None  # for the rows of each device
+    held = small.random_state(one, 2) if state else None  # for the examples of each device
 
     def run(params, tokens):
         given = None
@@ -132,12 +132,12 @@ def model(version, T=5, state=False, lengths=False, **options):
 
 def model_inside(version, numbers, **options):
     run, arrays = model(version, **options)
-    split = dict(mesh=MESH, in_specs=(P(), ROWS))
+    split = dict(mesh=MESH, in_specs=(P(), BATCH))
     each = jax.shard_map(jax.grad(lambda p, t: weighed(run(p, t))), out_specs=P(), **split)
     if not numbers:
         jax.eval_shape(each, *arrays.values())
         return 0.0
-    through = jax.shard_map(run, out_specs=ROWS, **split)
+    through = jax.shard_map(run, out_specs=BATCH, **split)
     got = jax.jit(lambda *args: (through(*args), each(*args)))(*arrays.values())
     want = jax.jit(lambda *args: (run(*args), jax.grad(lambda p, t: weighed(run(p, t)))(*args)))
     return largest(got, want(*arrays.values()))
@@ -154,7 +154,7 @@ def layers(version, T):
         def grad(variables, x, one=one):
             return jax.grad(lambda v, x: weighed(one.apply(v, x)), (0, 1))(variables, x)
 
-        specs = P(), ROWS
+        specs = P(), BATCH
         jax.eval_shape(jax.shard_map(grad, mesh=MESH, in_specs=specs, out_specs=specs), variables, x)
     return 0.0
 
@@ -170,17 +170,17 @@ def report(version, implementation):
             found[name] = f"{type(error).__name__}: {error}"[:500]
 
     op = OPS[version - 6]
-    shared = dict(k=P(), v=HEADS, w=ROWS, initial_state=P(None, "model"))
+    shared = dict(k=P(), v=HEADS, w=BATCH, initial_state=P(None, "model"))
     attempt("op", recurrence(op, implementation, **shared).gradients)
     if implementation == "triton":
-        pieces = dict(o=ROWS, gate=HEADS, scale=P()), dict(v_first=P(), k=ROWS, w0=P())
-        name, specs = (f"{op}_readout", pieces[0]) if version == 6 else ("rwkv7_keys", pieces[1])
-        attempt(name, piece(name, implementation, **specs).gradients)
+        specs = dict(o=BATCH, gate=HEADS, scale=P()), dict(v_first=P(), k=BATCH, w0=P())
+        name, specs = (f"{op}_readout", specs[0]) if version == 6 else ("rwkv7_keys", specs[1])
+        attempt(name, on_heads(name, implementation, **specs).gradients)
         return found
     attempt("op without state", recurrence(op, implementation, no_state=True).traced)
     attempt("op, eager", recurrence(op, implementation, **shared).eager)
     if version == 7:
-        attempt("keys", piece("rwkv7_keys", implementation, v_first=P(), k=ROWS, w0=P()).gradients)
+        attempt("keys", on_heads("rwkv7_keys", implementation, v_first=P(), k=BATCH, w0=P()).gradients)
     else:
         attempt("mixes", mixes(implementation, y=P(), last=P()).gradients)
     for T, form in ((1, "fused_recurrent"), (5, "fused_recurrent"), (5, "chunk")):
@@ -195,6 +195,6 @@ def report(version, implementation):
     if version == 6:  # each operation of an eager one is compiled: seconds
         return found
     run, arrays = model(version, num_layers=1, T=1)
-    eager = jax.shard_map(run, mesh=MESH, in_specs=(P(), ROWS), out_specs=ROWS)
+    eager = jax.shard_map(run, mesh=MESH, in_specs=(P(), BATCH), out_specs=BATCH)
     attempt("model, eager", lambda: largest(eager(*arrays.values()), jax.jit(run)(*arrays.values())))
     return found

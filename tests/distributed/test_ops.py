@@ -24,7 +24,7 @@ def program(case: Any, implementation: str, mode: str, over: dict[str, str], mes
 
 
 def parameters(programs: dict[str, Program], later: tuple[str, ...] = ()) -> list[Any]:
-    marks = lambda name: [pytest.mark.one_python] if name.startswith(later) else []
+    marks = lambda name: [pytest.mark.one_python, pytest.mark.slow] if name.startswith(later) else []
     return [pytest.param(one, id=name, marks=marks(name)) for name, one in programs.items()]
 
 

@@ -6,7 +6,7 @@ import pytest
 from harness import processes
 
 
-@pytest.mark.parametrize("version", [6, 7])
+@pytest.mark.parametrize("version", [6, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_shard_map(version, implementation):
     found = processes.report("distributed/shard_map_run.py", version, implementation)

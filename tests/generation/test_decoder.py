@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_models as small
+from harness import tiers, variants
 
 from fla_jax.generation import Decoder, Engine, Sampling, decoder, generate, prefill, stream
 from fla_jax.models import stack_layers
@@ -30,22 +31,34 @@ def setup(version, **options):
     return model, small.params(model)
 
 
+def assert_close(got, want, tol):
+    """Logits and states, or states alone."""
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), tol), got, want)
+
+
+def compared(model, params, B, implementation, tol, active=None, **options):
+    """Logits and state of one token, asserted to be the plain form's (the model's without options)."""
+    tokens, start = jnp.arange(B) * 3, small.random_state(model, B, 1)
+    run = lambda name: Decoder(model, params, implementation=name, **options)(
+        tokens, jax.tree.map(jnp.copy, start), active
+    )
+    (got, state), (want, want_state) = run(implementation), run("plain" if options else "model")
+    live = slice(None) if active is None else active
+    assert_close((got[live], state), (want[live], want_state), tol)
+    return got, state, start
+
+
 @pytest.mark.parametrize("version", small.VERSIONS)
 def test_one_token_is_the_models(version):
-    """Logits and states; a row that is over keeps its state to the last bit. Layers stacked or not."""
+    """Logits and states; an inactive entry keeps its state to the last bit. Layers stacked or not."""
     model, params = setup(version)
-    rows = 4
-    tokens, active = jnp.arange(rows) * 3, jnp.arange(rows) != 1
-    start = small.random_state(model, rows, 1)
-    copy = lambda: jax.tree.map(jnp.copy, start)
-    want, want_state = Decoder(model, params, implementation="model")(tokens, copy(), active)
-    fast = Decoder(model, params, implementation="plain")
-    got, state = fast(tokens, copy(), active)
-    assert small.error(got[active], want[active]) < 2e-6
-    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 2e-6), state, want_state)
+    active = jnp.arange(4) != 1
+    got, state, start = compared(model, params, 4, "plain", 2e-6, active)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 1], b[:, 1]), state, start)
     scanned = type(model)(type(model.config)(**{**vars(model.config), "scan_layers": True}))
-    again, _ = Decoder(scanned, stack_layers(params), implementation="plain")(tokens, copy(), active)
+    again, _ = Decoder(scanned, stack_layers(params), implementation="plain")(
+        jnp.arange(4) * 3, start, active
+    )
     np.testing.assert_array_equal(again, got)
 
 
@@ -61,43 +74,46 @@ def test_greedy_tokens_are_the_models(version):
     assert len(set(want.tokens[0].tolist())) > 3, "a loop of few tokens tests nothing"
 
 
-@pytest.mark.parametrize(
-    "version, rows", [(7, 1), pytest.param(6, 1, marks=SLOW), pytest.param(7, 5, marks=SLOW), (6, 5)]
-)
-def test_kernels(version, rows, monkeypatch):
-    """Greedy tokens through Triton's interpreter; one row ends early. Few rows, and more."""
-    launcher = pytest.importorskip("fla_jax.pallas.decode.projections_host")
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The host code of the kernels, with fewer and larger programs: the interpreter is slow."""
+    host = pytest.importorskip("fla_jax.pallas.decode.projections_host")
     if not triton.INTERPRET:
         pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
-    monkeypatch.setattr(launcher, "PROGRAMS", 8)  # fewer and larger programs: the interpreter is slow
-    # a vocabulary that is no multiple of anything, and with one row a width that is no power of two
+    with variants.forced("decode: 8 programs"):
+        yield host
+
+
+@pytest.mark.parametrize(
+    "version, B", [(7, 1), pytest.param(6, 1, marks=SLOW), pytest.param(7, 5, marks=SLOW), (6, 5)]
+)
+def test_kernels(version, B, interpreted):
+    """Greedy tokens through Triton's interpreter; one request ends early. Small batches, and larger ones."""
+    # a vocabulary that is no multiple of anything, and with B = 1 a width that is no power of two
     sizes = {"vocab_size": 23, "num_layers": 2 if version == 7 else 1}
-    model = small.model(version, hidden_size=192 if rows == 1 else 64, head_dim=16, **sizes)
+    model = small.model(version, hidden_size=192 if B == 1 else 64, head_dim=16, **sizes)
     params = small.params(model)
-    prompts = [[3, 1, 4], [9], [2, 6], [5], [3, 5]][:rows]
+    prompts = [[3, 1, 4], [9], [2, 6], [5], [3, 5]][:B]
     plain = generate(model, params, prompts, 3, GREEDY)
     stop = Sampling(temperature=0.0, stop=(int(plain.tokens[-1][1]),))
     want = generate(model, params, prompts, 3, stop)
     got = generate(model, params, prompts, 3, stop, decoder=Decoder(model, params, implementation="triton"))
     for a, b in zip(want.tokens, got.tokens, strict=True):
         np.testing.assert_array_equal(a, b)
-    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 5e-6), got.state, want.state)
+    assert_close(got.state, want.state, 5e-6)
 
 
-@pytest.mark.parametrize("version", small.VERSIONS)
-def test_products_of_the_library(version, monkeypatch):
-    """What is done with the sums of products that are not the kernels' own: one token of five rows."""
-    launcher = pytest.importorskip("fla_jax.pallas.decode.projections_host")
-    if not triton.INTERPRET:
-        pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
-    monkeypatch.setattr(launcher, "MAX_GEMM", launcher.MAX_GEMV)
-    model, params = setup(version)
-    tokens, start = jnp.arange(5), small.random_state(model, 5, 1)
-    copy = lambda: jax.tree.map(jnp.copy, start)
-    want, want_state = Decoder(model, params, implementation="model")(tokens, copy())
-    got, state = Decoder(model, params, implementation="triton")(tokens, copy())
-    assert small.error(got, want) < 5e-6
-    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 5e-6), state, want_state)
+@pytest.mark.parametrize("version", tiers.first([7, 6]))
+def test_products_of_the_library(version, interpreted, monkeypatch):
+    """What follows products that are not the kernels': one token of five requests."""
+    monkeypatch.setattr(interpreted, "MAX_GEMM", interpreted.MAX_GEMV)
+    compared(*setup(version), 5, "triton", 5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.one_python
+def test_the_kernel_of_8_bits(interpreted):
+    compared(*setup(7), 2, "triton", 5e-6, int8_group=16)
 
 
 def is_matrix(x):
@@ -168,21 +184,6 @@ def test_weights_of_8_bits(group):
     tokens = small.tokens(64, 2, seed=5)
     want = logits_of(Decoder(model, params, implementation="plain"), tokens, model.init_state(2))
     assert small.error(logits_of(decoder, tokens, model.init_state(2)), want) < 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.one_python
-def test_the_kernel_of_8_bits(monkeypatch):
-    launcher = pytest.importorskip("fla_jax.pallas.decode.projections_host")
-    if not triton.INTERPRET:
-        pytest.skip("Triton's interpreter is off")
-    monkeypatch.setattr(launcher, "PROGRAMS", 8)
-    model, params = setup(7)
-    tokens, state = jnp.array([3, 5]), small.random_state(model, 2)
-    options = {"int8_group": 16}
-    want, _ = Decoder(model, params, implementation="plain", **options)(tokens, jax.tree.map(jnp.copy, state))
-    got, _ = Decoder(model, params, implementation="triton", **options)(tokens, state)
-    assert small.error(got, want) < 5e-6
 
 
 def test_rows_in_slots_with_the_fast_path():

@@ -7,6 +7,7 @@ import numpy as np
 import official
 import pytest
 import small_models as small
+from harness import tiers
 
 from fla_jax.generation import Sampling, generate, prefill, stream
 
@@ -24,13 +25,9 @@ def model_and_params(version, dtype):
 
 @pytest.mark.parametrize(
     "dtype",
-    [
-        "float64",
-        "float32",
-        *(pytest.param(name, marks=pytest.mark.one_python) for name in ("bfloat16", "float16")),
-    ],
+    tiers.first(["float64", "float32", "bfloat16", "float16"], 2, (tiers.ONE_PYTHON, tiers.SLOW)),
 )
-@pytest.mark.parametrize("version", [7, pytest.param(6, marks=pytest.mark.one_python)])
+@pytest.mark.parametrize("version", tiers.first([7, 6], 1, (tiers.ONE_PYTHON, tiers.SLOW)))
 def test_every_precision(version, dtype):
     """The state after some tokens is the official model's, to the precision of the model; streaming
     gives the same tokens, and so does float32 without jax_enable_x64; a state handed on goes on."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import tiers
 from sampling_reference import reference
 
 from fla_jax.generation import sampling
@@ -50,6 +51,7 @@ def test_equals_the_rules(name):
 
 
 EXTREMES = {"freezing": Sampling(temperature=1e-38), "boiling": Sampling(temperature=1e38, banned=(3,))}
+OTHERS = ("defaults", "plain", "cold", "hot", "top_p 0", "freezing")
 
 
 def interpreted():
@@ -61,8 +63,8 @@ def interpreted():
 
 
 @pytest.mark.one_python
-@pytest.mark.parametrize("part", [16, 4])
-@pytest.mark.parametrize("name", [*SETTINGS, *EXTREMES])
+@pytest.mark.parametrize("part", tiers.first([4, 16]))
+@pytest.mark.parametrize("name", tiers.first(["both", "penalties", "greedy", "boiling", *OTHERS], 4))
 def test_without_sorting(name, part, monkeypatch):
     """The kernels, in Triton's interpreter, choose the tokens that sorting does: many draws, rows with ties,
     with infinities, and with nothing to choose from; the vocabulary in one part and in four.
@@ -92,7 +94,9 @@ def test_without_sorting(name, part, monkeypatch):
 @pytest.mark.one_python
 @pytest.mark.parametrize(
     "name, spread",
-    [("defaults", 0.5), ("defaults", 3), ("defaults", 12), ("plain", 3), ("both", 3), ("greedy", 3)],
+    tiers.first(
+        [("both", 3), ("defaults", 0.5), ("defaults", 3), ("defaults", 12), ("plain", 3), ("greedy", 3)]
+    ),
 )
 def test_lists_of_what_is_probable_enough(name, spread, monkeypatch):
     """Distributions from nearly flat to nearly certain, over parts of which the last is not full. A row alone

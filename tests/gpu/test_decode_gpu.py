@@ -37,19 +37,19 @@ def exact():
 
 
 @pytest.mark.parametrize("version", small.VERSIONS)
-@pytest.mark.parametrize("rows", [1, 3, 6, 40, 130])
-def test_logits_and_states(version, rows, exact):
-    """Of every way to launch: few rows, tensor cores, the library. A row that is over keeps its state."""
+@pytest.mark.parametrize("B", [1, 3, 6, 40, 130])
+def test_logits_and_states(version, B, exact):
+    """Of every way to launch: small batches, tensor cores, the library. An inactive entry keeps its state."""
     model, params = setup(version)
-    tokens, active = jnp.arange(rows) * 7, jnp.arange(rows) != 1
-    start = small.random_state(model, rows, 1)
+    tokens, active = jnp.arange(B) * 7, jnp.arange(B) != 1
+    start = small.random_state(model, B, 1)
     copy = lambda: jax.tree.map(jnp.copy, start)
     fast = Decoder(model, params, implementation="triton")
     want, want_state = Decoder(model, params, implementation="model")(tokens, copy(), active)
     got, state = fast(tokens, copy(), active)
     assert small.error(got[active], want[active]) < 1e-5
     jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 1e-5), state, want_state)
-    if rows > 1:
+    if B > 1:
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 1], b[:, 1]), state, start)
     again, _ = fast(tokens, copy(), active)
     np.testing.assert_array_equal(got[active], again[active])  # the same bits
@@ -70,23 +70,23 @@ def test_greedy_tokens_are_the_models(version, exact):
 
 
 @pytest.mark.parametrize("version", small.VERSIONS)
-@pytest.mark.parametrize("rows", [1, 8])
-def test_bfloat16_is_as_near_as_the_model(version, rows):
+@pytest.mark.parametrize("B", [1, 8])
+def test_bfloat16_is_as_near_as_the_model(version, B):
     """The median over the tokens of four texts: the group norm makes of a head whose output is nearly 0, as
     that of a first token may be, mostly rounding, so that in either a few tokens are far off.
     """
     model, params = setup(version, dtype="bfloat16")
     wide, _ = setup(version)
-    texts = np.stack([small.tokens(64, rows, seed=seed) for seed in range(4)])
+    texts = np.stack([small.tokens(64, B, seed=seed) for seed in range(4)])
 
     def logits_of(decoder):
         step, weights = decoder.step, decoder.weights
 
         def one(state, tokens):
-            logits, state = step(weights, tokens, state, jnp.ones(rows, bool))
+            logits, state = step(weights, tokens, state, jnp.ones(B, bool))
             return state, logits
 
-        read = jax.jit(lambda text: jax.lax.scan(one, decoder.init_state(rows), text)[1])
+        read = jax.jit(lambda text: jax.lax.scan(one, decoder.init_state(B), text)[1])
         return np.stack([read(text) for text in texts])
 
     with jax.default_matmul_precision("highest"):
@@ -102,12 +102,12 @@ def test_bfloat16_is_as_near_as_the_model(version, rows):
 @pytest.mark.parametrize(
     "options", [{"state_dtype": "bfloat16"}, {"state_dtype": "float16"}, {"int8_group": 128}]
 )
-@pytest.mark.parametrize("rows", [2, 8])
-def test_options(options, rows):
+@pytest.mark.parametrize("B", [2, 8])
+def test_options(options, B):
     """The kernels against the same in plain JAX."""
     model, params = setup(7, dtype="bfloat16")
     got, want = (Decoder(model, params, implementation=name, **options) for name in ("triton", "plain"))
-    tokens, state = jnp.arange(rows), small.random_state(model, rows)
+    tokens, state = jnp.arange(B), small.random_state(model, B)
     a, _ = got(tokens, jax.tree.map(jnp.copy, state))
     b, _ = want(tokens, jax.tree.map(jnp.copy, state))
     assert small.error(a, b) < 3e-2
@@ -115,7 +115,7 @@ def test_options(options, rows):
 
 @pytest.mark.parametrize("V", [65536, 50277])
 def test_choice_without_sorting(V):
-    """64 rows: the tokens that sorting gives, and what has occurred with them; one row alone gets its own."""
+    """64 requests: the tokens that sorting gives, and their counts; the first one alone gets the same."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(3 * rng.normal(size=(64, V)), jnp.float32)
     seen = rng.random((64, V)) < 0.01
@@ -150,12 +150,12 @@ def test_the_state_is_never_copied():
     spec.loader.exec_module(benchmark)
     options = benchmark.parse(["--quick", "--tokens", "64"])
     model, params = setup(7, dtype="bfloat16")
-    for rows in (1, 64):
-        found = benchmark.decoding(model, params, rows, "triton", options)
+    for B in (1, 64):
+        found = benchmark.decoding(model, params, B, "triton", options)
         assert found["copies"] == 0, found
 
 
-def test_rows_that_join_and_leave():
+def test_continuous_batching():
     model, params = setup(7, dtype="bfloat16")
     engine = Engine(model, params, 4, Sampling(temperature=0.8))
     lengths = [5, 40, 17, 3, 64, 20, 9, 33]

@@ -1,6 +1,6 @@
 """What only a GPU shows of the kernels: ``python -m pytest -n 15 tests/conformance tests/gpu`` there.
 
-What a kernel is compiled for (heads H, K, V, dtype, variant, layout, whole chunks or not) is kept few: each
+What a kernel is compiled for (heads H, K, V, dtype, variant, layout, whole chunks or not) is one of few: each
 new combination costs seconds.
 """
 

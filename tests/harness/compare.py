@@ -57,7 +57,7 @@ def dtype_of(name: str) -> np.dtype:
 def errors_of(got, want, axes: tuple[int, ...] | None = None, rounded: bool = True) -> np.ndarray:
     """Frobenius errors over ``axes`` (all) relative to the norm; where the norm is zero only zero is right.
 
-    Results of 16 bits are forgiven their own rounding, or at least their underflow. Arrays without a number
+    Results of 16 bits are forgiven their rounding, or at least their underflow. Arrays without a number
     above SMALLEST pass if the result has none either: float32 has too few digits there.
     """
     got, want = np.asarray(got), np.asarray(want, np.float64)

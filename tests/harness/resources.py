@@ -4,7 +4,7 @@
     PYTHONPATH=.:tests python -m harness.resources --record       the same; writes its spills into spills.json
     PYTHONPATH=.:tests python -m harness.resources "rwkv7 sm_86 128 float32 any"     one call of any size
 
-On a GPU jaxlib assembles the same PTX with a ptxas of its own; those of CUDA 12.8 to 13.5 differ little.
+On a GPU jaxlib assembles the same PTX with another ptxas; those of CUDA 12.8 to 13.5 differ little.
 """
 
 from __future__ import annotations

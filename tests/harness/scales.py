@@ -1,5 +1,5 @@
 """The recurrences at the scales of training, many in a call: every head of a case has its own log decay, size
-of r, k and v and power of two of the cotangents, and is judged by its own norms.
+of r, k and v and power of two of the cotangents, and is judged by its norms.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from . import cases
 from .cases import Case, Results, Tolerances
 
-# of each array's own norm, in float32 at every scale
+# of each array's norm, in float32 at every scale
 FLOAT32 = Tolerances(o=1e-5, state=1e-5, grad=1e-5, dw=4e-5)
 ROUNDING = Tolerances(o=0, state=0, grad=2e-6, dw=8e-6)  # between two scales
 

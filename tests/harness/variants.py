@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -11,15 +12,48 @@ import pytest
 
 from . import cases
 
+RWKV6, RWKV7 = "fla_jax.pallas.rwkv6.chunk_host", "fla_jax.pallas.rwkv7.chunk_host"
 MIX = "fla_jax.pallas.layer.norm_shift_mix_variants"
+
+
+def _of_bf16(select: Any) -> Any:
+    """The variants of bfloat16 inputs, key-major tiles apart."""
+
+    def selected(table: Any, key: Any) -> Any:
+        found = select(table, dataclasses.replace(key, bf16_dots=True, all_bf16=True, w_float16=False))
+        return _named(table, "fused") if found.name == "fused_wgmma" else found
+
+    return selected
+
+
+def _key_major(select: Any) -> Any:
+    """Fused backwards with key-major tiles, whatever the size of a head."""
+
+    def selected(table: Any, key: Any) -> Any:
+        found = select(table, key)
+        return _named(table, "fused_wgmma") if found.name.startswith("fused") else found
+
+    return selected
+
+
+def _without_wgmma(select: Any) -> Any:
+    """The variants of a GPU without products of a warp group."""
+
+    def selected(table: Any, key: Any) -> Any:
+        return select(table, dataclasses.replace(key, gpu=dataclasses.replace(key.gpu, wgmma=False)))
+
+    return selected
+
+
+def _named(table: Any, name: str) -> Any:
+    return next(variant for variant in table if variant.name == name)
+
+
 # name: (module, attribute, its value or a function of the old one)
 FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
-    "bf16 dots": (("fla_jax.pallas.rwkv7.chunk_host", "has_bf16_dots", lambda old: lambda x: True),),
-    "key-major": tuple(
-        (f"fla_jax.pallas.{op}.chunk_host", "_is_key_major", lambda old: lambda plan, *arrays: True)
-        for op in cases.OPS
-    ),
-    "no wgmma": (("fla_jax.pallas.rwkv7.chunk_host", "has_wgmma", lambda old: lambda: False),),
+    "bf16 dots": ((RWKV7, "select", _of_bf16),),
+    "key-major": ((RWKV6, "select", _key_major), (RWKV7, "select", _key_major)),
+    "no wgmma": ((RWKV7, "select", _without_wgmma),),
     "tf32x3": (("fla_jax.pallas.common.chunk_host", "INTERPRET", lambda old: False),),
     "splits": (("fla_jax.pallas.common.chunk_host", "MIN_SPLIT_LEN", lambda old: 16),),
     "no splits": (("fla_jax.pallas.common.chunk_host", "MAX_SPLIT_PROGRAMS", lambda old: {}),),
@@ -39,7 +73,7 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
 
 @contextlib.contextmanager
 def forced(*names: str) -> Iterator[None]:
-    """Context in which calls take these variants; nothing traced elsewhere is used, nor kept afterwards."""
+    """Context in which calls take these variants; nothing traced elsewhere is used, nor the reverse."""
     if not names:
         yield
         return
@@ -52,7 +86,7 @@ def forced(*names: str) -> Iterator[None]:
 
 
 def num_splits(case: cases.Case) -> int:
-    """Into how many pieces kernels split the tokens of a batch entry."""
+    """How often kernels split the tokens of a batch entry."""
     from fla_jax.pallas.common import chunk_host
 
     return chunk_host.num_splits_of(case.context())

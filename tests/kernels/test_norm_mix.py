@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from harness import cases, variants
+from harness import cases, tiers, variants
 from harness.cases import MIX_CASES, MixCase
 
 from fla_jax.ops.layer import norm_shift_mix
@@ -27,14 +27,17 @@ def arrays_of(case: MixCase) -> dict:
 @pytest.mark.one_python
 @pytest.mark.parametrize(
     "case",
-    [
-        MIX_CASES["everything"],
-        MIX_CASES["one token"],
-        MixCase(B=1, C=300, M=2, lengths=(4, 9)),
-        MixCase(B=1, C=200, M=2, norm=False),
-        MixCase(B=1, C=256, T=5, M=1, y=False, normalised=True),
-        MixCase(B=1, C=300, T=12, lengths=(3, 9)),  # the backward takes tokens by two
-    ],
+    tiers.first(
+        [
+            MIX_CASES["everything"],
+            MIX_CASES["one token"],
+            MixCase(B=1, C=300, M=2, lengths=(4, 9)),
+            MixCase(B=1, C=200, M=2, norm=False),
+            MixCase(B=1, C=256, T=5, M=1, y=False, normalised=True),
+            MixCase(B=1, C=300, T=12, lengths=(3, 9)),  # the backward takes tokens by two
+        ],
+        2,
+    ),
 )
 def test_tiles_of_channels(case):
     with variants.forced(BLOCKS, "mix: tiles of 128 channels"):
@@ -42,7 +45,7 @@ def test_tiles_of_channels(case):
 
 
 @pytest.mark.one_python
-@pytest.mark.parametrize("tokens", [2, 4])
+@pytest.mark.parametrize("tokens", tiers.first([2, 4]))
 @pytest.mark.parametrize(
     "case",
     [MixCase(T=8), MixCase(T=12, M=2, lengths=(3, 1, 9)), MixCase(T=8, C=300, M=1, y=False, normalised=True)],
@@ -101,7 +104,7 @@ def test_vectors_are_summed_over_the_batch_together():
     "case, reason",
     [
         (MixCase(M=7), "it takes 1 to 6 mixes, got 7"),
-        (MixCase(B=0), "there are no rows"),
+        (MixCase(B=0), "the batch is empty"),
         (MixCase(dtype="float64"), "float64"),
         (MixCase(C=16400, T=1, B=1, M=1), "it takes up to 16384 channels, got C = 16400"),
     ],

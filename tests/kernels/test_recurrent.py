@@ -6,9 +6,10 @@ import sys
 import jax
 import numpy as np
 import pytest
-from harness import cases, jaxprs, places, scales, variants
+from harness import cases, jaxprs, places, scales, tiers, variants
 from harness.cases import Case
 
+from fla_jax.core.implementation import Unsupported
 from fla_jax.pallas.backend import pallas, triton
 
 if jax.default_backend() == "gpu":
@@ -71,13 +72,15 @@ chunked = pytest.mark.skipif(not triton.INTERPRET, reason="needs Triton's interp
 @chunked
 @pytest.mark.parametrize(
     "case",
-    [
-        dict(T=48, decay="mixed"),
-        dict(T=37, K=24, V=40, scale=0.7),
-        dict(T=50, K=72, decay="layer", lower_bound=-0.61),
-        dict(T=40, decay="mixed", layout="segments", lengths=(5, 9, 1, 17, 8)),
-        dict(B=1, decay="mixed", layout="packed", lengths=(0, 7, 16, 0, 1, 20, 0)),
-    ],
+    tiers.first(
+        [
+            dict(T=48, decay="mixed"),
+            dict(T=37, K=24, V=40, scale=0.7),
+            dict(T=50, K=72, decay="layer", lower_bound=-0.61),
+            dict(T=40, decay="mixed", layout="segments", lengths=(5, 9, 1, 17, 8)),
+            dict(B=1, decay="mixed", layout="packed", lengths=(0, 7, 16, 0, 1, 20, 0)),
+        ]
+    ),
 )
 def test_gradients_by_the_chunked_kernel(case):
     """As where all gradients come out in 16 bits; here in float32, to be compared at its accuracy."""
@@ -87,16 +90,14 @@ def test_gradients_by_the_chunked_kernel(case):
 
 @chunked
 @pytest.mark.one_python
-@pytest.mark.parametrize(
-    "options", [{}, SEGMENTS, PACKED, pytest.param(dict(K=24, V=72), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("options", tiers.first([PACKED, {}, SEGMENTS, dict(K=24, V=72)]), ids=str)
 def test_scales_of_gradients_by_the_chunked_kernel(options):
     with variants.forced("recurrent gradients by chunks"):
         scales.check(scales.case_of("rwkv7", scales.MIXED_SCALES, **options), "pallas", **FORM)
 
 
 @pytest.mark.one_python
-@pytest.mark.parametrize("options", [PACKED, pytest.param(SEGMENTS, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("options", tiers.first([PACKED, SEGMENTS]), ids=str)
 def test_scales_of_layouts(op, options):
     scales.check(scales.case_of(op, scales.MIXED_SCALES, **options), "pallas", **FORM)
 
@@ -115,10 +116,10 @@ def test_only_gradients_of_16_bits_come_from_the_chunked_kernel(dtype, w_dtype, 
     from fla_jax.pallas.rwkv7 import recurrent_host
 
     ctx = Case("rwkv7", T=20, dtype=dtype, w_dtype=w_dtype).context()
-    assert not recurrent_host._by_chunks(ctx, ctx.inputs)
+    assert not recurrent_host._by_chunks(ctx, ctx.shapes)
     monkeypatch.setattr(pallas, "preferred", lambda ctx: True)
     monkeypatch.setattr(triton, "preferred", lambda ctx: True)
     monkeypatch.setattr(triton, "supports", lambda ctx: None)
-    assert recurrent_host._by_chunks(ctx, ctx.inputs) == by_chunks
-    monkeypatch.setattr(triton, "supports", lambda ctx: "jax-triton is missing")
-    assert not recurrent_host._by_chunks(ctx, ctx.inputs)
+    assert recurrent_host._by_chunks(ctx, ctx.shapes) == by_chunks
+    monkeypatch.setattr(triton, "supports", lambda ctx: Unsupported("Triton is missing"))
+    assert not recurrent_host._by_chunks(ctx, ctx.shapes)

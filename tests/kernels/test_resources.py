@@ -8,7 +8,7 @@ import functools
 import json
 
 import pytest
-from harness import processes, resources
+from harness import cases, processes, resources
 from harness.lowering import Usage
 
 from fla_jax.core.gpu import GPUS
@@ -66,13 +66,9 @@ def too_much(found: dict[str, list[Usage]]) -> list[Usage]:
     return [u for one in found.values() for u in one if u.spilled or u.shared > GPUS[u.capability].smem]
 
 
-def test_recurrences():
+def check_spills(names: list[str]) -> dict[str, set[int]]:
     """Where the assembler gives up, a thread gets 32 or 40 of its 255 registers and spills the rest."""
-    found = used(*resources.RECURRENCES)
-    by = kernels(found)
-    assert set(by) == RWKV6 | RWKV7 | SPLITS | {"cotangent_scale_kernel"}
-    assert set().union(*by.values()) == {80, 89, 90, 100, 120}
-    triton, stated = resources.release(), json.loads(resources.STATED.read_text())
+    found, triton, stated = used(*names), resources.release(), json.loads(resources.STATED.read_text())
     assert triton in stated, (
         f"spills.json states what kernels spill with Triton {', '.join(stated)}, but {triton} is installed: "
         "see whether kernels are as fast with it, then run python -m harness.resources --record"
@@ -82,34 +78,64 @@ def test_recurrences():
             allowed = stated[triton].get(resources.stated_name(name, u.kernel), 0)
             assert u.spilled <= allowed, (name, u, f"spills.json states {allowed} bytes")
             assert u.shared <= GPUS[u.capability].smem and not (u.registers <= 40 and u.spilled), (name, u)
+    return kernels(found)
 
 
-def test_ops_on_heads():
-    found = used(*resources.HEADS)
-    assert kernels(found) == {name: {80, 86, 90, 120} for name in HEADS} and not too_much(found)
+@pytest.mark.parametrize("op", cases.OPS)
+def test_a_recurrence(op):
+    """Of the GPU that README's speeds were measured on."""
+    assert f"{op}_bwd_kernel" in check_spills([f"{op} sm_90 64 bfloat16 bounded large"])
+
+
+@pytest.mark.slow
+def test_recurrences():
+    by = check_spills(resources.RECURRENCES)
+    assert set(by) == RWKV6 | RWKV7 | SPLITS | {"cotangent_scale_kernel"}
+    assert set().union(*by.values()) == {80, 89, 90, 100, 120}
+
+
+def check_heads(names: list[str]) -> dict[str, set[int]]:
+    found = used(*names)
+    assert not too_much(found)
     for name, one in found.items():
         for u in one if "bfloat16" in name else ():
             registers, shared = HEADS[u.kernel]
             assert u.registers <= registers and u.shared <= shared, u
+    return kernels(found)
 
 
+def test_ops_on_heads():
+    names = [name for name in resources.HEADS if "sm_90" in name]
+    assert check_heads(names) == {name: {90} for name in HEADS}
+
+
+@pytest.mark.slow
+def test_ops_on_heads_on_all_gpus():
+    assert check_heads(resources.HEADS) == {name: {80, 86, 90, 120} for name in HEADS}
+
+
+@pytest.mark.slow
 def test_norm_shift_mix():
     found = used(*resources.MIXES)
     by = kernels(found)
     assert set(by) == MIXES and by["mix_fwd_kernel"] == {80, 90, 120} and not too_much(found)
-    # a pass is one kernel, and two where tokens go by tiles of channels
-    assert {len(one) for one in found.values()} == {2, 4}
     # two programs of the backward of 1024 channels share the registers of a multiprocessor of Hopper's
     for name, one in found.items():
         for u in one if "sm_90" in name and " 1024 " in name else ():
             assert u.kernel != "mix_bwd_kernel" or u.registers * 32 * u.warps <= 65536 // 2, u
 
 
-@pytest.mark.parametrize(
-    "names",
-    [resources.DECODES, pytest.param(resources.EVERY_DECODE, marks=pytest.mark.slow)],
-    ids=len,
-)
+def test_norm_shift_mix_on_one_gpu():
+    """A pass is one kernel, and two where tokens go by tiles of channels."""
+    whole, tiles = (f"norm_shift_mix sm_90 six {C} bfloat16" for C in (1024, 8192))
+    counts = {
+        name: (count, {u.kernel for u in used}) for name, (count, used) in counted(whole, tiles).items()
+    }
+    assert counts[whole] == (2, {"mix_fwd_kernel", "mix_bwd_kernel"}) and counts[tiles] == (4, MIXES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [resources.DECODES, resources.EVERY_DECODE], ids=len)
 def test_decoding(names):
     found = used(*names)
     by = kernels(found)
@@ -121,6 +147,7 @@ def test_kernels_of_a_decoded_token():
     """Of two layers: five for RWKV-7 and seven for RWKV-6 with a small batch, one for the head, three to
     choose; with a larger one mixes alone, the library multiplies.
     """
-    counts = {name.split(" ", 2)[2]: count for name, (count, _) in counted(*resources.DECODES).items()}
+    names = [name for name in resources.DECODES if " 2048 " in name]
+    counts = {name.split(" ", 2)[2]: count for name, (count, _) in counted(*names).items()}
     assert counts["rwkv7 2048 1 []"] == 2 * 5 + 4 and counts["rwkv6 2048 1 []"] == 2 * 7 + 1
     assert counts["rwkv7 2048 32 []"] == 2 * 4 + 3

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import cases
+from harness import cases, tiers
 from harness.cases import INPUTS, OPS, Case
 from jax.experimental.checkify import JaxRuntimeError
 
@@ -27,7 +27,7 @@ def _spoiled(x, name, value):
 
 
 @each_op
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("implementation", tiers.first(["xla", "reference"]))
 @pytest.mark.parametrize("decay", ["none", "mixed", "forget"])
 def test_good_inputs_give_the_same_result(op, implementation, decay):
     case = Case(op, **SMALL, decay=decay)
@@ -119,14 +119,14 @@ def _cond(f):
 
 
 loss = lambda f: lambda arrays: jnp.sum(f(arrays)["o"])
-kept = lambda f: jax.checkpoint(f, policy=fla_jax.remat_policy())
+checkpoint = lambda f: jax.checkpoint(f, policy=fla_jax.remat_policy())
 INSIDE = {
     "plain": lambda f: f,
     "jit of grad": lambda f: jax.jit(jax.grad(loss(f))),
     "vmap of grad": lambda f: _twice(jax.grad(loss(f))),
     "grad of scan": lambda f: jax.grad(_scan(f)),
-    "grad of checkpoint with the policy": lambda f: jax.grad(kept(loss(f))),
-    "grad of scan of checkpoint": lambda f: jax.jit(jax.grad(_scan(kept(f)))),
+    "grad of checkpoint with the policy": lambda f: jax.grad(checkpoint(loss(f))),
+    "grad of scan of checkpoint": lambda f: jax.jit(jax.grad(_scan(checkpoint(f)))),
     "cond": _cond,
 }
 

@@ -14,7 +14,7 @@ def error(x, exact):
 
 @pytest.mark.parametrize("dtype, bound", [("float32", 1e-6), ("bfloat16", 3e-3)])
 def test_values_and_gradients_against_float64(dtype, bound):
-    """bfloat16: w has a rounding, half of 2^-8 at most, and the gradient that of w and its own."""
+    """bfloat16: w has a rounding, half of 2^-8 at most, and the gradient that of w and another."""
     x = 2 * jax.random.normal(jax.random.key(0), (64, 32))
     base = jnp.linspace(-6.0, 1.0, 32)
     dw = jax.random.normal(jax.random.key(1), x.shape).astype(dtype)

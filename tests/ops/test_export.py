@@ -1,4 +1,4 @@
-"""`jax.export`: the default implementations and the models with a symbolic number of rows, for every
+"""`jax.export`: the default implementations and the models with a symbolic batch size, for every
 platform.
 """
 
@@ -27,7 +27,7 @@ def symbolic(op: str, B="b", T=7):
 
 @each_op
 @pytest.mark.parametrize("form, T", [("chunk", 40), ("fused_recurrent", 5), ("fused_recurrent", 1)])
-def test_a_symbolic_number_of_rows(op, form, T):
+def test_a_symbolic_batch(op, form, T):
     arrays = symbolic(op, T=T)
     run = lambda arrays: cases.call(op, arrays, form=form)
     exported = export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(arrays)
@@ -46,7 +46,7 @@ def test_a_symbolic_number_of_tokens_says_why_not(op):
 
 @each_op
 def test_kernels_say_why_not(op):
-    """On a GPU the plain form serves a symbolic number of rows, and a warning says so."""
+    """On a GPU the plain form serves a symbolic batch size, with a warning."""
     arrays = symbolic(op)
     with (
         lowering_for(90),
@@ -59,10 +59,10 @@ def test_kernels_say_why_not(op):
 def test_models(version):
     module = model(version, scan_layers=True)
     params = draw(shapes(module, jnp.zeros((1, 2), jnp.int32)))
-    (rows,) = export.symbolic_shape("b")
+    (batch,) = export.symbolic_shape("b")
     run = jax.jit(lambda params, tokens: module.apply({"params": params}, tokens))
     exported = export.export(run, platforms=("cpu", "cuda"))(
-        params, jax.ShapeDtypeStruct((rows, 6), jnp.int32)
+        params, jax.ShapeDtypeStruct((batch, 6), jnp.int32)
     )
     tokens = jax.random.randint(jax.random.key(1), (3, 6), 0, 24)
     chex.assert_trees_all_close(exported.call(params, tokens), run(params, tokens), rtol=1e-4, atol=1e-5)

@@ -209,11 +209,7 @@ REFUSED = [
     (dict(implementation="cuda"), ValueError, "must be one of .*'triton', 'xla'.* or None, got 'cuda'"),
 ]
 REFUSED_READOUT = [
-    (
-        dict(gate=np.zeros((2, 5, 48), F32)),
-        ValueError,
-        r"gate must have shape .*16\], got \[2, 5, 48\]",
-    ),
+    (dict(gate=np.zeros((2, 5, 48), F32)), ValueError, r"gate must have shape .*16\], got \[2, 5, 48\]"),
     (dict(r_k=None), TypeError, "r_k must be a floating-point array, got NoneType"),
 ]
 

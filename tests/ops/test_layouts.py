@@ -5,12 +5,12 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-from harness import cases
+from harness import cases, tiers
 from harness.cases import OPS, TOKENS, Case
 from hypothesis import strategies as st
 
 each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", ["reference", "xla"])
+each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xla", "reference"]))
 
 
 def some(n: int):
@@ -31,7 +31,7 @@ def test_recurrent_form_takes_the_layouts(op):
 @each_implementation
 @each_op
 def test_both_layouts_equal_separate_calls(op, implementation):
-    """Three documents in one batch entry: packed with their own states, and as segments from a zero state."""
+    """Three documents in one batch entry: packed, each with a state, and as segments from a zero state."""
     run = cases.runner(op, implementation, chunk_size=4)
     x = cases.build(Case(op, layout="packed", lengths=(7, 7, 7)))  # equal: separate calls compile once
     packed = jax.device_get(run(*x))

@@ -5,13 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from harness import cases, jaxprs
+from harness import cases, jaxprs, tiers
 from harness.cases import OPS, Case
 
 import fla_jax
 
 each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", ["reference", "xla"])
+each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xla", "reference"]))
 
 
 def _residual_floats(op, implementation, chunk_size, T, K=32, V=16):
@@ -31,10 +31,10 @@ def test_residuals_hold_one_state_per_chunk(op, implementation, chunk_size):
     state for every token would be 10 times more).
     """
     K, V, T = 32, 16, 256
-    kept, shapes = _residual_floats(op, implementation, chunk_size, T)
-    assert kept <= (T // 16 + 2) * K * V + T * V, shapes
+    stored, shapes = _residual_floats(op, implementation, chunk_size, T)
+    assert stored <= (T // 16 + 2) * K * V + T * V, shapes
     twice, _ = _residual_floats(op, implementation, chunk_size, 2 * T)
-    assert 0 <= twice - kept <= (T // 16) * K * V + T * V
+    assert 0 <= twice - stored <= (T // 16) * K * V + T * V
 
 
 def _whiles(f, *args) -> int:
@@ -68,13 +68,13 @@ def test_remat_policy_runs_the_forward_once(op, implementation, policy):
     count = lambda wrap: _whiles(jax.grad(functools.partial(loss, wrap=wrap)), jnp.array([0.5, 0.7]))
     plain = count(lambda f: f)
     again = count(jax.checkpoint)
-    kept = count(functools.partial(jax.checkpoint, policy=ours))
-    assert kept == plain < again, (plain, kept, again)
+    with_policy = count(functools.partial(jax.checkpoint, policy=ours))
+    assert with_policy == plain < again, (plain, with_policy, again)
 
 
 @each_op
 def test_checkpoint_names_are_on_output_final_state_and_states(op):
-    """Layers may name these in policies of their own."""
+    """Layers may name these in other policies."""
     x = cases.build(Case(op, B=1, T=32, H=1))
     f = lambda arrays: jax.vjp(lambda a: cases.call(op, a), arrays)[0]
     names = {

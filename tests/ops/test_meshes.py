@@ -56,7 +56,7 @@ def test_an_axis_of_one_device(op):
 
 @each_op
 def test_an_explicit_mesh_that_is_not_in_context(op):
-    """Types then name shardings that nothing here can follow; JAX's errors spoke of its own operations."""
+    """Types then name shardings that nothing here can follow; JAX's errors named its internal operations."""
     arrays = cases.build(Case(op, B=2, T=4, H=2, K=16, V=16)).arrays
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     put = place(arrays, mesh, lambda name: P() if name == "u" else P("data"))

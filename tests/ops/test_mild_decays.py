@@ -70,6 +70,6 @@ def test_mapped_groups_stay_one_branch(op):
 
 @each_op
 def test_where_the_limit_is(op):
-    """The weakest mild decay keeps every tolerance; its sum over a chunk is the limit."""
+    """The weakest mild decay meets every tolerance; its sum over a chunk is the limit."""
     weakest = -intra_safe.LIMIT / 16
     cases.check(Case(op, T=64, H=2, decay=str(weakest), lower_bound=float(np.float32(weakest))), "xla")

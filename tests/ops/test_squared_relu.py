@@ -1,4 +1,4 @@
-"""The channel mixes' activation against float64, and what it keeps for the gradient."""
+"""The channel mixes' activation against float64, and its residuals."""
 
 import jax
 import jax.numpy as jnp
@@ -46,13 +46,13 @@ def test_second_derivative(dtype):
 
 @pytest.mark.parametrize("policy", [None, remat_policy(dense=True)])
 @pytest.mark.parametrize("layer", [RWKV6FeedForward, RWKV7FeedForward])
-def test_a_channel_mix_keeps_one_array_of_its_hidden_layer(layer, policy):
-    """The square, which the product with ``value`` keeps anyway."""
+def test_a_channel_mix_stores_one_array_of_its_hidden_layer(layer, policy):
+    """The square, which the product with ``value`` stores anyway."""
     layer = layer(hidden_size=32, layer_index=0, num_layers=2, intermediate_size=96)
     x = jax.random.normal(jax.random.key(0), (2, 8, 32))
     params = layer.init(jax.random.key(1), x)
     mix = lambda params, x: layer.apply(params, x)[0]
     f = mix if policy is None else jax.checkpoint(mix, policy=policy)
-    kept = jax.tree.leaves(jax.vjp(f, params, x)[1])
+    residuals = jax.tree.leaves(jax.vjp(f, params, x)[1])
     # one object or several of the same numbers: XLA makes those one
-    assert len({np.asarray(array).tobytes() for array in kept if array.shape == (2, 8, 96)}) == 1
+    assert len({np.asarray(array).tobytes() for array in residuals if array.shape == (2, 8, 96)}) == 1

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import cases
+from harness import cases, tiers
 from harness.cases import INPUTS, OPS, Case, Results
 
 import fla_jax
 
-IMPLEMENTATIONS = ("reference", "xla")
+IMPLEMENTATIONS = ("xla", "reference")
 each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+each_implementation = pytest.mark.parametrize("implementation", tiers.first(IMPLEMENTATIONS))
 SMALL = dict(B=2, T=9, H=2, K=4, V=3)
 LAYOUTS = {
     "batch": {},
@@ -98,7 +98,7 @@ def _check_vmap(op, implementation, case: Case, mapped: frozenset[str]):
 # the reference differs from others in no argument's way of being batched but these, and no JAX from another
 DIFFER = ("w", "u", "initial_state")
 ONE = [
-    pytest.param(op, name, i, marks=[] if name in DIFFER else [pytest.mark.one_python])
+    tiers.mark((op, name, i), *(() if name in DIFFER and i == "xla" else (tiers.ONE_PYTHON, tiers.SLOW)))
     for i in IMPLEMENTATIONS
     for op in OPS
     for name in INPUTS[op]

@@ -1,13 +1,13 @@
-"""What the recurrences compute beside conformance: promotion, the state's dtype, empty calls, same bits."""
+"""Recurrences, in addition to conformance: promotion, the state's dtype, empty calls, same bits."""
 
 import jax
 import numpy as np
 import pytest
-from harness import cases
+from harness import cases, tiers
 from harness.cases import OPS, Case
 
 each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", ["reference", "xla"])
+each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xla", "reference"]))
 
 
 @each_implementation

@@ -35,7 +35,7 @@ def supports(
     """None where an implementation can serve a model of these sizes on ``platform``, else the reason."""
     reason = triton.why_not(platform) if implementation == "triton" else None
     if reason is not None:
-        return reason
+        return reason.reason
     if hidden_size % 64 or intermediate_size % 32:
         return "it takes widths that are multiples of 64, and of 32 in the feed-forward"
     if max(hidden_size, intermediate_size) > 2**15:

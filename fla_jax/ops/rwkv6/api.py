@@ -2,115 +2,127 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, TypeAlias, Unpack, overload
 
-import jax
+from jaxtyping import Array, Float, Int
 
-from ...core.context import Context, Outputs, RWKV6Inputs
-from ...core.op import Implementation, Op
+from ...core.context import Context
+from ...core.implementation import Implementation, Rule
+from ...core.op import Op
+from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ...pallas.backend import pallas, triton
 from .. import recurrence_checks
-from ..recurrence import AXES, NAMES, ChunkOptions, Options, run, triton_supports
+from ..recurrence import (
+    AXES,
+    OUTPUT_NAMES,
+    RESIDUAL_NAME,
+    ChunkOptions,
+    Options,
+    checked_inputs,
+    triton_supports,
+    without_tokens,
+)
 from ..recurrence_cp import ContextParallelRule
 
+_Rule: TypeAlias = Rule[RWKV6Inputs, Outputs, RecurrenceConfig]
 
-def _reference() -> Any:
+
+def _reference() -> _Rule:
     from . import reference
 
-    return ContextParallelRule(reference)
+    return ContextParallelRule(reference.RULE)
 
 
-def _chunked() -> Any:
+def _xla() -> _Rule:
     from . import xla
 
     return ContextParallelRule(xla)
 
 
-def _triton() -> Any:
+def _triton() -> _Rule:
     from ...pallas.rwkv6 import chunk_host
 
     return chunk_host
 
 
-def _pallas() -> Any:
+def _pallas() -> _Rule:
     from ...pallas.rwkv6 import recurrent_host
 
     return recurrent_host
 
 
-def _several_tokens(ctx: Context) -> bool:
+def _has_several_tokens(ctx: Context[RWKV6Inputs, RecurrenceConfig]) -> bool:
     """One token is as fast in plain JAX as in a kernel, as measured (docs/performance.md)."""
-    return ctx.inputs.r.shape[1] > 1 and pallas.preferred(ctx)
+    return ctx.shapes.r.shape[1] > 1 and pallas.preferred(ctx)
 
 
 REFERENCE = Implementation("reference", _reference, context_parallel=True)
-XLA = Implementation("xla", _chunked, context_parallel=True)
+XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
     "triton", _triton, triton_supports, triton.preferred, opaque=True, context_parallel=True
 )
-PALLAS = Implementation("pallas", _pallas, pallas.supports, _several_tokens, opaque=True)
+PALLAS = Implementation("pallas", _pallas, pallas.supports, _has_several_tokens, opaque=True)
 
-# The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones
-# go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
-CHUNK = Op(
-    "chunk_rwkv6",
-    RWKV6Inputs,
-    Outputs,
-    AXES,
-    [TRITON, XLA, REFERENCE, PALLAS],
-    check=recurrence_checks.rwkv6,
-    **NAMES,
-)
-RECURRENT = Op(
-    "fused_recurrent_rwkv6",
-    RWKV6Inputs,
-    Outputs,
-    AXES,
-    [PALLAS, REFERENCE, XLA, TRITON],
-    check=recurrence_checks.rwkv6,
-    **NAMES,
-)
+
+def _op(name: str, *implementations: Implementation) -> Op[RWKV6Inputs, Outputs, RecurrenceConfig]:
+    return Op(
+        name,
+        RWKV6Inputs,
+        Outputs,
+        AXES,
+        list(implementations),
+        output_names=OUTPUT_NAMES,
+        residual_name=RESIDUAL_NAME,
+        check=recurrence_checks.rwkv6,
+        empty=without_tokens,
+    )
+
+
+# In order of preference, as measured (docs/performance.md). Chunked forms are parallel within a chunk;
+# recurrent ones go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
+CHUNK = _op("chunk_rwkv6", TRITON, XLA, REFERENCE, PALLAS)
+RECURRENT = _op("fused_recurrent_rwkv6", PALLAS, REFERENCE, XLA, TRITON)
 
 
 @overload
 def chunk_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     output_final_state: Literal[True],
     **options: Unpack[ChunkOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
 @overload
 def chunk_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     output_final_state: bool = False,
     **options: Unpack[ChunkOptions],
-) -> tuple[jax.Array, jax.Array | None]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
 def chunk_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     scale: float = 1.0,
-    initial_state: jax.Array | None = None,
+    initial_state: Float[Array, "N H K V"] | None = None,
     output_final_state: bool = False,
-    segment_ids: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
     chunk_size: int | None = None,
     lower_bound: float | None = None,
     implementation: str | None = None,
     sequence_axis: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
     r"""RWKV-6 (data-dependent decay with a bonus for the current token), parallel within chunks of tokens.
 
     Per batch row and head, with the state S [K, V] in float32::
@@ -198,59 +210,61 @@ def chunk_rwkv6(
         >>> o.shape, state.shape
         ((1, 32, 2, 16), (1, 2, 16, 16))
     """
-    return run(
-        CHUNK,
-        dict(r=r, k=k, v=v, w=w),
+    x, config = checked_inputs(
+        RWKV6Inputs,
+        r=r,
+        k=k,
+        v=v,
+        w=w,
         u=u,
-        scale=scale,
         initial_state=initial_state,
-        output_final_state=output_final_state,
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
+        scale=scale,
         chunk_size=chunk_size,
         lower_bound=lower_bound,
-        implementation=implementation,
-        sequence_axis=sequence_axis,
     )
+    o, final_state = CHUNK(x, config, implementation, sequence_axis)
+    return o, final_state if output_final_state else None
 
 
 @overload
 def fused_recurrent_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     output_final_state: Literal[True],
     **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
 @overload
 def fused_recurrent_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     output_final_state: bool = False,
     **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array | None]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
 def fused_recurrent_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     scale: float = 1.0,
-    initial_state: jax.Array | None = None,
+    initial_state: Float[Array, "N H K V"] | None = None,
     output_final_state: bool = False,
-    segment_ids: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
     implementation: str | None = None,
     sequence_axis: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
     """RWKV-6 token by token: for decoding, short sequences, and exact checks.
 
     The same op as `chunk_rwkv6`, which documents every argument, result and error; only the choice that
@@ -267,15 +281,17 @@ def fused_recurrent_rwkv6(
         >>> o.shape, state.shape
         ((1, 1, 2, 16), (1, 2, 16, 16))
     """
-    return run(
-        RECURRENT,
-        dict(r=r, k=k, v=v, w=w),
+    x, config = checked_inputs(
+        RWKV6Inputs,
+        r=r,
+        k=k,
+        v=v,
+        w=w,
         u=u,
-        scale=scale,
         initial_state=initial_state,
-        output_final_state=output_final_state,
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
-        implementation=implementation,
-        sequence_axis=sequence_axis,
+        scale=scale,
     )
+    o, final_state = RECURRENT(x, config, implementation, sequence_axis)
+    return o, final_state if output_final_state else None

@@ -2,113 +2,124 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, TypeAlias, Unpack, overload
 
-import jax
+from jaxtyping import Array, Float, Int
 
-from ...core.context import Outputs, RWKV7Inputs
-from ...core.op import Implementation, Op
+from ...core.implementation import Implementation, Rule
+from ...core.op import Op
+from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ...pallas.backend import pallas, triton
 from .. import recurrence_checks
-from ..recurrence import AXES, NAMES, ChunkOptions, Options, run, triton_supports
+from ..recurrence import (
+    AXES,
+    OUTPUT_NAMES,
+    RESIDUAL_NAME,
+    ChunkOptions,
+    Options,
+    checked_inputs,
+    triton_supports,
+    without_tokens,
+)
 from ..recurrence_cp import ContextParallelRule
 
+_Rule: TypeAlias = Rule[RWKV7Inputs, Outputs, RecurrenceConfig]
 
-def _reference() -> Any:
+
+def _reference() -> _Rule:
     from . import reference
 
-    return ContextParallelRule(reference)
+    return ContextParallelRule(reference.RULE)
 
 
-def _chunked() -> Any:
+def _xla() -> _Rule:
     from . import xla
 
     return ContextParallelRule(xla)
 
 
-def _triton() -> Any:
+def _triton() -> _Rule:
     from ...pallas.rwkv7 import chunk_host
 
     return chunk_host
 
 
-def _pallas() -> Any:
+def _pallas() -> _Rule:
     from ...pallas.rwkv7 import recurrent_host
 
     return recurrent_host
 
 
 REFERENCE = Implementation("reference", _reference, context_parallel=True)
-XLA = Implementation("xla", _chunked, context_parallel=True)
+XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
     "triton", _triton, triton_supports, triton.preferred, opaque=True, context_parallel=True
 )
 PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, opaque=True)
 
-# The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones
-# go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
-CHUNK = Op(
-    "chunk_rwkv7",
-    RWKV7Inputs,
-    Outputs,
-    AXES,
-    [TRITON, XLA, REFERENCE, PALLAS],
-    check=recurrence_checks.rwkv7,
-    **NAMES,
-)
-RECURRENT = Op(
-    "fused_recurrent_rwkv7",
-    RWKV7Inputs,
-    Outputs,
-    AXES,
-    [PALLAS, REFERENCE, XLA, TRITON],
-    check=recurrence_checks.rwkv7,
-    **NAMES,
-)
+
+def _op(name: str, *implementations: Implementation) -> Op[RWKV7Inputs, Outputs, RecurrenceConfig]:
+    return Op(
+        name,
+        RWKV7Inputs,
+        Outputs,
+        AXES,
+        list(implementations),
+        output_names=OUTPUT_NAMES,
+        residual_name=RESIDUAL_NAME,
+        check=recurrence_checks.rwkv7,
+        empty=without_tokens,
+    )
+
+
+# In order of preference, as measured (docs/performance.md). Chunked forms are parallel within a chunk;
+# recurrent ones go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
+CHUNK = _op("chunk_rwkv7", TRITON, XLA, REFERENCE, PALLAS)
+RECURRENT = _op("fused_recurrent_rwkv7", PALLAS, REFERENCE, XLA, TRITON)
 
 
 @overload
 def chunk_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     output_final_state: Literal[True],
     **options: Unpack[ChunkOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
 @overload
 def chunk_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     output_final_state: bool = False,
     **options: Unpack[ChunkOptions],
-) -> tuple[jax.Array, jax.Array | None]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
 def chunk_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     scale: float = 1.0,
-    initial_state: jax.Array | None = None,
+    initial_state: Float[Array, "N H K V"] | None = None,
     output_final_state: bool = False,
-    segment_ids: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
     chunk_size: int | None = None,
     lower_bound: float | None = None,
     implementation: str | None = None,
     sequence_axis: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
     r"""RWKV-7 (generalised delta rule), parallel within chunks of tokens.
 
     Per batch row and head, with the state S [K, V] in float32::
@@ -204,61 +215,66 @@ def chunk_rwkv7(
         >>> o.shape, state.shape
         ((1, 32, 2, 16), (1, 2, 16, 16))
     """
-    return run(
-        CHUNK,
-        dict(r=r, w=w, k=k, v=v, a=a, b=b),
-        scale=scale,
+    x, config = checked_inputs(
+        RWKV7Inputs,
+        r=r,
+        w=w,
+        k=k,
+        v=v,
+        a=a,
+        b=b,
         initial_state=initial_state,
-        output_final_state=output_final_state,
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
+        scale=scale,
         chunk_size=chunk_size,
         lower_bound=lower_bound,
-        implementation=implementation,
-        sequence_axis=sequence_axis,
+        warn_layout=True,
     )
+    o, final_state = CHUNK(x, config, implementation, sequence_axis)
+    return o, final_state if output_final_state else None
 
 
 @overload
 def fused_recurrent_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     output_final_state: Literal[True],
     **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
 @overload
 def fused_recurrent_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     output_final_state: bool = False,
     **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array | None]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
 def fused_recurrent_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     scale: float = 1.0,
-    initial_state: jax.Array | None = None,
+    initial_state: Float[Array, "N H K V"] | None = None,
     output_final_state: bool = False,
-    segment_ids: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
     implementation: str | None = None,
     sequence_axis: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
     """RWKV-7 token by token: for decoding, short sequences, and exact checks.
 
     The same op as `chunk_rwkv7`, which documents every argument, result and error; only the choice that
@@ -276,14 +292,18 @@ def fused_recurrent_rwkv7(
         >>> o.shape, state.shape
         ((1, 1, 2, 16), (1, 2, 16, 16))
     """
-    return run(
-        RECURRENT,
-        dict(r=r, w=w, k=k, v=v, a=a, b=b),
-        scale=scale,
+    x, config = checked_inputs(
+        RWKV7Inputs,
+        r=r,
+        w=w,
+        k=k,
+        v=v,
+        a=a,
+        b=b,
         initial_state=initial_state,
-        output_final_state=output_final_state,
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
-        implementation=implementation,
-        sequence_axis=sequence_axis,
+        scale=scale,
     )
+    o, final_state = RECURRENT(x, config, implementation, sequence_axis)
+    return o, final_state if output_final_state else None
