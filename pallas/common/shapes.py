@@ -1,4 +1,4 @@
-"""Sizes and shapes that launchers of all rooms share."""
+"""Sizes and shapes for host code."""
 
 from __future__ import annotations
 
@@ -25,19 +25,9 @@ def like(x: jax.Array, dtype: Any = None) -> Any:
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
 
 
-def result(wanted: bool, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape of a kernel's result: one element where it will hold nothing."""
-    return jax.ShapeDtypeStruct(shape if wanted else (1,), dtype)
-
-
 def unused() -> jax.Array:
     """What a kernel gets for an array that it does not read."""
     return jnp.zeros(1, jnp.int32)
-
-
-def given(x: jax.Array | None, instead: jax.Array) -> jax.Array:
-    """What a kernel gets for an array that may be missing: kernels take no None."""
-    return instead if x is None else x
 
 
 def like_fields(x: Record, *names: str) -> Record:

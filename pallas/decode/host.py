@@ -25,13 +25,11 @@ from .rwkv6_step import (
 from .rwkv7_step import RWKV7Params, RWKV7StepConfig, rwkv7_kernel
 from .sample import (
     Candidates,
-    ChooseInputs,
     ChooseOut,
-    DrawInputs,
     DrawOut,
     PartSums,
     SampleConfig,
-    SurveyInputs,
+    SampleInputs,
     SurveyOut,
     sample_choose_kernel,
     sample_draw_kernel,
@@ -201,7 +199,7 @@ def sample_tokens(
     of_tokens = lambda dtype: jax.ShapeDtypeStruct((B, V), dtype)
     survey = triton_call(
         sample_survey_kernel,
-        SurveyInputs(
+        SampleInputs(
             logits=logits,
             seen=seen,
             count=count,
@@ -219,24 +217,27 @@ def sample_tokens(
     top_p = scalar(rules.top_p)
     drawn = triton_call(
         sample_draw_kernel,
-        DrawInputs(
-            survey.logits, jax.lax.bitcast_convert_type(keys, jnp.int32), top_p, scalar(rules.temperature)
+        SampleInputs(
+            logits=survey.logits,
+            keys=jax.lax.bitcast_convert_type(keys, jnp.int32),
+            top_p=top_p,
+            temperature=scalar(rules.temperature),
         ),
         survey.parts,
-        out=DrawOut(
-            Candidates(of_tokens(jnp.int32), of_tokens(jnp.float32), of_tokens(jnp.float32)),
-            ints,
-            floats,
-            floats,
-            ints,
-        ),
+        out=DrawOut(Candidates(*map(of_tokens, ("int32", "float32", "float32"))), ints, floats, floats, ints),
         config=config,
         grid=(P, B, 1),
         launch=Launch(4),
     )
     chosen = triton_call(
         sample_choose_kernel,
-        ChooseInputs(top_p, scalar(rules.top_k), jnp.asarray(rules.uncounted), seen, survey.count),
+        SampleInputs(
+            seen=seen,
+            count=survey.count,
+            uncounted=jnp.asarray(rules.uncounted),
+            top_p=top_p,
+            top_k=scalar(rules.top_k),
+        ),
         drawn,
         survey.parts,
         out=ChooseOut(jax.ShapeDtypeStruct((B,), jnp.int32), *_shapes((seen, count))),

@@ -44,18 +44,30 @@ class SampleConfig:
     undefined: int
 
 
-class SurveyInputs(NamedTuple):
-    """Inputs of the survey: logits [B, V] and count [B, V] float32, which it writes in place, seen [B, V] and
-    banned [V], and the penalties, [1] each.
+class SampleInputs(NamedTuple):
+    """Inputs of the kernels, None where one does not read them; float32 where nothing else is said.
+
+    Attributes:
+        logits: [B, V]; the survey subtracts penalties in place.
+        seen: [B, V] booleans, the tokens that have occurred, and count: [B, V], how often; written in place.
+        banned: [V], tokens that are forbidden, and uncounted: [V], those that are not counted.
+        presence, frequency, decay: [1] each, penalties and what they decay by.
+        keys: [B, 2] int32, Threefry keys.
+        top_p, top_k, temperature: [1] each.
     """
 
-    logits: Any
-    seen: Any
-    count: Any
-    banned: Any
-    presence: Any
-    frequency: Any
-    decay: Any
+    logits: Any = None
+    seen: Any = None
+    count: Any = None
+    banned: Any = None
+    uncounted: Any = None
+    presence: Any = None
+    frequency: Any = None
+    decay: Any = None
+    keys: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    temperature: Any = None
 
 
 class PartSums(NamedTuple):
@@ -76,15 +88,6 @@ class SurveyOut(NamedTuple):
     count: Any
 
 
-class DrawInputs(NamedTuple):
-    """Inputs of the draw: logits [B, V] with penalties, keys [B, 2] int32, top_p [1], temperature [1]."""
-
-    logits: Any
-    keys: Any
-    top_p: Any
-    temperature: Any
-
-
 class Candidates(NamedTuple):
     """Lists [B, V]; a part's begin where the part does."""
 
@@ -101,16 +104,6 @@ class DrawOut(NamedTuple):
     best_score: Any
     best_logit: Any
     best_token: Any
-
-
-class ChooseInputs(NamedTuple):
-    """Inputs of the choice: top_p [1], top_k [1], uncounted [V], and seen, count [B, V], written in place."""
-
-    top_p: Any
-    top_k: Any
-    uncounted: Any
-    seen: Any
-    count: Any
 
 
 class ChooseOut(NamedTuple):
