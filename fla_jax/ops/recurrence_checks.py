@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
+from jaxtyping import PyTree
 
 from ..core.context import Context
 from ..core.types import Outputs, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
@@ -60,7 +59,7 @@ def _finite(op: str, name: str, array: jax.Array) -> None:
     bad = jnp.isnan(array) if name == "w" else ~jnp.isfinite(array)
     what = "NaN" if name == "w" else "NaN or infinity"
     position = jnp.unravel_index(jnp.argmax(bad), bad.shape)
-    at: dict[str, Any] = {f"i{n}": index for n, index in enumerate(position)}
+    at: dict[str, PyTree] = {f"i{n}": index for n, index in enumerate(position)}
     checkify.check(~jnp.any(bad), f"{op}: {name} holds {what} at [{', '.join(f'{{{n}}}' for n in at)}]", **at)
 
 
@@ -71,7 +70,7 @@ def _growth(op: str, x: RWKV7Inputs, final: jax.Array) -> None:
     larger was amplified by a and b.
     """
 
-    def norm(x: jax.Array, axes: Any) -> jax.Array:
+    def norm(x: jax.Array, axes: int | tuple[int, ...]) -> jax.Array:
         return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axes))
 
     fed = jnp.sum(norm(x.k, -1) * norm(x.v, -1), 1)  # [B, H]

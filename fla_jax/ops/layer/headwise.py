@@ -26,15 +26,14 @@ def check_heads(
     """Checked arrays as ``inputs``, and the name of the dtype to compute in.
 
     Args:
-        inputs: of the op; None for the arrays that are None or missing.
+        inputs: of the op; fields that are not given are None.
         tokens: by name, [B, T, H, N] each; the first one gives the sizes.
         vectors: by name, [H, N] each.
 
     Raises:
         TypeError, ValueError: an array does not fit; the message names it.
     """
-    given = {name: x for name, x in (*tokens.items(), *vectors.items()) if x is not None}
-    arrays = {name: floating(name, x) for name, x in given.items()}
+    arrays = {name: floating(name, x) for name, x in (*tokens.items(), *vectors.items())}
     first = next(iter(tokens))
     check_rank(first, arrays[first], "[B, T, H, N]")
     shape = tuple(arrays[first].shape)

@@ -207,12 +207,14 @@ def rwkv7_keys(
         )
     if isinstance(rate_scale, jax.core.Tracer) or not 0 <= rate_scale < math.inf:
         raise ValueError(f"rate_scale must be a Python number >= 0, got {rate_scale!r}")
+    more_tokens: dict[str, object] = dict(mix=mix, v_first=v_first)
+    more_vectors: dict[str, object] = dict(v0=v0)
     if absent or residual is False:
-        mix, v_first, v0, residual = None, None, None, True
+        more_tokens, more_vectors, residual = {}, {}, True
     x, compute = check_heads(
         KeysInputs,
-        tokens=dict(k=k, v=v, decay=decay, rate=rate, mix=mix, v_first=v_first),
-        vectors=dict(w0=w0, a0=a0, k_k=k_k, k_a=k_a, v0=v0),
+        tokens={"k": k, "v": v, "decay": decay, "rate": rate, **more_tokens},
+        vectors={"w0": w0, "a0": a0, "k_k": k_k, "k_a": k_a, **more_vectors},
     )
     if x.v_first is not None:
         x = x._replace(v_first=x.v_first.astype(x.v.dtype))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -167,16 +166,18 @@ def _check(x: MixInputs) -> MixInputs:
     if (x.scale is None) != (x.bias is None):
         raise ValueError("scale and bias of the norm must be given together, got one of them")
 
-    def array(name: str, given: Any, shape: tuple[int, ...], axes: str) -> Any:
+    def array(name: str, given: object, shape: tuple[int, ...], axes: str) -> jax.Array | None:
         if given is None:
             return None
         given = floating(name, given)
         check_shape(name, given, shape, axes)
         return given
 
+    for n, mu in enumerate(x.mixes):
+        array(f"mixes[{n}]", mu, (C,), "[C]")
     checked = MixInputs(
         x=tokens,
-        mixes=tuple(array(f"mixes[{n}]", mu, (C,), "[C]") for n, mu in enumerate(x.mixes)),
+        mixes=tuple(map(jnp.asarray, x.mixes)),
         y=array("y", x.y, (B, T, C), "[B, T, C]"),
         scale=array("scale", x.scale, (C,), "[C]"),
         bias=array("bias", x.bias, (C,), "[C]"),

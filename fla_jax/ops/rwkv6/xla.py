@@ -69,7 +69,7 @@ def fwd(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs) -> tuple[Ou
     xs = (chunks.sequence, segments(chunks, x.segment_ids))
     step = by_strength(cfg, chunks, group, 3)
     tokens = (x.r, x.k, x.v, x.w)
-    final, (o,), (states, A) = chunks.walk(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
+    final, (o,), (states, A) = chunks.scan(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
     return Outputs(o, final), {"h0": states, "intra_A": A} if ctx.save_residuals else {}
 
 
@@ -119,7 +119,7 @@ def bwd(
     xs = (chunks.sequence, segments(chunks, x.segment_ids), (residuals["h0"], residuals["intra_A"]))
     step = by_strength(cfg, chunks, group, 3)
     tokens = (x.r, x.k, x.v, x.w)
-    (ds0, du), (dr, dk, dv, dw), _ = chunks.walk(
+    (ds0, du), (dr, dk, dv, dw), _ = chunks.scan(
         step, carry, (*tokens, do), xs, tokens, cfg.compute, reverse=True
     )
     return RWKV6Inputs(dr, dk, dv, dw, du.astype(x.u.dtype), ds0)

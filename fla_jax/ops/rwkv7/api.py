@@ -131,32 +131,14 @@ def chunk_rwkv7(
     the exact recurrence explode.
 
     Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o``
-    and of the final state; the rule is written by hand and keeps states of chunks, and what the
-    implementation needs besides. Plain JAX forms have second derivatives, kernels have not. Forward mode
-    (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may share rows and heads (B,
-    H), in every sharding mode and without communication, and the tokens of rows, T, which takes one gather of
-    two small matrices for each head, forward and backward (``sequence_axis``). K and V must be whole: with
-    automatic axes XLA gathers them, explicit ones are refused.
+    and of the final state. Plain JAX implementations have second derivatives, kernels do not. Forward mode
+    (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may split batch and heads
+    (B, H), in every sharding mode and without communication, and the tokens, T, with one gather of two small
+    matrices a head, forward and backward (``sequence_axis``). K and V must be whole: XLA gathers them on
+    automatic axes, explicit ones are refused.
 
-    Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6
-    whatever the decays, the gradient of w channel by channel included. Gradients are linear in the cotangents
-    from 2^-60 to 2^40, for values of 1 and of 1e3; values of 1e-6 keep that where w >= -4 and cotangents are
-    at least 2^-20 (docs/numerics.md). ``"reference"``, ``"pallas"`` and,
-    where a chunk holds strong decays, ``"xla"`` multiply by decays only. Where decays are weak, chunked forms
-    refer all tokens to the chunk's start and divide keys by products of decays, which stay above e^-24
-    (``"xla"``, looked up or promised) or e^-32 (``"triton"``: no w of the row and head below -2, looked up or
-    promised). The Triton kernels' form for stronger decays is exact for the state that enters a chunk of 16
-    tokens. Between the chunk's own tokens, which may write as much as they read of that state, it
-    counts a log decay down to -28 at most, 7e-13, where one or two of four neighbours (0..3, 4..7, ..) are
-    below -16; of three the later ones, and all of four, down to -16, 1.1e-7, until the chunk ends.
-
-    NaN and infinity in an input of a token reach the later tokens of its document, in any form. In the
-    chunked form they reach all other tokens of each chunk that they enter (16 tokens unless ``chunk_size``
-    says otherwise) as well, earlier ones and those of another document under ``segment_ids``: matrix products
-    multiply by zero. A document that begins in the chunk of the token is reached to its end; with
-    ``"triton"`` every later document of the row is.
-    Token by token, and between sequences of ``cu_seqlens``, they stay in their document. `fla_jax.checked`
-    names the array and the position.
+    In float32, outputs and gradients agree with exact arithmetic to about 1e-6 at every decay; the page
+    Numerics has the range of scales, what each implementation rounds, and how far a NaN travels.
 
     Args:
         r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which

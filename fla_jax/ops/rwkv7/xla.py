@@ -105,7 +105,7 @@ def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Ou
     xs = (chunks.sequence, segments(chunks, x.segment_ids))
     step = by_strength(cfg, chunks, group, 1)
     tokens = (x.r, x.w, x.k, x.v, x.a, x.b)
-    final, (o,), (states, U) = chunks.walk(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
+    final, (o,), (states, U) = chunks.scan(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
     return Outputs(o, final), {"h0": states, "v_new": U} if ctx.save_residuals else {}
 
 
@@ -158,7 +158,7 @@ def bwd(
     step = by_strength(cfg, chunks, group, 1)
     tokens = (x.r, x.w, x.k, x.v, x.a, x.b)
     do, ds = dy
-    ds0, (dr, dw, dk, dv, da, db), _ = chunks.walk(
+    ds0, (dr, dw, dk, dv, da, db), _ = chunks.scan(
         step, ds, (*tokens, do), xs, tokens, cfg.compute, reverse=True
     )
     return RWKV7Inputs(dr, dw, dk, dv, da, db, ds0)
