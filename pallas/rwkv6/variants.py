@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.variants import BlockLaunch, LaunchTable, Variant, VariantKey
+from ..common.chunk_variants import BlockLaunch, LaunchTable, Variant, VariantKey
 
 
 def _is_key_major(key: VariantKey) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...core.gpu import current_gpu
+from ...core.gpu import GPU
+from ..common.chunk_variants import BlockLaunch, LaunchTable, Variant
 from ..common.shapes import tile
-from ..common.variants import BlockLaunch, LaunchTable, Variant
 
 VARIANTS = (
     Variant(
@@ -84,7 +84,7 @@ A_LAUNCH = BlockLaunch(16, 1, 1)  # of the kernel that computes A: keys at a tim
 GRADS_VALUES = 32  # values at a time in the gradients of one chunk
 
 
-def from_scans_launch(K: int) -> BlockLaunch:
+def from_scans_launch(gpu: GPU, K: int) -> BlockLaunch:
     """The launch of the recurrent op's gradients, as of the variant ``split_fp32``."""
     large, small = LAUNCHES["split_fp32", "bwd_grads", max(64, tile(K))]
-    return large if current_gpu().large_tiles else small
+    return large if gpu.large_tiles else small

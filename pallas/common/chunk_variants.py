@@ -10,7 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...core.gpu import GPU, current_gpu
+from ...core.context import Context
+from ...core.gpu import GPU
 from ...core.types import RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 from ..backend.triton import Launch
 from .shapes import tile
@@ -87,17 +88,17 @@ class Variant:
     chunks_per_state: int = 1
 
 
-def variant_key(x: RWKV6Inputs | RWKV7Inputs, settings: RecurrenceConfig) -> VariantKey:
-    """The key of a call, from shapes and dtypes alone."""
+def variant_key(ctx: Context[Any, RecurrenceConfig], x: RWKV6Inputs | RWKV7Inputs) -> VariantKey:
+    """The key of a call on ``x`` (or on its shapes)."""
     dtypes = [array.dtype for name, array in x._asdict().items() if name in "rkvab"]
     return VariantKey(
-        gpu=current_gpu(),
+        gpu=ctx.gpu,
         K=x.r.shape[-1],
         V=x.v.shape[-1],
         bf16_dots=all(dtype in (jnp.bfloat16, jnp.float16) for dtype in dtypes),
         all_bf16=all(dtype == jnp.bfloat16 for dtype in dtypes),
         w_float16=x.w.dtype == jnp.float16,
-        safe_gate=settings.lower_bound is not None and settings.lower_bound >= SAFE_GATE_BOUND,
+        safe_gate=ctx.settings.lower_bound is not None and ctx.settings.lower_bound >= SAFE_GATE_BOUND,
     )
 
 
