@@ -106,7 +106,7 @@ def test_kernels(version, B, interpreted):
 @pytest.mark.parametrize("version", tiers.first([7, 6]))
 def test_products_of_the_library(version, interpreted, monkeypatch):
     """What follows products that are not the kernels': one token of five requests."""
-    monkeypatch.setattr(interpreted, "TILED", interpreted.FEW)
+    monkeypatch.setattr(interpreted, "MAX_GEMM", interpreted.MAX_GEMV)
     compared(*setup(version), 5, "triton", 5e-6)
 
 
