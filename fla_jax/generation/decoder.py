@@ -14,9 +14,10 @@ from ..core.arguments import check_integer, shown
 from ..core.gpu import platform_of
 from ..core.implementation import Candidate, Registry, Unsupported
 from ..layers.state import RWKVState, check_state
-from ..models import RWKV6ForCausalLM, RWKV7ForCausalLM
+from ..models import FAMILIES
 from ..ops import decode
 from ..pallas.backend import triton
+from .decode_families import DECODE, decode_family
 from .decode_weights import prepare_decode_weights
 from .deleted import check_deleted, explain_deleted
 from .prompts import check_params
@@ -216,8 +217,9 @@ def _check_group(group: int, model: Any, params: Any) -> None:
 
 def unsupported(implementation: str, model: Any, params: Any) -> Unsupported | None:
     """None where an implementation of the fast path can decode with ``model``, else the reason."""
-    if type(model) not in (RWKV6ForCausalLM, RWKV7ForCausalLM):
-        return Unsupported("it knows RWKV6ForCausalLM and RWKV7ForCausalLM only")
+    if decode_family(model) is None:
+        known = " and ".join(FAMILIES[name].model.__name__ for name in DECODE)
+        return Unsupported(f"it knows {known} only")
     config = model.config
     if config.implementation not in (None, "triton"):
         return Unsupported(f"the model asks for implementation={config.implementation!r}")

@@ -135,10 +135,11 @@ def test_activation_and_decays(dtype):
             h, x, base = jnp.asarray(h, dtype), jnp.asarray(x, jnp.float32), jnp.asarray(base, jnp.float32)
             y, pull = jax.vjp(squared_relu, h)
             w, pull_w = jax.vjp(lambda x, base: rwkv6_decay(x, base, dtype), x, base)
+            assert y.dtype == pull(g)[0].dtype == w.dtype == dtype and pull_w(g)[1].dtype == jnp.float32
             total = wide(x) + wide(base)
             decay = -np.exp(np.minimum(total, 20.0))
             slope = np.where(total < 20.0, decay, 0) * wide(g)
-            limit = 1e-5 if dtype == "float32" else 2.0**-8
+            limit = 1e-6 if dtype == "float32" else 3e-3  # half of 2^-8, and a sum
             for got, want in (
                 (y, np.maximum(wide(h), 0) ** 2),
                 (pull(g)[0], 2 * np.maximum(wide(h), 0) * wide(g)),

@@ -13,7 +13,7 @@ import pytest
 from . import cases
 
 RWKV6, RWKV7 = "fla_jax.pallas.rwkv6.chunk_host", "fla_jax.pallas.rwkv7.chunk_host"
-MIX = "fla_jax.pallas.layer.norm_shift_mix_host"
+MIX = "fla_jax.pallas.layer.norm_shift_mix_variants"
 
 
 def _of_bf16(select: Any) -> Any:
@@ -62,12 +62,12 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
     ),
     "mix: token blocks of 4": ((MIX, "MIN_BLOCK_LEN", lambda old: 4),),
     "mix: tiles of 128 channels": (
-        (MIX, "WHOLE", lambda old: {}),
+        (MIX, "VARIANTS", lambda old: [one for one in old if not one.is_whole]),
         (MIX, "TILES", lambda old: {n: x._replace(channels=min(x.channels, 128)) for n, x in old.items()}),
     ),
     "mix: 2 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),),
     "mix: 4 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=4) for n, x in old.items()}),),
-    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host", "_PROGRAMS", lambda old: 8),),
+    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host", "PROGRAMS", lambda old: 8),),
 }
 
 

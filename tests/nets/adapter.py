@@ -75,7 +75,7 @@ def sample(sampling: Any, logits: jax.Array, keys: jax.Array, implementation: st
 # What forces a kernel variant that the inputs of an interpreter (float32, small) would not select: module and
 # attribute, and its new value.
 _RWKV6, _RWKV7 = variants.RWKV6, variants.RWKV7
-_MIX = "fla_jax.pallas.layer.norm_shift_mix_host"
+_MIX = "fla_jax.pallas.layer.norm_shift_mix_variants"
 FORCED: dict[str, tuple[tuple[str, Any], ...]] = {
     "bf16 kernels": ((_RWKV7 + ":select", variants._of_bf16),),
     "key-major tiles": ((_RWKV6 + ":select", variants._key_major), (_RWKV7 + ":select", variants._key_major)),
@@ -85,15 +85,15 @@ FORCED: dict[str, tuple[tuple[str, Any], ...]] = {
     "recurrent gradients by chunks": (
         ("fla_jax.pallas.rwkv7.recurrent_host:_by_chunks", lambda call, x: True),
     ),
-    "mix: token blocks of 4": (("fla_jax.pallas.layer.norm_shift_mix_host:MIN_BLOCK_LEN", 4),),
+    "mix: token blocks of 4": ((_MIX + ":MIN_BLOCK_LEN", 4),),
     "mix: channel tiles of 128": (
-        (_MIX + ":WHOLE", {}),
+        (_MIX + ":VARIANTS", lambda old: [x for x in old if not x.is_whole]),
         (_MIX + ":TILES", lambda old: {n: x._replace(channels=min(x.channels, 128)) for n, x in old.items()}),
     ),
     "mix: two tokens at once": (
         (_MIX + ":WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),
     ),
-    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host:_PROGRAMS", 8),),
+    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host:PROGRAMS", 8),),
 }
 _COMPUTED = (
     "bf16 kernels",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-CODE_ROWS = 64  # rows of a matrix that have one code, see pallas/decode/projections.py
+CODE_ROWS = 64  # rows of a matrix that have one code, see pallas/decode/gemv.py
 NONE, TANH, SIGMOID, SQUARE = range(4)  # what is done with sums; SQUARE: of the positive part
 NORM_EPS, GROUP_EPS, KEY_EPS = 1e-5, 64e-5, 1e-12
 Norm = tuple[jax.Array, jax.Array]  # scale and bias
