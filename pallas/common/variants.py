@@ -70,7 +70,8 @@ class Variant:
 
     Attributes:
         name: key of the launch table.
-        when: whether the variant serves a call.
+        serves: the calls that it serves, for messages.
+        when: whether it serves a call.
         split_bwd: whether two kernels compute the backward: state gradients, then token gradients.
         key_major: whether backward tiles of keys are held transposed (`key_major`), for products of a warp
         group. precomputed_A: whether a kernel computes the A matrices of all chunks first.
@@ -78,6 +79,7 @@ class Variant:
     """
 
     name: str
+    serves: str
     when: Callable[[VariantKey], bool]
     split_bwd: bool = False
     key_major: bool = False
@@ -102,6 +104,12 @@ def variant_key(x: RWKV6Inputs | RWKV7Inputs, settings: RecurrenceConfig) -> Var
 def select(variants: Sequence[Variant], key: VariantKey) -> Variant:
     """The first variant that serves the call; the last one serves all."""
     return next(variant for variant in variants if variant.when(key))
+
+
+def describe(variants: Sequence[Variant], key: VariantKey) -> str:
+    """Which variant a call takes and why, for messages."""
+    variant = select(variants, key)
+    return f"variant {variant.name} for {variant.serves}"
 
 
 def launch_of(table: LaunchTable, variant: Variant, name: str, key: VariantKey) -> BlockLaunch:

@@ -12,6 +12,7 @@ from ...core.context_parallel import shard_of
 from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ..backend.triton import triton_call
+from ..common import variants
 from ..common.chunk_host import (
     ChunkPlan,
     local_num_splits,
@@ -45,6 +46,11 @@ def _state_buffers(ctx: Ctx, x: RWKV6Inputs) -> StateBuffers:
     key = variant_key(x, ctx.settings)
     launch = launch_of(LAUNCHES, select(VARIANTS, key), "bwd", key)
     return state_buffers(x, ("r", "k", "v", "w"), launch.block, key.store_dtype)
+
+
+def describe(ctx: Ctx) -> str:
+    """The variant of a call, for messages."""
+    return variants.describe(VARIANTS, variant_key(ctx.shapes, ctx.settings))
 
 
 def residual_axes(ctx: Ctx) -> dict[str, str]:

@@ -12,6 +12,7 @@ from ...core.context_parallel import shard_of
 from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ..backend.triton import triton_call
+from ..common import variants
 from ..common.chunk_host import (
     CHUNK,
     ChunkPlan,
@@ -75,6 +76,11 @@ class Call(NamedTuple):
         """Where the first of two backward kernels stores gradients of states."""
         block, dtype = tile(self.key.V), self.key.store_dtype
         return state_buffers(x, ("r", "k", "a", "b"), block, dtype, self.variant.chunks_per_state)
+
+
+def describe(ctx: Ctx) -> str:
+    """The variant of a call, for messages."""
+    return variants.describe(VARIANTS, variant_key(ctx.shapes, ctx.settings))
 
 
 def residual_axes(ctx: Ctx) -> dict[str, str]:

@@ -9,12 +9,14 @@ from ..common.variants import BlockLaunch, LaunchTable, Variant
 VARIANTS = (
     Variant(
         "fused_wgmma",
+        "bfloat16 and heads of 33 to 64, on compute capability 9.0",
         lambda key: key.gpu.wgmma and key.all_bf16 and not key.w_float16 and 32 < key.K <= 64,
         key_major=True,
     ),
-    Variant("fused", lambda key: key.bf16_dots and key.K <= 64),
+    Variant("fused", "16-bit inputs and heads up to 64", lambda key: key.bf16_dots and key.K <= 64),
     Variant(
         "split_pair_wgmma",
+        "bfloat16 and heads up to 128, on compute capability 9.0",
         lambda key: key.gpu.wgmma and key.all_bf16 and max(key.K, key.V) <= 128,
         split_bwd=True,
         key_major=True,
@@ -22,18 +24,20 @@ VARIANTS = (
     ),
     Variant(
         "split_pair",
+        "16-bit inputs and heads up to 128",
         lambda key: key.bf16_dots and max(key.K, key.V) <= 128,
         split_bwd=True,
         chunks_per_state=2,
     ),
     Variant(
         "split_fp32",
+        "float32 inputs and heads up to 128",
         lambda key: not key.bf16_dots and max(key.K, key.V) <= 128,
         split_bwd=True,
         precomputed_A=True,
     ),
-    Variant("fused_large", lambda key: key.bf16_dots),
-    Variant("fused_large_fp32", lambda key: True, precomputed_A=True),
+    Variant("fused_large", "16-bit inputs and heads over 128", lambda key: key.bf16_dots),
+    Variant("fused_large_fp32", "float32 inputs and heads over 128", lambda key: True, precomputed_A=True),
 )
 
 # measured on an H200; for other GPUs, and for fused passes of heads over 128, what fits and spills least
