@@ -2,13 +2,13 @@
 
 import functools
 
-import fake_devices
 import pytest
+from harness import processes
 
 
 @functools.cache
 def report():
-    return fake_devices.report("training/sharded_losses_run.py")
+    return processes.report("training/sharded_losses_run.py")
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
