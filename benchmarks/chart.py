@@ -8,7 +8,6 @@ the time in which a copy moves the bytes that must move.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections import defaultdict
 from pathlib import Path
@@ -166,8 +165,7 @@ def pictures(results: list[Record], path: Path) -> list[Path]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = records.parser(__doc__, out=False)
     parser.add_argument("files", nargs="*", type=Path, help="results; default: all of benchmarks/results")
     for path in parser.parse_args(arguments).files or sorted(records.RESULTS.glob("*.json")):
         made = pictures(records.read(path), path)

@@ -11,7 +11,6 @@ it less. Measured: 13 times faster for RWKV-6, 5.1 for RWKV-7's own decays, 2.8 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -139,13 +138,11 @@ def measure(size: dict[str, int]) -> tuple[list[records.Record], list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures; status 1 with ``--check`` if a limit is exceeded."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = records.parser(__doc__)
     text = "tiny sizes, for a smoke test; limits mean nothing"
     parser.add_argument("--quick", action="store_true", help=text)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is exceeded")
     parser.add_argument("--record", action="store_true", help="put the records into the results file")
-    records.add_out_option(parser)
     options = parser.parse_args(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path[:0] = [str(records.ROOT), str(records.ROOT / "tests")]

@@ -45,8 +45,7 @@ FORMS: dict[str, bool | str] = {"unroll": "unroll", "loop": True, "off": False} 
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = records.parser(__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="tiny sizes, for a smoke test; times mean nothing")
     add("--versions", nargs="+", type=int, choices=(6, 7), default=[7, 6])
@@ -65,7 +64,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--peers", nargs="*", choices=("fla", "rwkv"), default=[], help="run in processes of their own, last")
     add("--peer-python", default=sys.executable, help="the interpreter that has them")
     add("--timeout", type=float, default=600, help="seconds for each peer; default 600")
-    records.add_out_option(parser)
     options = parser.parse_args(arguments)
     defaults = {
         "models": (["24x2048", "24x1024"], ["2x64"]), "batches": ([1, 32, 256], [1, 5]),
@@ -232,16 +230,14 @@ def engine_rates(model: Any, params: Any, slots: int, options: argparse.Namespac
     return run()
 
 
-def table(made: list[Record]) -> str:
-    head = ("op", "model", "batch", "implementation", "ms/token", "tokens/s", "floor")
-    lines = [(*head, "kernels", "copies", "first s")]
-    for r in made:
-        cells = (r["op"], f"RWKV-{r['version']} {r['model']}", str(r["batch"]), r["implementation"])
-        ms, floor = (f"{r[name]:.4f}" if r.get(name) else "-" for name in ("ms_per_token", "floor_ms"))
-        counts = [str(r.get(name, "-")) for name in ("kernels", "copies")]
-        first = f"{r.get('first_token_s', 0):.1f}"
-        lines.append((*cells, ms, f"{r['tokens_per_s']:.0f}", floor, *counts, first))
-    return records.table(lines)
+COLUMNS: dict[str, Any] = {
+    "op": "op",
+    "model": lambda r: f"RWKV-{r['version']} {r['model']}",
+    "batch": "batch",
+    "implementation": "implementation",
+    **{"ms/token": "ms_per_token:.4f", "tokens/s": "tokens_per_s:.0f", "floor": "floor_ms:.4f"},
+    **{"kernels": "kernels", "copies": "copies", "first s": "first_token_s:.1f"},
+}
 
 
 def measure(
@@ -297,7 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
         for size in options.models:
             for record in measure(version, size, options, common, skipped):
                 made.append(record)
-                print(table([record]).partition("\n")[2], flush=True)
+                print(records.table([record], COLUMNS).partition("\n")[2], flush=True)
             jax.clear_caches()
     for peer in options.peers:
         for result in decode_peers.measure(peer, options):
@@ -306,10 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
             else:
                 made.append({**common, **result})
     path = records.put(options.out, device, made, KEY)
-    print("\n" + table(made) if made else "nothing was measured")
-    for line in skipped:
-        print(f"skipped: {line}")
-    print(f"results: {path}")
+    records.report(records.table(made, COLUMNS) if made else "", skipped, path)
 
 
 if __name__ == "__main__":

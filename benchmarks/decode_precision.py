@@ -9,20 +9,18 @@ nats a byte.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import records
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path[:0] = [str(records.ROOT), str(records.ROOT / "examples")]
 
-from _text import python_reference  # noqa: E402
+from _text import read_text  # noqa: E402
 
 from fla_jax import models  # noqa: E402
 from fla_jax.generation import Decoder  # noqa: E402
@@ -76,13 +74,12 @@ def logits_of(decoder: Decoder, tokens: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = records.parser(__doc__, out=False)
     parser.add_argument("--version", type=int, choices=(6, 7), default=7)
     for name, default in {"layers": 3, "width": 128, "steps": 400, "tokens": 4096}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    text = np.frombuffer(python_reference(), np.uint8)
+    text = np.frombuffer(read_text(None), np.uint8)
     cut = len(text) * 9 // 10
     config = getattr(models, f"RWKV{options.version}Config")(256, options.width, options.layers)
     model = getattr(models, f"RWKV{options.version}ForCausalLM")(config)

@@ -2,7 +2,7 @@
 
     python benchmarks/history.py                          # the commits that were measured
     python benchmarks/history.py add                      # append the results files' new records
-    python benchmarks/history.py compare 26a202a HEAD     # status 1 if something is more than 5 % slower
+    python benchmarks/history.py compare 6af4be6 HEAD     # status 1 if something is more than 5 % slower
 
 The fastest record of each measurement counts, since other load on a machine is no change of the code. Two
 records are of one measurement if `records.SETTINGS` are equal.
@@ -86,8 +86,7 @@ def full_hash(commit: str) -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = records.parser(__doc__, out=False)
     parser.add_argument("--results", type=Path, default=records.RESULTS, help="folder of the results files")
     parser.add_argument("--only-ours", action="store_true", help="compare only this library's records")
     commands: Any = parser.add_subparsers(dest="command")

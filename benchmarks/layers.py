@@ -101,26 +101,28 @@ def measure_peers(
             skipped.append(f"{job[0].label} {'x'.join(map(str, job[1]))} FLA: {line['error'][:300]}")
 
 
+def task_of(r: Record) -> list[Any]:
+    return [r[name] for name in ("op", "form", "shape", "pass", "dtype")]
+
+
 def compare(measured: list[Record]) -> None:
-    """Fills in the ratios of our records."""
-    task = lambda r: [r[name] for name in ("op", "form", "shape", "pass", "dtype")]
-    for record in measured:
-        peers = [r["ms"] for r in measured if r["library"] != "fla_jax" and task(r) == task(record)]
-        if record["library"] == "fla_jax" and peers:
-            record["ratio"] = record["ms"] / min(peers)
+    """Fills in the peers of our records."""
+    records.fill_peers(measured, task_of, lambda r: True)
 
 
 def table(measured: list[Record]) -> str:
-    """The records as text, a piece's together."""
-    lines = [("piece", "shape", "pass", "implementation", "ms", "GB/s", "of copy", "TFLOP/s", "ratio")]
     labels = [piece.label for piece in PIECES]
-    order = lambda r: (labels.index(f"{r['op']} {r['form']}"), r["shape"][2], r["pass"], r["ms"])
-    for r in sorted(measured, key=order):
-        shape, ratio = "x".join(map(str, r["shape"])), "-" if r["ratio"] is None else f"{r['ratio']:.2f}"
-        cells = (f"{r['op']} {r['form']}", shape, r["pass"], f"{r['library']} {r['implementation']}")
-        flops = f"{r['tflops']:.0f}" if "tflops" in r else "-"
-        lines.append((*cells, f"{r['ms']:.4f}", f"{r['gbs']:.0f}", f"{r['of_copy']:.2f}", flops, ratio))
-    return records.table(lines)
+    label = lambda r: f"{r['op']} {r['form']}"
+    columns = {
+        "piece": label,
+        "shape": lambda r: "x".join(map(str, r["shape"])),
+        "pass": "pass",
+        "implementation": lambda r: f"{r['library']} {r['implementation']}",
+        **{"ms": "ms:.4f", "GB/s": "gbs:.0f", "of copy": "of_copy:.2f", "TFLOP/s": "tflops:.0f"},
+        "ratio": "ratio:.2f",
+    }
+    order = lambda r: (labels.index(label(r)), r["shape"][2], r["pass"], r["ms"])
+    return records.table(sorted(measured, key=order), columns)
 
 
 def shape_of(text: str) -> Shape:
@@ -130,8 +132,7 @@ def shape_of(text: str) -> Shape:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = records.parser(__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="tiny shapes, for a smoke test; times mean nothing")
     add("--only", type=re.compile, help="regular expression of 'op piece'")
@@ -141,7 +142,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=300, help="seconds for the peers; default 300")
     add("--compile-seconds", type=float, default=180, help="limit for compiling peers; default 180")
     add("--sweep", action="store_true", help="try launch options instead, on a GPU; with --quick a few")
-    records.add_out_option(parser)
     return parser.parse_args(arguments)
 
 
@@ -172,10 +172,8 @@ def main(arguments: list[str] | None = None) -> None:
         # after every piece, so that a run that is cut short loses nothing
         records.put(options.out, device, measured, KEY)
         print(table(more).partition("\n")[2], flush=True)
-    print("\n" + table(measured) if measured else "nothing was measured")
-    for line in skipped:
-        print(f"skipped: {line}")
-    print(f"results: {records.results_path(options.out, device)}")
+    path = records.results_path(options.out, device)
+    records.report(table(measured) if measured else "", skipped, path)
 
 
 if __name__ == "__main__":

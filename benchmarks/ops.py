@@ -85,15 +85,13 @@ def prepare(groups: dict[str, list[Job]], seconds: float) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = records.parser(__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="tiny shapes, for a smoke test; times mean nothing")
     add("--only", type=re.compile, help="regular expression of 'op form shape pass decay implementation'")
     add("--no-peers", action="store_true", help="only this library")
     add("--budget", type=float, help="seconds for everything; what does not fit is recorded as skipped")
     add("--timeout", type=float, default=240, help="seconds for each process; default 240")
-    records.add_out_option(parser)
     return parser.parse_args(arguments)
 
 
@@ -122,11 +120,8 @@ def main(arguments: list[str] | None = None) -> None:
         measure(run, name, some, min(options.timeout, run.seconds_left() - reserve - 5))
     measure(run, "fla_jax again", again, min(options.timeout, run.seconds_left() - 2), again=True)
     run.save()
-    print("\n" + table(run.measured()) if run.measured() else "nothing was measured")
-    for r in run.records:
-        if "skipped" in r:
-            print(f"skipped: {r['peer']} ({r['op']}): {r['skipped'][:200]}")
-    print(f"results: {run.path}")
+    skipped = [f"{r['peer']} ({r['op']}): {r['skipped'][:200]}" for r in run.records if "skipped" in r]
+    records.report(table(run.measured()) if run.measured() else "", skipped, run.path)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,13 @@ def merged(old: list[Record], new: list[Record], key: Key) -> list[Record]:
     return [record for record in old if key(record) not in keys] + new
 
 
-def add_out_option(parser: argparse.ArgumentParser) -> None:
-    """``--out``, the same for every benchmark."""
-    text = "results file; default: <device>.json in $OUT if that is set, else in benchmarks/results"
-    parser.add_argument("--out", type=Path, help=text)
+def parser(doc: str | None, out: bool = True) -> argparse.ArgumentParser:
+    """A command's parser, with ``--out`` if it writes results."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if out:
+        text = "results file; default: <device>.json in $OUT if that is set, else in benchmarks/results"
+        made.add_argument("--out", type=Path, help=text)
+    return made
 
 
 def results_path(out: Path | None, device: str) -> Path:
@@ -148,8 +151,36 @@ def put(
     return path
 
 
-def table(lines: list[tuple[str, ...]]) -> str:
-    """Lines of cells as aligned text; the first line has the names of the columns."""
+def fill_peers(measured: list[Record], task: Key, is_peer: Callable[[Record], bool]) -> None:
+    """Fills in the fastest peer of the same task of each of our records, and our time over its."""
+    for ours in (r for r in measured if r["library"] == "fla_jax"):
+        peers = [r for r in measured if r["library"] != "fla_jax" and task(r) == task(ours) and is_peer(r)]
+        if peers:
+            best = min(peers, key=lambda r: r["ms"])
+            ratio = max(ours["ms"], ours.get("ms_end", 0.0)) / best["ms"]
+            ours.update(peer=best["implementation"], peer_ms=best["ms"], ratio=ratio)
+
+
+def table(measured: Iterable[Record], columns: Mapping[str, str | Callable[[Record], Any]]) -> str:
+    """Records as aligned text. A column is ``"field:format"`` or a function; None becomes ``-``."""
+
+    def cell(record: Record, column: str | Callable[[Record], Any]) -> str:
+        if not isinstance(column, str):
+            value = column(record)
+            return "-" if value is None else str(value)
+        name, _, form = column.partition(":")
+        value = record.get(name)
+        return "-" if value is None else format(value, form)
+
+    lines = [list(columns), *([cell(record, column) for column in columns.values()] for record in measured)]
     widths = [max(map(len, column)) for column in zip(*lines)]
-    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths)) for line in lines)
+    padded = ("  ".join(text.ljust(width) for text, width in zip(line, widths)) for line in lines)
     return "\n".join(line.rstrip() for line in padded)
+
+
+def report(text: str, skipped: Iterable[str], path: Path) -> None:
+    """The end of a command's output."""
+    print(f"\n{text}" if text else "nothing was measured")
+    for line in skipped:
+        print(f"skipped: {line}")
+    print(f"results: {path}")

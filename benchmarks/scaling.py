@@ -61,8 +61,7 @@ MODES = {
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = records.parser(__doc__)
     add = parser.add_argument
     add("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     add("--devices", type=int, help="how many; default all")
@@ -73,7 +72,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--fake", type=int, help="fake CPU devices, small sizes, numbers checked")
     add("--profile", type=Path, metavar="FOLDER", help="profile steps, and sum kernels by name")
     add("--timeout", type=float, default=550, help="seconds for one process; default 550")
-    records.add_out_option(parser)
     return parser.parse_args(arguments)
 
 

@@ -38,8 +38,7 @@ OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "memory")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = records.parser(__doc__)
     add = parser.add_argument
     add("--sizes", nargs="+", default=["rwkv7-24x1024"], choices=[*SIZES, "all"], help="what to train")
     for name in FIELDS:
@@ -64,7 +63,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--rwkv-lm-python", default=sys.executable, help="the interpreter that has torch, nvcc and ninja")
     add("--timeout", type=float, default=900, help="seconds for each process; default 900")
     add("--compile-seconds", type=float, default=180, help="limit for compiling peers; default 180")
-    records.add_out_option(parser)
     options = parser.parse_args(arguments)
     for name in (*FIELDS, "steps"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -156,7 +154,7 @@ def run_side(side: str, size: Size, options: argparse.Namespace) -> list[Record]
         record = {"op": "train_step", "implementation": side, "model": size.model, "shape": size.shape}
         record |= {"dtype": "bfloat16", "pass": "forward + backward + optimizer", "remat": remat, **result}
         made.append(record)
-        print(table(made[-1:]), flush=True)
+        print(records.table(made[-1:], COLUMNS), flush=True)
         error = result.get("error", "")
         if side != "fla_jax" and not any(word in error for word in OUT_OF_MEMORY):
             break
@@ -180,18 +178,18 @@ def compare(made: list[Record]) -> None:
             ours.update(peer=best["implementation"], peer_ms=best["ms"], ratio=ratio)
 
 
-def table(made: list[Record]) -> str:
-    lines = [("model", "side", "remat", "ms", "tokens/s", "6N", "GB", "first step", "loss", "note")]
-    for r in made:
-        head = (Size(r["model"], **r["shape"]).name, r["implementation"], r["remat"])
-        if "error" in r:
-            lines.append((*head, *"------", r["error"][:80]))
-            continue
-        note = r.get("note") or (f"{r['ratio']:.2f} times as fast as {r['peer']}" if "ratio" in r else "")
-        loss = f"{r['loss_first']:.2f} -> {r['loss_last']:.2f}"
-        cells = (f"{r['ms']:.1f}", f"{r['tokens_per_s']:,.0f}", f"{r['share_6n']:.1%}", f"{r['peak_gb']:.1f}")
-        lines.append((*head, *cells, f"{r['first_step_s']:.0f} s", loss, note))
-    return records.table(lines)
+def note(r: Record) -> str:
+    if "error" in r:
+        return r["error"][:80]
+    return r.get("note") or (f"{r['ratio']:.2f} times as fast as {r['peer']}" if "ratio" in r else "")
+
+
+COLUMNS = {
+    "model": lambda r: Size(r["model"], **r["shape"]).name,
+    **{"side": "implementation", "remat": "remat", "ms": "ms:.1f", "tokens/s": "tokens_per_s:,.0f"},
+    **{"6N": "share_6n:.1%", "GB": "peak_gb:.1f", "first step, s": "first_step_s:.0f"},
+    **{"loss": "loss_first:.2f", "then": "loss_last:.2f", "note": note},
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -211,8 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
             compare(made)
             # after each size, so that a run that is cut short loses nothing
             path = records.put(options.out, device, made, KEY)
-    print("\n" + table(made))
-    print(f"results: {path}", flush=True)
+    records.report(records.table(made, COLUMNS), [], path)
 
 
 if __name__ == "__main__":

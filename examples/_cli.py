@@ -37,9 +37,15 @@ def program(lower: str) -> Callable[[Main], Main]:
         def run(arguments: list[str] | None = None) -> None:
             if hasattr(sys.stdout, "reconfigure"):  # a terminal without a character shows "?" for it
                 sys.stdout.reconfigure(errors="replace")
+            for logger in (
+                "absl",
+                "asyncio",
+            ):  # Orbax logs what it also raises, and goes on when the program ends
+                logging.getLogger(logger).setLevel(logging.CRITICAL)
+            sys.unraisablehook = lambda unraisable: None
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             try:
-                with _quiet():
-                    main(arguments)
+                main(arguments)
                 sys.stdout.flush()
             except KeyboardInterrupt:
                 print(f"\n{name}: interrupted", file=sys.stderr)
@@ -48,7 +54,7 @@ def program(lower: str) -> Callable[[Main], Main]:
                 line = _line(error, lower)
                 if line is None or sys.flags.dev_mode:
                     raise
-                if _is_output(error):  # Python would try to write the rest of the buffer again at exit
+                if "the output: " in line:  # Python would try to write the rest of the buffer again at exit
                     with contextlib.suppress(OSError):
                         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 if isinstance(error, BrokenPipeError):
@@ -60,37 +66,14 @@ def program(lower: str) -> Callable[[Main], Main]:
     return decorate
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Turns off logs and warnings of Orbax and asyncio, whose errors arrive as exceptions as well.
-
-    After an error they stay off: background writes complain until the program ends.
-    """
-    hook, loggers = sys.unraisablehook, [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels = [logger.level for logger in loggers]
-    sys.unraisablehook = lambda unraisable: None
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    yield
-    sys.unraisablehook = hook
-    for logger, level in zip(loggers, levels):
-        logger.setLevel(level)
-
-
 def _line(error: Exception, lower: str) -> str | None:
     """The line for the user; None for an error that no user can mend."""
     no_memory = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
     if no_memory or isinstance(error, MemoryError):
         return f"out of memory ({reason(error)}): lower {lower}"
     if isinstance(error, OSError) and error.errno is not None:
-        return f"{'the output' if _is_output(error) else error.filename}: {reason(error)}"
+        return f"{error.filename or 'the output'}: {reason(error)}"  # errors about files name the file
     return reason(error) if isinstance(error, ValueError | TypeError | ImportError | OSError) else None
-
-
-def _is_output(error: Exception) -> bool:
-    """Whether writing to standard output failed: errors about files name the file."""
-    return isinstance(error, OSError) and error.errno is not None and error.filename is None
 
 
 def reason(error: Exception) -> str:
@@ -195,14 +178,14 @@ def claimed(out: Path, path: Path) -> Iterator[Callable[[], None]]:
     """Locks the folder ``--out`` for this process; gives a function that raises if another one got in, or the
     folder is gone.
 
-    The lock file ``path`` names the process that has it. The system frees the lock when that process ends,
-    so a file that is left over locks nothing.
+    The lock file ``path`` names the process. The system frees the lock when the process ends, so a file that
+    is left over locks nothing.
     """
     mine = f"{os.getpid()} on {platform.node()}"
 
     def holder() -> str | None:
         with contextlib.suppress(OSError):  # Windows lets nobody read a locked file
-            return next(iter(path.read_text(errors="replace").splitlines()), None)
+            return path.read_text(errors="replace").partition("\n")[0] or None
         return None
 
     def check() -> None:
@@ -213,21 +196,17 @@ def claimed(out: Path, path: Path) -> Iterator[Callable[[], None]]:
 
     with about(f"--out: the folder {path.parent}", "made"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(path, timeout=0)
     with about(f"--out: {path}", "locked"):
+        lock = filelock.FileLock(path, timeout=0)
         try:
             lock.acquire()
         except filelock.Timeout:
             raise ValueError(f"--out: {out} is in use by process {holder() or '(unknown)'}") from None
+    with contextlib.suppress(OSError):
+        path.write_text(mine + "\n")
     try:
-        if not isinstance(
-            lock, filelock.SoftFileLock
-        ):  # for disks without locks, which writes such a line itself
-            with contextlib.suppress(OSError):
-                path.write_text(mine + "\n")
         yield check
     finally:
         if holder() == mine:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            path.unlink(missing_ok=True)
         lock.release()

@@ -15,31 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from _cli import about, flag, make_folder, reason
 from jax.experimental import multihost_utils
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fla_jax.checkpoints.files import replacing
-from fla_jax.models import RWKV6ForCausalLM, RWKV7ForCausalLM, RWKVConfig
+from fla_jax.models import RWKVConfig, family_of
 from fla_jax.training import MetricWriter, Throughput, TrainingCheckpoints, last_checkpoint
 
 Check = Callable[[], None]  # of `_cli.claimed`
-MODELS: dict[str, Any] = {"rwkv6": RWKV6ForCausalLM, "rwkv7": RWKV7ForCausalLM}
 
 
 def build_model(options: Any, **more: Any) -> Any:
     """The model of the options."""
     sizes = {name: getattr(options, name) for name in ("hidden_size", "num_layers", "head_dim")}
     try:
-        return MODELS[options.model](RWKVConfig.from_dict({"model_type": options.model, **sizes, **more}))
+        config = RWKVConfig.from_dict({"model_type": options.model, **sizes, **more})
+        return family_of(config).model(config)
     except ValueError as error:
         named = f"--hidden-size {options.hidden_size}, --head-dim {options.head_dim}"
         raise ValueError(f"{named}: {error}") from error
@@ -88,41 +82,44 @@ def described(out: Path) -> dict[str, Any]:
     return options
 
 
+def facts(options: Any, may_change: set[str], **more: str) -> dict[str, Any]:
+    """What stays the same between a run and its resumption."""
+    return {name: x for name, x in dataclasses.asdict(options).items() if name not in may_change} | more
+
+
 def start_or_resume(
     options: Any, facts: dict[str, Any], step: Any, keep: int, noted: frozenset[str] = frozenset()
 ) -> tuple[TrainingCheckpoints, Any, dict[str, Any]]:
     """The checkpoints of a run, its state, and what was saved with it: new, or those of the last checkpoint.
 
-    A new run moves an earlier one aside. A resumed one has the same ``facts``; ``noted`` ones may change.
+    A new run moves an earlier one aside. A resumed one has the same ``facts``, but for ``noted`` ones.
     """
-    out = options.out
+    out, is_first = options.out, jax.process_index() == 0
     if not options.resume:
         state = step.init(jax.random.key(options.seed))
-        if jax.process_index() == 0:
+        if is_first:
             _make_run(out, facts)  # last: a run that cannot be built moves nothing aside
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("the folder is made")
         return TrainingCheckpoints(out / "checkpoints", keep=keep), state, {}
-    earlier = described(out)
-    changes = {name: (then, facts.get(name)) for name, then in earlier.items() if facts.get(name) != then}
-    if refused := changes.keys() - noted:
-        names = {name: "the text (--data)" if name == "text" else flag(name) for name in refused}
-        told = (
-            f"{names[x]} was {then} in {out} and is {now} now"
-            for x, (then, now) in changes.items()
-            if x in names
-        )
+    changes, refused = {}, []
+    for name, then in described(out).items():
+        if (now := facts.get(name)) != then:
+            changes[name] = (then, now)
+            what = "the text (--data)" if name == "text" else flag(name)
+            refused += [] if name in noted else [f"{what} was {then} in {out} and is {now} now"]
+    if refused:
         hint = "resume with the same options, or start another run with --out"
-        raise ValueError(f"--resume: {', '.join(told)}; {hint}")
+        raise ValueError(f"--resume: {', '.join(refused)}; {hint}")
     if last_checkpoint(out / "checkpoints") is None:
         raise ValueError(f"--resume: there is no checkpoint in {out} (--out) yet; start without --resume")
     checkpoints = TrainingCheckpoints(out / "checkpoints", keep=keep)
     state, data = checkpoints.restore(step.abstract_state())
-    if jax.process_index() == 0:
+    if is_first:
         for name, (then, now) in changes.items():
             print(f"{flag(name)} was {then} before and is {now} from now on")
-        _describe(out, facts)
         print(f"resuming at step {int(state.step)}")
+        _describe(out, facts)
     return checkpoints, state, data
 
 
@@ -143,9 +140,10 @@ def _describe(out: Path, facts: dict[str, Any]) -> None:
         file.write((json.dumps(facts, indent=2) + "\n").encode())
 
 
-def facts(options: Any, may_change: set[str], **more: str) -> dict[str, Any]:
-    """What stays the same between a run and its resumption."""
-    return {name: x for name, x in dataclasses.asdict(options).items() if name not in may_change} | more
+def count_parameters(params: Any) -> tuple[int, int]:
+    """All parameters, and those without the embedding."""
+    total = sum(x.size for x in jax.tree.leaves(params))
+    return total, total - params["emb"]["embedding"].size
 
 
 class Metrics(MetricWriter):
@@ -153,20 +151,21 @@ class Metrics(MetricWriter):
 
     def __init__(self, options: Any, checkpoints: Any, columns: Any, state: Any, peak: float | None = None):
         """``peak``: TFLOP/s of a device; None for that of its name."""
-        first, (total, count) = int(state.step), count_parameters(state.params)
+        total, count = count_parameters(state.params)
+        first = self._first = int(state.step)
         super().__init__(options.out, columns, first)
-        self.evaluation_loss, self._options, self._first = float("nan"), options, first
-        self._checkpoints = checkpoints
+        self._options, self._checkpoints, self.evaluation_loss = options, checkpoints, float("nan")
         self._throughput, self._rows = Throughput(count, peak), list[dict[str, Any]]()
-        text = "loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s{task.fields[share]}"
-        parts = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn(text)
-        parts += TimeElapsedColumn(), TimeRemainingColumn()
-        console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
-        self._progress = Progress(*parts, console=console, disable=jax.process_index() > 0)
+        self._console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
+        devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+        self._console.print(f"{options.model}, {total:,} parameters, {devices}")
+        text = TextColumn(
+            "loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s{task.fields[share]}"
+        )
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), text, TimeRemainingColumn()
+        self._progress = Progress(*columns, console=self._console, disable=self._console.quiet)
         fields: dict[str, Any] = {"loss": float("nan"), "rate": 0.0, "share": ""}
         self._bar = self._progress.add_task("", total=options.steps, completed=first, **fields)
-        devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-        console.print(f"{options.model}, {total:,} parameters, {devices}")
         self._progress.start()
 
     def close(self) -> None:
@@ -181,15 +180,12 @@ class Metrics(MetricWriter):
         """Waits for the numbers and measures the speed, with so many ``tokens`` a step; refuses to go on from
         a loss that is NaN or infinite.
         """
-        values = jax.device_get(self._rows)
-        self._rows = [
-            {name: int(x) if name == "step" else float(x) for name, x in row.items()} for row in values
-        ]
-        if self._rows[0]["step"] > self._first + 1:  # the first step compiles
-            self._rows[-1] |= self._throughput.measure(len(self._rows) * tokens)
-        for i, row in enumerate(self._rows):
+        rows = self._rows = jax.tree.map(lambda x: np.asarray(x).item(), self._rows)
+        if rows[0]["step"] > self._first + 1:  # the first step compiles
+            rows[-1] |= self._throughput.measure(len(rows) * tokens)
+        for i, row in enumerate(rows):
             if wrong := [f"{name} is {x}" for name, x in row.items() if not math.isfinite(x)]:
-                self.write(self._rows[: i + 1])
+                self.write(rows[: i + 1])
                 self._checkpoints.wait()
                 last = last_checkpoint(self._checkpoints.folder)
                 good = f"the last good checkpoint is {last}, and --resume goes on from there, perhaps with a"
@@ -198,9 +194,10 @@ class Metrics(MetricWriter):
 
     def evaluated(self, loss: float) -> None:
         """Adds an evaluation to the last step's numbers, and prints it."""
-        self.evaluation_loss = self._rows[-1]["evaluation_loss"] = loss
-        losses = f"training loss {self._rows[-1]['loss']:.4f}, held out {loss:.4f} nats per token"
-        self._progress.print(f"step {self._rows[-1]['step']:6}: {losses}")
+        row = self._rows[-1]
+        self.evaluation_loss = row["evaluation_loss"] = loss
+        losses = f"training loss {row['loss']:.4f}, held out {loss:.4f} nats per token"
+        self._console.print(f"step {row['step']:6}: {losses}")
 
     def write_rows(self) -> None:
         """Writes the steps since the last call, and moves the bar."""
@@ -216,25 +213,16 @@ class Metrics(MetricWriter):
         """Ends a program that a signal stopped, when its checkpoint is complete."""
         self._checkpoints.close()
         again = shlex.join([*sys.argv, *([] if self._options.resume else ["--resume"])])
-        if jax.process_index() == 0:
-            done = f"stopped at step {step} of {self._options.steps}, checkpoint saved"
-            print(f"{done}. Go on with: python {again}")
+        done = f"stopped at step {step} of {self._options.steps}, checkpoint saved"
+        self._console.print(f"{done}. Go on with: python {again}")
         sys.exit(128 + number)
 
     def print_results(self, more: str = "") -> None:
         """The last lines of a run."""
-        if self.evaluation_loss == self.evaluation_loss:
-            print(
-                f"held-out loss     {self.evaluation_loss:.4f} nats per token {more and f'({more})'}".rstrip()
-            )
-        print(f"speed             {self._throughput.rate:,.0f} tokens/s")
-        print(f"checkpoint        {self._options.out / 'checkpoints' / str(self._options.steps)}")
-
-
-def count_parameters(params: Any) -> tuple[int, int]:
-    """All parameters, and those without the embedding."""
-    total = sum(x.size for x in jax.tree.leaves(params))
-    return total, total - sum(x.size for x in jax.tree.leaves(params["emb"]))
+        if not math.isnan(self.evaluation_loss):
+            self._console.print(f"held-out loss     {self.evaluation_loss:.4f} nats per token {more}")
+        self._console.print(f"speed             {self._throughput.rate:,.0f} tokens/s")
+        self._console.print(f"checkpoint        {last_checkpoint(self._checkpoints.folder)}")
 
 
 def plot(out: Path, title: str) -> None:

@@ -74,83 +74,53 @@ def run(options: Options, check_claim: _run.Check) -> None:
     part = step.local_batch_rows(options.batch)
     iterator = iter(batches(examples, numbers, options.batch, seed=options.seed, part=part))
     checkpoints, state, position = _run.start_or_resume(options, facts, step, options.keep, NOTED)
-    first = int(state.step)
     if options.resume:
         iterator.set_state(position)
-    if first >= options.steps:
+    if (first := int(state.step)) >= options.steps:
         if options.export is None:
             at = f"the run in {options.out} is at step {first}, and --steps {options.steps}"
             raise ValueError(f"--resume: {at}; with --export its parameters are written")
-        checkpoints.close()
         return export(options.export, step.model, state.params, console)
     epochs = f"{options.steps * options.batch / len(numbers):.2f} epochs"
     console.print(f"{len(numbers):,} rows of {options.sequence} tokens, {options.batch} a step, {epochs}")
-    with _run.Metrics(options, checkpoints, COLUMNS, state, options.peak_tflops) as metrics:
-        saver = lambda at, state: checkpoints.save(at, state, iterator.get_state())
-        training = Training(options, step, learning_rate, data, metrics, saver, check_claim)
-        state, interrupted = training.go(state, iterator)
-    if interrupted:
-        metrics.exit_stopped(int(state.step), interrupted)
+
+    every = options.log_every, options.eval_every, options.save_every
+    traced = range(first + 6, first + 6 + options.profile)
+    with (
+        _run.Metrics(options, checkpoints, COLUMNS, state, options.peak_tflops) as metrics,
+        noted_interrupts() as interrupted,
+        contextlib.ExitStack() as trace,
+    ):
+        for at in range(first + 1, options.steps + 1):
+            if options.profile and at == traced.start:
+                trace.enter_context(jax.profiler.trace(str(options.out / "trace")))
+            state, loss = step(state, step.shard(next(iterator)))
+            norm = jnp.copy(
+                optax.tree.get(state.opt_state, "gradient_norm")
+            )  # the next step donates the state
+            metrics.add(at, loss=loss, gradient_norm=norm, learning_rate=learning_rate(at - 1))
+            if options.profile and at == traced.stop - 1:
+                jax.block_until_ready(loss)
+                trace.close()
+            log, evaluate, save = (at == options.steps or at % n == 0 for n in every)
+            stopping = interrupted and jax.process_count() == 1
+            if not (log or evaluate or save or stopping or at == first + 1):
+                continue
+            number = _agreed(interrupted)
+            metrics.read(options.batch * options.sequence)
+            if evaluate and data.evaluation:
+                held_out = batches(*data.evaluation, options.batch, part=part)
+                metrics.evaluated(step.evaluate(state.params, held_out))
+            metrics.write_rows()
+            if save or number:
+                check_claim()
+                checkpoints.save(at, state, iterator.get_state())
+            if number and at < options.steps:
+                metrics.exit_stopped(at, number)
     checkpoints.close()
-    if jax.process_index() == 0:
-        metrics.print_results()
+    metrics.print_results()
     if options.export:
         export(options.export, step.model, state.params, console)
-
-
-@dataclasses.dataclass
-class Training:
-    """The loop, and what it does every so many steps."""
-
-    options: Options
-    step: Any
-    learning_rate: Any  # of a step, counted from 0
-    data: corpus.Corpus
-    metrics: _run.Metrics
-    save: Any
-    check_claim: _run.Check
-
-    def go(self, state: Any, iterator: Any) -> tuple[Any, int]:
-        """Trains to the last step, or the first signal. Returns the state, and the signal's number or 0."""
-        options = self.options
-        first = int(state.step)
-        traced = range(first + 5, first + 5 + options.profile)
-        with noted_interrupts() as interrupted, contextlib.ExitStack() as trace:
-            for at in range(first + 1, options.steps + 1):
-                if options.profile and at == traced.start + 1:
-                    trace.enter_context(jax.profiler.trace(str(options.out / "trace")))
-                state, loss = self.step(state, self.step.shard(next(iterator)))
-                # a copy: the next step overwrites the state
-                norm = jnp.copy(optax.tree.get(state.opt_state, "gradient_norm"))
-                self.metrics.add(at, loss=loss, gradient_norm=norm, learning_rate=self.learning_rate(at - 1))
-                if options.profile and at == traced.stop:
-                    jax.block_until_ready(loss)
-                    trace.close()
-                last = at == options.steps
-                log, evaluate, save = (
-                    last or at % every == 0
-                    for every in (options.log_every, options.eval_every, options.save_every)
-                )
-                stopping = jax.process_count() == 1 and interrupted
-                if not (log or evaluate or save or at == first + 1 or stopping):
-                    continue
-                number = _agreed(interrupted)
-                self.metrics.read(options.batch * options.sequence)
-                if self.data.evaluation and evaluate:
-                    self.metrics.evaluated(self.evaluate(state.params))
-                self.metrics.write_rows()
-                if save or number:
-                    self.check_claim()
-                    self.save(at, state)
-                if number and not last:
-                    return state, number
-        return state, 0
-
-    def evaluate(self, params: Any) -> float:
-        """The loss on the held-out examples."""
-        size = self.options.batch
-        part = self.step.local_batch_rows(size)
-        return self.step.evaluate(params, batches(*self.data.evaluation, size, part=part))
 
 
 def _agreed(interrupted: list[int]) -> int:

@@ -23,9 +23,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from _cli import check_numbers, make_folder, parse, program
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from fla_jax.checkpoints.files import replacing
 from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
@@ -34,7 +32,7 @@ from fla_jax.training import cross_entropy, rwkv_optimizer, rwkv_schedule
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-LAYERS = {2.0: "RWKV-7, rate scale 2", 1.0: "RWKV-7, rate scale 1 (official)", 0.0: "rate 0 (RWKV-6's class)"}
+LAYERS = {2.0: "rate scale 2", 1.0: "rate scale 1 (official)", 0.0: "rate 0 (RWKV-6's class)"}
 STEPS_PER_CALL = 50
 
 
@@ -86,7 +84,7 @@ def train(model: RWKV7ForCausalLM, options: Options, label: str) -> tuple[Any, f
     key, data_key = jax.random.split(jax.random.key(options.seed))
     params = jax.jit(model.init)(key, jnp.zeros((1, 2), jnp.int32))["params"]
     carry, keys = (params, optimizer.init(params)), jax.random.split(data_key, options.steps)
-    for start in track(range(0, options.steps, STEPS_PER_CALL), description=f"{label:32}"):
+    for start in track(range(0, options.steps, STEPS_PER_CALL), description=f"{label:28}"):
         carry, losses = steps(carry, keys[start : start + STEPS_PER_CALL])
         loss = float(losses[-1])
     return carry[0], loss
@@ -129,20 +127,19 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError("--rate-scales must name at least one layer")
     make_folder(options.out)  # before the work, not after it
     n = options.length
-    table = Table(title=f"Parity, one layer, trained on {n} bits: right answers in % at positions")
-    for column in ("layer", f"1-{n}", f"{n + 1}-{2 * n}", f"{2 * n + 1}-{4 * n}", "loss", "seconds"):
-        table.add_column(column, justify="left" if column == "layer" else "right")
+    ranges = f"1-{n}", f"{n + 1}-{2 * n}", f"{2 * n + 1}-{4 * n}"
+    lines = [f"right answers, %, at bits   {ranges[0]:>8}{ranges[1]:>8}{ranges[2]:>8}      loss  seconds"]
     curves = {}
     for scale in options.rate_scales:
         began = time.perf_counter()
-        label = LAYERS.get(scale, f"RWKV-7, rate scale {scale:g}")
+        label = LAYERS.get(scale, f"rate scale {scale:g}")
         sizes = {"hidden_size": options.hidden_size, "num_layers": 1, "head_dim": options.head_dim}
         model = RWKV7ForCausalLM(RWKV7Config(2, **sizes, rate_scale=scale))
         params, loss = train(model, options, label)
         curve = curves[label] = np.asarray(accuracy(model, params, 4 * n))
-        parts = (f"{100 * part.mean():.1f}" for part in (curve[:n], curve[n : 2 * n], curve[2 * n :]))
-        table.add_row(label, *parts, f"{loss:.1e}", f"{time.perf_counter() - began:.0f}")
-    Console().print(table)
+        right = "".join(f"{100 * part.mean():8.1f}" for part in (curve[:n], curve[n : 2 * n], curve[2 * n :]))
+        lines.append(f"{label:28}{right}{loss:10.1e}{time.perf_counter() - began:9.0f}")
+    print("\n".join(lines))
     plot(options.out / "parity.png", curves, n)
     print(f"picture: {options.out / 'parity.png'}")
 

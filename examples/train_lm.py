@@ -1,11 +1,7 @@
-"""Trains a byte-level RWKV language model: ``python examples/train_lm.py``.
+"""Trains a byte-level RWKV language model: ``python examples/train_lm.py --data my_texts/ --out runs/mine``.
 
-Without arguments it learns the language reference that ships inside Python, in minutes on two CPU cores. It
-prints the loss on held-out text and a sample, and leaves checkpoints, metrics and a picture of the loss in
-``runs/train_lm``.
-
-    python examples/train_lm.py --data my_texts/ --out runs/mine     # your text: a file, or a folder of files
-    python examples/train_lm.py --data my_texts/ --out runs/mine --resume     # go on from the last checkpoint
+Without --data it learns the language reference inside Python, in minutes on two CPU cores. It prints held-out
+losses and a sample, and leaves checkpoints, metrics and a picture in --out; --resume goes on from there.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from fla_jax.training import chunked_loss, rwkv_optimizer, rwkv_schedule
 
 BLOCKS, WINDOW = 8, 64  # held-out blocks, spread over the text; bytes that evaluation reads at a time
 COLUMNS = ("step", "loss", "evaluation_loss", "tokens_per_second", "memory_gb")
-# between a run and its resumption; data may lie elsewhere, with the same bytes
+# options that may differ when a run is resumed
 MAY_CHANGE = {"data", "out", "resume", "checkpoint_every", "sample_bytes", "prompt", "temperature"}
 
 
@@ -100,8 +96,8 @@ def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
     train_text, held_out = split(text, options)
     dtype = compute_dtype(options.precision)
     model = _run.build_model(options, vocab_size=256, dtype=dtype)
-    rates, warmup = (options.learning_rate, options.final_learning_rate), min(20, options.steps // 10)
-    schedule = rwkv_schedule(*rates, options.steps, warmup_steps=warmup)
+    rates = options.learning_rate, options.final_learning_rate
+    schedule = rwkv_schedule(*rates, options.steps, warmup_steps=min(20, options.steps // 10))
     optimizer = rwkv_optimizer(schedule, weight_decay=options.weight_decay)
     step = TrainStep(model, optimizer, make_mesh(devices=[first_device()]))
     evaluate = jax.jit(lambda params: chunked_loss(model, params, held_out, chunk_size=WINDOW)[0])
@@ -109,11 +105,10 @@ def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
     # 2. a new state, or that of the last checkpoint
     facts = _run.facts(options, MAY_CHANGE, dtype=dtype, text=hashlib.sha256(text).hexdigest()[:16])
     checkpoints, state, _ = _run.start_or_resume(options, facts, step, keep=2)
-    first = int(state.step)
 
     # 3. training; losses are read every ten steps, so that the device does not wait for Python
     with noted_interrupts() as interrupted, _run.Metrics(options, checkpoints, COLUMNS, state) as metrics:
-        for at in range(first + 1, options.steps + 1):
+        for at in range(int(state.step) + 1, options.steps + 1):
             state, loss = step(state, step.shard(batch_at(train_text, at - 1, options)))
             metrics.add(at, loss=loss)
             is_due = at % options.checkpoint_every == 0 or at == options.steps
@@ -137,7 +132,7 @@ def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
         print(f"---- sample, after the prompt {bytes(prompt).decode(errors='replace')!r}")
         print(bytes(sample.tokens[0].tolist()).decode(errors="replace"), end="\n----\n")
     _run.plot(options.out, f"{options.model}, {options.num_layers} x {options.hidden_size}")
-    metrics.print_results(f"{metrics.evaluation_loss / np.log(2):.3f} bits, {held_out.size:,} held-out bytes")
+    metrics.print_results(f"({metrics.evaluation_loss / np.log(2):.3f} bits) over {held_out.size:,} bytes")
 
 
 @program(lower="--batch, --sequence, --hidden-size or --num-layers")

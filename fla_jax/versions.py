@@ -6,17 +6,14 @@ import importlib.metadata
 import os
 import platform
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .core.context import Context
-from .core.gpu import platform_of
+from .core.gpu import current_gpu, platform_of
 from .core.op import Op
-from .ops.layer import keys, norm_mix, readout
-from .ops.rwkv6 import api as rwkv6
-from .ops.rwkv7 import api as rwkv7
+from .ops import OPS
 
 _PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "chex", "numpy", "ml_dtypes", "safetensors", "triton", "jax-triton"),
@@ -25,10 +22,6 @@ _PACKAGES = (
 _VARIABLES = (
     *("JAX_PLATFORMS", "JAX_ENABLE_X64", "XLA_FLAGS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET"),
     *("FLA_JAX_PALLAS_INTERPRET", "TRITON_CACHE_DIR", "JAX_COMPILATION_CACHE_DIR"),
-)
-_OPS: tuple[Op, ...] = (
-    *(rwkv7.CHUNK, rwkv7.RECURRENT, rwkv6.CHUNK, rwkv6.RECURRENT),
-    *(keys.KEYS, readout.RWKV7, readout.RWKV6, norm_mix.NORM_SHIFT_MIX),
 )
 _SIZES = {"b": 1, "t": 32, "h": 1, "k": 64, "v": 64, "n": 1, "c": 64, "m": 1}
 _WIDTH = 22
@@ -60,7 +53,7 @@ def show_versions() -> None:
     except RuntimeError as error:  # a driver that does not fit its plugin, say
         lines.append(("devices", f"none: {error}"))
     lines += [(name, os.environ[name]) for name in _VARIABLES if name in os.environ]
-    for op in _OPS:
+    for op in OPS.values():
         try:
             lines.append((op.name, _implementations(op)))
         except RuntimeError as error:
@@ -81,22 +74,12 @@ def _devices() -> str:
 
 
 def _implementations(op: Op) -> str:
-    """What an op chooses for an ordinary call in bfloat16, what else can run it, and what cannot and why."""
-    arrays: dict[str, Any] = {}
-    for name in op.inputs._fields:
-        shape = [_SIZES[axis] for axis in op.axes[name].split()]
-        arrays[name] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    for name in {"segment_ids", "cu_seqlens"} & arrays.keys():
-        arrays[name] = None
-    if "mixes" in arrays:
-        arrays["mixes"] = (arrays["mixes"],)
-    call = Context(op.name, op.inputs(**arrays), None, platform_of([]))
-    said, chosen = [], False
-    for one in op.implementations:
-        reason = one.supports(call)
-        if reason is None and not chosen and one.preferred(call):
-            chosen = True
-            said.append(f"{one.name} (chosen)")
-        else:
-            said.append(one.name if reason is None else f"not {one.name}: {reason}")
-    return "; ".join(said)
+    """What an op selects for an ordinary call in bfloat16, what else can run it, and what cannot and why."""
+    shapes = {
+        name: jax.ShapeDtypeStruct([_SIZES[axis] for axis in op.axes[name].split()], jnp.bfloat16)
+        for name in op.inputs._fields
+        if name not in ("segment_ids", "cu_seqlens", "mixes")
+    }
+    mixes = (jax.ShapeDtypeStruct([_SIZES["c"]], jnp.bfloat16),)
+    x = op.inputs._make(mixes if name == "mixes" else shapes.get(name) for name in op.inputs._fields)
+    return op.explain(Context(op.name, x, None, platform_of([]), current_gpu()))

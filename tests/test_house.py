@@ -20,7 +20,7 @@ ROOMS = (
     "parallel",
 )
 INSIDE = {
-    "pallas": ("run", "device", "plan", ("rwkv6", "rwkv7", "layer", "decode")),
+    "pallas": ("backend", "common", ("rwkv6", "rwkv7", "layer", "decode")),
     "ops": ("op", "common", ("rwkv6", "rwkv7", "layer", "decode")),
 }
 

@@ -23,7 +23,7 @@ def test_versions_devices_and_reasons(capsys, monkeypatch):
     kinds = {device.device_kind for device in jax.local_devices()}
     assert all(kind in said["devices"] for kind in kinds)
     for op in ("chunk_rwkv6", "fused_recurrent_rwkv6", "chunk_rwkv7", "fused_recurrent_rwkv7"):
-        assert said[op].count("(chosen)") == 1 and "reference" in said[op]
+        assert said[op].count("(selected)") == 1 and "reference" in said[op]
         if jax.default_backend() == "cpu":
             assert "not pallas: it needs an NVIDIA GPU" in said[op]
     assert all("xla" in said[op] for op in ("rwkv7_keys", "rwkv7_readout", "rwkv6_readout", "norm_shift_mix"))

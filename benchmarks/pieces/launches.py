@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from pieces.ours import call_ms, programs
 from pieces.piece import Piece, Shape
 
-KERNELS = {"fwd": "forward", "bwd": "backward"}
-
 
 class Option(NamedTuple):
     """One launch to try: its entries in tables; an entry None is removed."""
@@ -27,18 +25,18 @@ class Option(NamedTuple):
 def options(piece: Piece, shape: Shape, passes: str, quick: bool) -> list[Option]:
     """The launches to try for a pass; none if the piece has no kernels."""
     if piece.op == "norm_shift_mix":
-        return _mixes(piece, shape, KERNELS[passes], quick)
+        return _mixes(piece, shape, passes, quick)
     if piece.op in ("rwkv7_keys", "rwkv7_readout", "rwkv6_readout"):
-        return _heads(piece, shape, KERNELS[passes], quick)
+        return _heads(piece, shape, passes, quick)
     return []
 
 
 def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]:
     """Whole tokens, if registers may be enough for them, and tiles of channels."""
-    from fla_jax.pallas.layer import norm_shift_mix_host
+    from fla_jax.pallas.layer import norm_shift_mix_variants as mix
 
     M, padded = sum(name.startswith("mu") for name in piece.inputs(shape)), 1 << (shape[2] - 1).bit_length()
-    key = (kernel, "few" if M <= norm_shift_mix_host.FEW else "many", padded)
+    few = "few" if M <= 2 else "many"
     norm = "scale" in piece.inputs(shape)  # without it nothing is summed over channels
     blocks, stages, tokens = ((64,), (2,), (1,)) if quick else ((8, 32, 128), (1, 3), (1, 2, 4))
     # equally many warps in all, whatever the token block
@@ -51,25 +49,31 @@ def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]
         # 4, 8 or 16 channels a thread
         for warps in (w for w in (padded // 128, padded // 256, padded // 512) if 1 <= w <= 32):
             for rest in rests:
-                launch = norm_shift_mix_host.Launch(padded, warps, *rest)
-                found.append(Option(f"whole {launch}", ((norm_shift_mix_host.WHOLE, key, launch),)))
-    tiled = "sums" if norm and kernel == "backward" else kernel
+                launch = mix.MixLaunch(padded, warps, *rest)
+                entries = ((mix.MAX_WHOLE, (kernel, few), padded),)
+                found.append(
+                    Option(f"whole {launch}", (*entries, (mix.WHOLE, ("whole", kernel, few, padded), launch)))
+                )
+    tiled = "sums" if norm and kernel == "bwd" else kernel
     for channels, rest in itertools.product((256, 512, 1024), rests):
-        launch = norm_shift_mix_host.Launch(channels, channels // 256, *rest)
-        entries = ((norm_shift_mix_host.WHOLE, key, None), (norm_shift_mix_host.TILES, tiled, launch))
-        found.append(Option(f"tiles {launch}", entries))
+        launch = mix.MixLaunch(channels, channels // 256, *rest)
+        tiles: tuple[Any, ...] = ((mix.MAX_WHOLE, (kernel, few), 0), (mix.TILES, ("tiles", tiled), launch))
+        found.append(Option(f"tiles {launch}", tiles))
     return found
 
 
 def _heads(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]:
     """Tokens and heads of a tile, warps, stages, programs; for heads of 64 channels."""
-    from fla_jax.pallas.common.headwise_host import Tile
+    from fla_jax.pallas.common.headwise_host import HeadwiseLaunch
     from fla_jax.pallas.layer import keys_host, readout_host
 
-    table = (keys_host if piece.op == "rwkv7_keys" else readout_host).LAUNCH
+    table = (keys_host if piece.op == "rwkv7_keys" else readout_host).LAUNCHES
     tiles = [(4, 1, 4), (8, 1, 4), (16, 1, 4), (32, 1, 4), (8, 2, 4), (16, 1, 8), (8, 1, 2)]
     stages, programs = ((2,), (2112,)) if quick else ((1, 2, 3), (1056, 2112, 4224))
-    made = [Tile(*one, *rest) for one, *rest in itertools.product(tiles, stages, programs)]
+    made = [
+        HeadwiseLaunch(*one, depth, min(depth, 2), count)
+        for one, depth, count in itertools.product(tiles, stages, programs)
+    ]
     return [Option(str(tile), ((table, (kernel, 64), tile),)) for tile in made]
 
 
@@ -100,7 +104,7 @@ def sweep(piece: Piece, shape: Shape, dtype: str, copied: float, quick: bool) ->
     import jax
 
     moved = piece.moved(shape, jax.numpy.dtype(dtype).itemsize)
-    for passes in (name for name in moved if name in KERNELS):
+    for passes in (name for name in moved if name in ("fwd", "bwd")):
         usual, found = Option("as it is", ()), []
         for option in [usual, *options(piece, shape, passes, quick)]:
             try:

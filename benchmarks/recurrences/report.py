@@ -100,47 +100,46 @@ def is_peer(r: Record) -> bool:
     return not ({"o", "final_state"} & set(bad) if r["pass"] == "fwd" else any(bad))
 
 
+def task_of(r: Record) -> tuple[Any, ...]:
+    """Op, form, shape and pass; "bounded" and "any-weak" have equal decays."""
+    return r["op"], r["form"], r["shape"], r["dtype"], r["pass"], r["decay"] == "any-strong"
+
+
 def compare(measured: list[Record]) -> None:
-    """Fills in peer, peer_ms and ratio of our records, and of a decoding step its ratio to a copy of the
-    state.
-
-    The peer is the fastest of the same op, form, shape and pass; "bounded" and "any-weak" have equal decays.
-    """
-
-    def task(r: Record) -> tuple[Any, ...]:
-        return r["op"], r["form"], r["shape"], r["dtype"], r["pass"], r["decay"] == "any-strong"
-
+    """Fills in the peers of our records, and of a decoding step its ratio to a copy of the state."""
+    copies = [r for r in measured if r["implementation"] == IMPLEMENTATIONS["copy"].name]
+    records.fill_peers(measured, task_of, lambda r: r not in copies and is_peer(r))
     for record in (r for r in measured if r["library"] == "fla_jax"):
-        same = [r for r in measured if task(r) == task(record) and r["library"] != "fla_jax"]
-        ours = max(record["ms"], record.get("ms_end", 0.0))
-        copy = next((r for r in same if r["implementation"] == IMPLEMENTATIONS["copy"].name), None)
-        if copy is not None:
+        for copy in (r for r in copies if task_of(r) == task_of(record)):
+            ours = max(record["ms"], record.get("ms_end", 0.0))
             record.update(copy_ms=copy["ms"], ratio_to_copy=ours / copy["ms"])
-        best = min((r for r in same if r is not copy and is_peer(r)), key=lambda r: r["ms"], default=None)
-        if best is not None:
-            record.update(peer=best["implementation"], peer_ms=best["ms"], ratio=ours / best["ms"])
 
 
 def table(measured: list[Record]) -> str:
     """The records as text, ours first for each shape and pass."""
 
-    def number(x: float | None, form: str) -> str:
-        return "-" if x is None else format(x, form)
-
-    def error(r: Record, name: str) -> str:
-        return "not finite" if name in not_finite(r) else number(r["errors"].get(name), ".1e")
+    def error(name: str) -> Any:
+        number = lambda r: None if r["errors"].get(name) is None else f"{r['errors'][name]:.1e}"
+        return lambda r: "not finite" if name in not_finite(r) else number(r)
 
     def order(r: Record) -> tuple[Any, ...]:
         op = OPS.index(r["op"])
         return op, r["form"], str(r["shape"]), r["pass"], r["library"] != "fla_jax", r["ms"]
 
-    names = ("op", "shape", "dtype", "pass", "decay", "implementation")
-    lines = [(*names, "ms", "floor", "GB", "o", "worst grad", "ratio")]
-    for r in sorted(measured, key=order):
-        name = f"fla_jax {r['implementation']}" if r["library"] == "fla_jax" else r["implementation"]
-        ratio = number(r["ratio"], ".2f") if "ratio_to_copy" not in r else f"{r['ratio_to_copy']:.2f} of copy"
-        ms = f"{r['ms']:.3f}" + (f" / {r['ms_end']:.3f}" if "ms_end" in r else "")
-        task = (r["op"], "x".join(map(str, r["shape"])), r["dtype"], r["pass"], r["decay"], name)
-        numbers = (ms, number(r["roofline_ms"], ".3f"), number(r["peak_gb"], ".2f"))
-        lines.append((*task, *numbers, error(r, "o"), error(r, "worst_gradient"), ratio))
-    return records.table(lines)
+    def ratio(r: Record) -> str | None:
+        if "ratio_to_copy" in r:
+            return f"{r['ratio_to_copy']:.2f} of copy"
+        return None if r["ratio"] is None else f"{r['ratio']:.2f}"
+
+    columns = {
+        **{name: name for name in ("op", "dtype", "pass", "decay")},
+        "shape": lambda r: "x".join(map(str, r["shape"])),
+        "implementation": lambda r: "fla_jax " * (r["library"] == "fla_jax") + r["implementation"],
+        "ms": lambda r: f"{r['ms']:.3f}" + (f" / {r['ms_end']:.3f}" if "ms_end" in r else ""),
+        "floor": "roofline_ms:.3f",
+        "GB": "peak_gb:.2f",
+        "o": error("o"),
+        "worst grad": error("worst_gradient"),
+        "ratio": ratio,
+    }
+    return records.table(sorted(measured, key=order), columns)

@@ -73,15 +73,16 @@ def by_kind(found: Iterable[Kernel]) -> dict[str, float]:
 
 
 def table(found: list[Kernel], steps: int) -> str:
-    """As text, for one step: kinds, then names."""
+    """Milliseconds a step as text: kinds, then names."""
     total = sum(kernel.ms for kernel in found) or 1.0
-    lines = [("ms a step", "share", "calls", "kernel")]
-    for kind, ms in by_kind(found).items():
-        lines.append((f"{ms / steps:.3f}", f"{ms / total:.1%}", "", f"all {kind}"))
-    for kernel in found:
-        calls = f"{kernel.calls / steps:g}"
-        lines.append((f"{kernel.ms / steps:.3f}", f"{kernel.ms / total:.1%}", calls, kernel.name))
-    return text_table(lines)
+    kinds = [Kernel(f"all {kind}", ms, 0) for kind, ms in by_kind(found).items()]
+    columns = {
+        "ms a step": lambda r: f"{r['ms'] / steps:.3f}",
+        "share": lambda r: f"{r['ms'] / total:.1%}",
+        "calls": lambda r: f"{r['calls'] / steps:g}" if r["calls"] else "",
+        "kernel": "name",
+    }
+    return text_table([kernel._asdict() for kernel in (*kinds, *found)], columns)
 
 
 def profiled(folder: Path, step: Callable[[], object], devices: int = 1) -> dict[str, float]:

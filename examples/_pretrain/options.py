@@ -40,8 +40,7 @@ class Options:
     """Options of a pretraining run."""
 
     data: Path | None = None
-    """a binidx pair (.bin and .idx), a text or JSON Lines file, or a folder of those (default: Python's
-    own documentation)"""
+    """binidx pair, text or JSON Lines file, or a folder of those (default: Python's documentation)"""
     eval_data: Path | None = None
     """the same to evaluate on, instead of a part of --data"""
     tokenizer: str | None = None
@@ -49,16 +48,15 @@ class Options:
     text_field: str = "text"
     """field of JSON Lines with the text"""
     cache: Path = Path("~/.cache/fla_jax/tokens")
-    """folder for the tokens of text, which are made once"""
+    """folder for the tokens of text, and on GPUs for compiled programs"""
     tokenizing_processes: int | None = None
-    """processes that make tokens of text (default: one a core)"""
+    """processes that tokenize (default: one a core)"""
     out: Path = Path("runs/pretrain")
-    """folder for checkpoints and metrics, shared by all hosts; a run that is there already is moved aside"""
+    """folder for checkpoints and metrics, shared by all hosts; an earlier run there is moved aside"""
     resume: bool = False
     """go on from the last checkpoint in --out, on any number of devices"""
     export: Path | None = None
-    """at the end, write the parameters there: an official .pth file, or a folder of safetensors; with
-    --resume also those of a run that is at its end"""
+    """.pth file or folder of safetensors for the parameters at the end, with --resume also of an ended run"""
     dry_run: bool = False
     """compile only; print parameters and memory a device, and whether it fits (status 1 if not)"""
 
@@ -77,15 +75,12 @@ class Options:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """compute dtype; parameters, decays, states, logits stay float32 (auto: bf16 on GPUs, fp32 elsewhere)"""
     remat: Literal["auto", "none", "dense", "full"] = "auto"
-    """what the backward pass recomputes: nothing, all but dense projections, all (auto: nothing if a device
-    has the memory by estimate, see --memory-gb, else dense)"""
+    """what the backward pass recomputes: nothing, all but dense projections, all (auto: none if it fits)"""
     scan_layers: bool = True
-    """stack the layers' parameters; layers run in a loop with --mesh-fsdp, which gathers them a layer ahead,
-    and on CPUs; else on GPUs they are written out: faster, for a sixth more memory"""
+    """stack the layers' parameters; a loop runs them with --mesh-fsdp and on CPUs, else they are unrolled"""
 
     mesh_data: int | None = None
-    """devices that split the batch and replicate the parameters; one of these may be -1 (default: all that
-    remain)"""
+    """devices that split the batch alone; one size may be -1 (default: all that remain)"""
     mesh_fsdp: int = 1
     """devices that split the batch, the parameters and the optimizer's moments"""
     mesh_tensor: int = 1
@@ -151,21 +146,17 @@ MAY_BE_0 = ("profile", "warmup_steps", "weight_decay", "final_learning_rate", "h
 
 
 def completed(options: Options) -> Options:
-    """The options with what the size says of those that were not given; ``steps`` may stay open."""
-    size: Any = SIZES[options.size]
-    given = {name: getattr(options, name) for name in Size._fields}
-    filled = {name: getattr(size, name) if value is None else value for name, value in given.items()}
-    if options.steps is None and options.data is not None:
-        filled["steps"] = None  # those of the size are for its own text
-    options = dataclasses.replace(options, **filled)
-    rest: dict[str, Any] = {
-        "final_learning_rate": filled["learning_rate"] / 10,
-        "eval_every": filled["save_every"],
-    }
-    rest = {name: value for name, value in rest.items() if getattr(options, name) is None}
-    if options.eval_data is not None:
-        rest["held_out"] = 0.0  # all of --data is for learning
-    return dataclasses.replace(options, **rest)
+    """The options, with defaults of the size for those that were not given; ``steps`` may stay open."""
+
+    def fill(options: Options, defaults: dict[str, Any]) -> Options:
+        missing = {name: x for name, x in defaults.items() if getattr(options, name) is None}
+        return dataclasses.replace(options, **missing)
+
+    size = SIZES[options.size] if options.data is None else SIZES[options.size]._replace(steps=None)
+    filled: Any = fill(options, size._asdict())
+    rest = {"final_learning_rate": filled.learning_rate / 10, "eval_every": filled.save_every}
+    filled = fill(filled, rest)
+    return filled if options.eval_data is None else dataclasses.replace(filled, held_out=0.0)
 
 
 def check(options: Options) -> None:

@@ -41,14 +41,13 @@ def build_model(options: Options, mesh: jax.sharding.Mesh) -> Any:
     run: dict[str, Any] = {"dtype": compute_dtype(options.precision), "scan_layers": options.scan_layers}
     if options.scan_layers and options.mesh_fsdp == 1 and on_gpu():
         run["scan_layers"] = "unroll"  # the same parameters
-    model = _run.build_model(options, vocab_size=options.vocab_size, **run)
-    if options.remat == "auto":
-        memory = None if options.memory_gb is None else options.memory_gb * 1e9
-        sizes = dict(batch=options.batch, sequence=options.sequence, accumulate=options.accumulate)
-        remat: Any = choose_remat(model.config, mesh, **sizes, memory=memory)
-    else:
-        remat = REMAT[options.remat]
-    return _run.build_model(options, vocab_size=options.vocab_size, remat=remat, **run)
+    run["vocab_size"] = options.vocab_size
+    if options.remat != "auto":
+        return _run.build_model(options, remat=REMAT[options.remat], **run)
+    memory = None if options.memory_gb is None else options.memory_gb * 1e9
+    sizes = dict(batch=options.batch, sequence=options.sequence, accumulate=options.accumulate)
+    config = _run.build_model(options, **run).config
+    return _run.build_model(options, remat=choose_remat(config, mesh, **sizes, memory=memory), **run)
 
 
 def mesh_of(options: Options) -> jax.sharding.Mesh:
@@ -59,15 +58,12 @@ def mesh_of(options: Options) -> jax.sharding.Mesh:
     except ValueError as error:
         raise ValueError(f"--mesh-...: {error}") from error
     if options.sequence % (parts := mesh.shape["sequence"]):
-        raise ValueError(
-            f"--sequence must be a multiple of --mesh-sequence = {parts}, got {options.sequence}"
-        )
+        wanted = f"--sequence must be a multiple of --mesh-sequence = {parts}"
+        raise ValueError(f"{wanted}, got {options.sequence}")
     size, parts = options.batch // options.accumulate, mesh.shape["data"] * mesh.shape["fsdp"]
     if size % parts:
-        raise ValueError(
-            f"--batch / --accumulate must be a multiple of --mesh-data * --mesh-fsdp = {parts}, the devices "
-            f"that split the batch, got {options.batch} / {options.accumulate} = {size}"
-        )
+        wanted = f"--batch / --accumulate must be a multiple of --mesh-data * --mesh-fsdp = {parts}"
+        raise ValueError(f"{wanted}, got {options.batch} / {options.accumulate} = {size}")
     return mesh
 
 
@@ -96,29 +92,21 @@ def report(options: Options) -> bool:
     stored = found.argument_size_in_bytes
     new = found.output_size_in_bytes - found.alias_size_in_bytes
     needed = stored + new + found.temp_size_in_bytes + found.generated_code_size_in_bytes
-    total, counted = _run.count_parameters(state.params)
     there = available_memory() if options.memory_gb is None else options.memory_gb * 1e9
     fits = there is None or needed <= there
-    has = (
-        "unknown: give --memory-gb"
-        if there is None
-        else f"{'yes' if fits else 'no'}, of {there / 1e9:.2f} GB"
-    )
-    layers = "in a loop" if config.scan_layers is True else "written out"
-    remat = next(name for name, value in REMAT.items() if value is config.remat or value == config.remat)
+    if jax.process_index() > 0:
+        return fits
+    total, counted = _run.count_parameters(state.params)
+    has = "unknown" if there is None else f"{'yes' if fits else 'no'}, of {there / 1e9:.2f} GB"
+    layers = "in a loop" if config.scan_layers is True else "unrolled"
     mesh = ", ".join(f"{name} {size}" for name, size in step.mesh.shape.items())
-    lines = {
-        "model": f"{options.model} {options.size}, {config.dtype}",
-        "parameters": f"{total:,}, {counted:,} without the embedding",
-        "devices": f"{jax.device_count()} x {device.device_kind} ({mesh})",
-        "layers": f"{layers}, as {device.platform} runs them",
-        "rematerialised": remat,
-        "step": f"{shape[0]} rows of {shape[1]} tokens, in {options.accumulate} microbatches",
-        "memory a device": f"{needed / 1e9:.2f} GB, as {device.platform} compiles it:",
-        "  state and batch": f"{stored / 1e9:.2f} GB",
-        "  temporaries": f"{(needed - stored) / 1e9:.2f} GB",
-        "fits": has,
-    }
-    if jax.process_index() == 0:
-        print("\n".join(f"{name:18}{line}" for name, line in lines.items()))
+    print(f"model             {options.model} {options.size}, {config.dtype}")
+    print(f"parameters        {total:,}, {counted:,} without the embedding")
+    print(f"devices           {jax.device_count()} x {device.device_kind} ({mesh})")
+    print(f"layers            {layers}, as {device.platform} runs them; remat={config.remat!r}")
+    print(f"step              {shape[0]} rows of {shape[1]} tokens, accumulate {options.accumulate}")
+    print(f"memory a device   {needed / 1e9:.2f} GB, as {device.platform} compiles it:")
+    print(f"  state and batch {stored / 1e9:.2f} GB")
+    print(f"  temporaries     {(needed - stored) / 1e9:.2f} GB")
+    print(f"fits              {has}")
     return fits

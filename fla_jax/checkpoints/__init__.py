@@ -1,18 +1,18 @@
-"""Checkpoints: official ``.pth`` files, flash-linear-attention's directories, and formats of your own.
+"""Checkpoints: official ``.pth`` files, flash-linear-attention's directories, and custom formats.
 
-A format (`formats`) is how tensors lie in files, a naming (`param_maps`) what they are called there. Both are
-values in open lists, `FORMATS` and `NAMINGS`.
+A format (`formats`) stores tensors by name in files; a param map (`param_maps`) has names and forms of a
+family's parameters there. Both are values in open lists, `FORMATS` and `PARAM_MAPS`.
 """
 
 from .api import load_checkpoint, load_extras, save_checkpoint
 from .formats import FORMATS, Format
 from .formats.pth import read_pth, write_pth
-from .param_maps import NAMINGS, ParamMap
+from .param_maps import PARAM_MAPS, ParamMap
 from .tensors import StoredTensor, stored
 
 __all__ = [
     "FORMATS",
-    "NAMINGS",
+    "PARAM_MAPS",
     "Format",
     "ParamMap",
     "StoredTensor",

@@ -8,63 +8,64 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from flax.core import FrozenDict
 
 from ..layers.fields import DTYPES
-from ..models.causal_lm import RWKVForCausalLM
-from ..models.config import RWKVConfig
+from ..models import RWKVConfig, RWKVForCausalLM, family_of
 from . import tree
 from .files import as_path
 from .formats import FORMATS
 from .hub import located
-from .param_maps import ParamMap, identify
+from .param_maps import ParamMap, identify, map_for
 from .tensors import StoredTensor, quoted, stored
 
+# configuration fields that no file gives
 _OPTIONS = ("dtype", "param_dtype", "scan_layers", "remat", "logical_axes", "chunk_size", "implementation")
-_NAMED = 8  # tensors in a warning
+_MAX_NAMES = 8  # of tensors in a warning
 
 
 def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVForCausalLM, dict[str, Any]]:
-    """Loads RWKV-6 or RWKV-7; version, sizes and low ranks are read from the tensors' names and shapes.
+    """Loads RWKV-6 or RWKV-7; version, sizes and low ranks come from the names and shapes of the tensors.
 
-    Nothing in a file is run, and PyTorch is not needed. Tensors are read one by one.
+    No code of a file is run, and PyTorch is not needed. Tensors are read one by one.
 
     Args:
         path: an official ``.pth`` file (of RWKV-LM: float32, bfloat16 or float16), or a directory with
-            flash-linear-attention's safetensors (the package safetensors must be installed), or one
-            ``.safetensors`` file, or what a format in `FORMATS` reads. Or a repository at Hugging Face,
-            ``"hf://owner/name"`` for its safetensors, ``"hf://owner/name/file.pth"`` for one of its files,
-            ``@revision`` behind the name for another than the newest: the package huggingface_hub (the extra
-            ``hub``) fetches what is not in its cache, nothing with ``HF_HUB_OFFLINE=1``.
-        **options: fields of the model's configuration that no file tells: ``dtype``, ``param_dtype``,
+            flash-linear-attention's safetensors (the package safetensors must be installed), one
+            ``.safetensors`` file, or a path that another format in `FORMATS` reads. Or a repository at
+            Hugging Face: ``"hf://owner/name"`` for its safetensors, ``"hf://owner/name/file.pth"`` for one of
+            its files, with ``@revision`` after the name for another than the newest. The package
+            huggingface_hub (the extra ``hub``) downloads files that are not in its cache, none with
+            ``HF_HUB_OFFLINE=1``.
+        **options: fields of the model's configuration that no file gives: ``dtype``, ``param_dtype``,
             ``scan_layers``, ``remat``, ``logical_axes``, ``chunk_size``, ``implementation``; see
-            `RWKV7Config`. ``param_dtype`` casts the parameters; by default every one keeps its dtype in the
-            file, so that `save_checkpoint` gives the same bits back. Stacked by ``scan_layers``, a parameter
-            that has several dtypes in the file takes the widest of its layers. ``dtype``, the one to compute
-            in, is float32 by default whatever the file's.
+            `RWKV7Config`. ``param_dtype`` casts the parameters; by default each has its dtype in the file, so
+            that `save_checkpoint` writes the same bits. A parameter stacked by ``scan_layers`` whose layers
+            differ in dtype in the file has the widest one. ``dtype``, the compute dtype, is float32 by
+            default for every file.
 
     Returns:
         ``(model, params)``: ``model.apply({"params": params}, tokens)``. Params are JAX arrays on the default
-        device, not boxed. Tensors that are no parameters are left out: layer 0's v0, v1, v2, which RWKV-7
-        files may have and nothing reads, and tuned initial states (``time_state``); see `load_extras`.
+        device, not boxed. Other tensors are left out: layer 0's v0, v1, v2, which RWKV-7 files may have and
+        no program reads, and tuned initial states (``time_state``); see `load_extras`.
 
     Raises:
         ValueError: the file is broken, truncated, damaged (``.pth`` files have checksums), no regular file,
-            or asks for code to be run; it is of an unknown or newer variant; a tensor is missing, surplus,
-            has a wrong shape or dtype, or shares its values with others, as only embedding and head may;
-            config.json names another norm_eps or activation. The message names the file and the tensor. Or:
-            an option does not fit.
-        TypeError: an option is unknown, or one that the file tells, or has another type; ``path`` is no path.
-        OSError: the file cannot be opened, or a repository or its file is neither in the cache nor within
-            reach. ImportError: it needs safetensors or huggingface_hub, which is not installed.
+            or contains code; it is of an unknown or newer variant; a tensor is missing, surplus, has a wrong
+            shape or dtype, or shares its values with others, as only embedding and head may; config.json has
+            another norm_eps or activation. The message names the file and the tensor. Or: an option does not
+            fit.
+        TypeError: an option is unknown, is given by the file, or has another type; ``path`` is no path.
+        OSError: the file cannot be opened, or a repository or its file can neither be found in the cache nor
+            downloaded. ImportError: safetensors or huggingface_hub is needed and not installed.
 
-    FLA normalises heads with other epsilons than every official runtime: RWKV-6 with 1e-5 instead of 64e-5,
-    RWKV-7 with head_dim * 1e-5. A model trained with those gives other logits here: differences of some
-    percent for RWKV-6, none for RWKV-7 with heads of 64.
+    FLA normalises heads with other epsilons than the official runtimes: RWKV-6 with 1e-5 instead of 64e-5,
+    RWKV-7 with head_dim * 1e-5. The logits of a model trained with those differ here by some percent for
+    RWKV-6, not at all for RWKV-7 with heads of 64.
 
     Example:
         >>> import jax, jax.numpy as jnp, tempfile
@@ -80,7 +81,7 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
     """
     for name in options:
         if name not in _OPTIONS:
-            what = "the file tells it, or it does not exist"
+            what = "the file gives it, or it does not exist"
             known = f"the options are {', '.join(_OPTIONS)}"
             raise TypeError(f"load_checkpoint takes no option {name!r}: {what}; {known}")
     RWKVConfig(vocab_size=1, hidden_size=1, num_layers=1, head_dim=1, **options)  # checks them before reading
@@ -92,13 +93,13 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
                 hint = "give param_dtype, or set jax_enable_x64"
                 raise ValueError(f"{quoted(tensor.name)} is {tensor.dtype}: {hint}")
         sizes: dict[str, Any] = tree.sizes(param_map, tensors)
-        embedding = tensors[param_map.place("emb/embedding").name]
+        embedding = tensors[param_map.ref("emb/embedding").name]
         config = param_map.family.config(**sizes, **{"param_dtype": embedding.dtype, **options})
         planned = tree.plan(param_map, tensors, config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     params = tree.read(planned, config.param_dtype if "param_dtype" in options else None)
-    return param_map.family.model(config), params
+    return cast(RWKVForCausalLM, param_map.family.model(config)), params
 
 
 def save_checkpoint(
@@ -110,24 +111,25 @@ def save_checkpoint(
 ) -> None:
     """Saves a model as an official ``.pth`` file or as a directory that flash-linear-attention reads.
 
-    Every parameter keeps its dtype and its bits; a warning names those whose dtype differs from that of most,
-    as merged float32 updates of a bfloat16 model do. A file appears, or is replaced, when it is complete; any
-    number of threads and processes may save to one path, and a save removes what killed ones have left there.
+    Every parameter is saved in its dtype, bit by bit; a warning names those whose dtype differs from that of
+    most, such as merged float32 updates of a bfloat16 model. A file appears, or is replaced, when it is
+    complete. Several threads and processes may save to one path, and a save removes temporary files of killed
+    ones.
 
     Args:
-        path: a file that ends in ``.pth``, or a directory, made if need be, for ``model.safetensors`` and
-            ``config.json``, or what a format in `FORMATS` writes. A symbolic link to a file is replaced.
+        path: a file that ends in ``.pth``, a directory, created if necessary, for ``model.safetensors`` and
+            ``config.json``, or a path that another format in `FORMATS` writes. A symbolic link to a file is
+            replaced.
         model: `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         params: its parameters, stacked layers (``scan_layers``) and boxed arrays included.
         extras: {name in the file: array} of tensors that are no parameters: "blocks.0.att.v0" (v1, v2), which
-            other readers of RWKV-7 files may insist on, and "blocks.0.att.time_state" [H, V, K] and so on.
-            `load_extras` gives those of a file.
+            other readers of RWKV-7 files may require, and "blocks.0.att.time_state" [H, V, K] and so on.
+            `load_extras` returns those of a file.
 
     Raises:
         ValueError: ``params`` are not those of ``model``; an extra is not known in this format, is of a layer
-            that the model has not, or has a wrong shape; the model has a ``rate_scale`` other than 1, which
-            no format can tell; the directory holds a model in several files; no format is written to such a
-            path.
+            that the model lacks, or has a wrong shape; the model has a ``rate_scale`` other than 1, which no
+            format stores; the directory holds a model in several files; no format is written to such a path.
         TypeError: an argument has another type, or a parameter another dtype than float32, bfloat16,
             float16 or float64.
         OSError: a file cannot be written; the error names it.
@@ -153,54 +155,55 @@ def save_checkpoint(
     if not isinstance(extras, Mapping | None):
         raise TypeError(f"extras must be a dict of arrays or None, got {type(extras).__name__}")
     config = model.config
-    if getattr(config, "rate_scale", 1.0) != 1.0:
-        what = "no checkpoint format can tell it"
-        got = f"model.config.rate_scale must be 1, the official models', got {config.rate_scale}"
-        raise ValueError(f"{got}: {what}")
+    for name, want in family_of(config).not_in_checkpoints.items():
+        if (got := getattr(config, name)) != want:
+            what = f"must be {want:g}, that of official models, got {got}: no checkpoint format stores it"
+            raise ValueError(f"model.config.{name} {what}")
     form = next((form for form in reversed(FORMATS) if form.writes(path)), None)
     if form is None:
         known = " or ".join(form.name for form in FORMATS)
         raise ValueError(f"path must name {known}, got {path}")
-    param_map = next(param_map for param_map in form.param_maps if isinstance(model, param_map.family.model))
+    param_map = map_for(family_of(config), form.scheme)
     tensors = tree.from_tree(param_map, params, config)
     sizes: dict[str, Any] = tree.sizes(param_map, {name: stored(name, x) for name, x in tensors.items()})
-    embedding = tensors[param_map.place("emb/embedding").name]
+    embedding = tensors[param_map.ref("emb/embedding").name]
     _warn_of_mixed_dtypes(tensors)
     for name, x in (extras or {}).items():
         if not isinstance(name, str) or not param_map.is_extra(name):
-            what = f"is no tensor that {form.name} may have beside the parameters"
+            what = f"is no tensor that {form.name} may have besides the parameters"
             raise ValueError(f"extras: {quoted(name)} {what}")
         tensors[name] = tree.as_array(f"extras: {name}", x)
         param_map.check_extra(name, tensors[name].shape, config)
-    fields = param_map.fields(dataclasses.replace(config, **sizes), embedding.dtype)
-    form.write(path, param_map.joined(tensors), fields)
+    config_json = param_map.config_json(dataclasses.replace(config, **sizes), embedding.dtype)
+    form.write(path, param_map.joined(tensors), config_json)
 
 
 def _warn_of_mixed_dtypes(tensors: Mapping[str, np.ndarray]) -> None:
-    """Names the parameters whose dtype is not that of most."""
+    """Warns of parameters whose dtype is not that of most."""
     counts = collections.Counter(x.dtype.name for x in tensors.values())
     usual = counts.most_common(1)[0][0]
     others = [f"{name} {x.dtype}" for name, x in tensors.items() if x.dtype.name != usual]
     if others:
-        named = ", ".join(others[:_NAMED]) + (f" and {len(others) - _NAMED} more" if others[_NAMED:] else "")
+        named = ", ".join(others[:_MAX_NAMES]) + (
+            f" and {len(others) - _MAX_NAMES} more" if others[_MAX_NAMES:] else ""
+        )
         warnings.warn(
             f"params: {len(others)} of {len(tensors)} tensors have another dtype than most, {usual}: "
-            f"{named}; cast them with x.astype where this is not meant",
+            f"{named}; cast them with x.astype if this is not intended",
             stacklevel=3,
         )
 
 
 def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint that `load_checkpoint` leaves out, under their names in the file.
+    """The tensors of a checkpoint that `load_checkpoint` leaves out, by their names in the file.
 
-    Those are layer 0's v0, v1, v2 and tuned initial states.
+    These are layer 0's v0, v1, v2 and tuned initial states.
 
     Args:
         path: as in `load_checkpoint`.
 
     Returns:
-        {name: array}, for `save_checkpoint`; ``blocks.{i}.att.time_state`` are [H, V, K]. Empty where there
-        are none.
+        {name: array}, for `save_checkpoint`; ``blocks.{i}.att.time_state`` are [H, V, K].
 
     Raises:
         ValueError, TypeError, OSError, ImportError: as `load_checkpoint`.
@@ -223,20 +226,20 @@ def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def _open(path: Path) -> tuple[ParamMap, dict[str, StoredTensor]]:
-    """A checkpoint's naming, and its tensors by plain name."""
-    path.stat()  # whether there is anything does not depend on its format
+    """The param map of a checkpoint, and its tensors by the names of the map."""
+    path.stat()  # a missing file is reported before its format
     form = next((form for form in reversed(FORMATS) if form.reads(path)), None)
     if form is None:
         raise ValueError(f"{path} is neither {' nor '.join(form.name for form in FORMATS)}")
     tensors = form.read(path)
     try:
         for name, tensor in tensors.items():
-            if 0 in tensor.shape:  # the other sizes could be anything
+            if 0 in tensor.shape:  # its other sizes cannot be trusted
                 raise ValueError(f"{quoted(name)} has no values: its shape is {list(tensor.shape)}")
             if tensor.dtype.name not in DTYPES:
                 known = ", ".join(DTYPES)
                 raise ValueError(f"{quoted(name)} must have a dtype of {known}, got {tensor.dtype}")
         param_map = identify(tensors)
-        return param_map, param_map.plain(tensors)
+        return param_map, param_map.split(tensors)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

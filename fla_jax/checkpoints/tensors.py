@@ -1,4 +1,4 @@
-"""Tensors of files: not read before they are wanted, read ahead of their use, copied fast."""
+"""Tensors of files: read when they are needed, ahead of their use, and copied fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_AHEAD = 4  # tensors that are read while another one is used; no more, since reading may copy them
+_AHEAD = 4  # tensors that are read while another one is used; reading may copy them
 _BLOCK = 64
 
 
@@ -22,8 +22,8 @@ class StoredTensor(NamedTuple):
         shape: sizes of its axes.
         dtype: of its values: float16, bfloat16, float32 or float64.
         read: gives the values; raises ValueError where the file is damaged.
-        storage: the piece of the file that the values lie in, where tensors may share one; None for its own.
-        room: number of bytes of that piece.
+        storage: the part of the file that has the values, where tensors may share one; None if they cannot.
+        storage_nbytes: number of bytes of that part.
 
     Example:
         >>> import numpy as np
@@ -38,16 +38,16 @@ class StoredTensor(NamedTuple):
     dtype: np.dtype
     read: Callable[[], np.ndarray]
     storage: Hashable = None
-    room: int = 0
+    storage_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its values take, written out."""
+        """Number of bytes of its values."""
         return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
 
 
 def stored(name: str, x: np.ndarray) -> StoredTensor:
-    """An array that is there already, as a tensor of a file.
+    """An array as a `StoredTensor`.
 
     Example:
         >>> import numpy as np
@@ -58,24 +58,24 @@ def stored(name: str, x: np.ndarray) -> StoredTensor:
     return StoredTensor(name, x.shape, x.dtype, functools.partial(np.asarray, x))
 
 
-def row_of(tensor: StoredTensor, i: int) -> StoredTensor:
-    """One row of a tensor, as a tensor."""
+def slice_of(tensor: StoredTensor, i: int) -> StoredTensor:
+    """``tensor[i]``, not read yet."""
     return tensor._replace(name=f"{tensor.name}[{i}]", shape=tensor.shape[1:], read=lambda: tensor.read()[i])
 
 
 def quoted(text: Any) -> str:
-    """What a file says, as messages show it: quoted, short, without characters that a terminal obeys."""
+    """Text of a file for a message: quoted, short, without control characters."""
     text = str(text)
     return repr(text if len(text) <= 200 else text[:200] + "...")
 
 
 def printable(error: Exception) -> str:
-    """What a library says of a file and may quote from it: without characters that a terminal obeys."""
+    """The message of an error that may quote a file: short, without control characters."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:500])
 
 
 def read_ahead(tensors: Iterable[StoredTensor]) -> Iterator[np.ndarray]:
-    """The values of each tensor, read in threads while those before are used: that hides the checksums."""
+    """The values of each tensor, read in threads while earlier ones are used, which hides the checksums."""
     with ThreadPoolExecutor(_AHEAD) as pool:
         coming: collections.deque[Any] = collections.deque()
         for tensor in tensors:
@@ -87,7 +87,7 @@ def read_ahead(tensors: Iterable[StoredTensor]) -> Iterator[np.ndarray]:
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:
-    """``target[...] = source``; transposed matrices in blocks, several times as fast as all at once."""
+    """``target[...] = source``; transposed matrices in blocks, which is several times as fast."""
     if source.ndim == 2 and source.strides[0] < source.strides[1]:
         for start in range(0, source.shape[1], _BLOCK):
             target[:, start : start + _BLOCK] = source[:, start : start + _BLOCK]
@@ -96,7 +96,7 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def as_bytes(x: Any) -> memoryview:
-    """The values of an array in row-major order; a copy only where they do not lie so."""
+    """The values of an array in row-major order; a copy only of arrays in another order."""
     x = np.asarray(x)
     if not x.flags.c_contiguous:
         source, x = x, np.empty(x.shape, x.dtype)

@@ -1,4 +1,4 @@
-"""Parameters from the tensors of a file and back, by the places that a naming has for them."""
+"""Parameters from the tensors of a file and back, by a param map."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from .tensors import StoredTensor, copy_into, quoted, read_ahead
 
 
 class Parameter(NamedTuple):
-    """Where a parameter comes from: its shape, and {row: (tensor, layout)}, rows being layers or 0 alone."""
+    """The source of a parameter: its shape, and the tensor and transform of each layer (0 without layers)."""
 
     shape: tuple[int, ...]
-    rows: dict[int, tuple[StoredTensor, Transform]]
+    layers: dict[int, tuple[StoredTensor, Transform]]
 
 
 def sizes(param_map: ParamMap, tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
-    """The fields of the configuration that tensors tell.
+    """The fields of the configuration that the shapes of tensors give.
 
     Raises:
-        ValueError: a tensor that tells one is missing or has a wrong number of axes, or a whole layer is
-            missing.
+        ValueError: such a tensor is missing or has a wrong number of axes, or a whole layer is missing.
     """
     layers = {layer for name in tensors if (layer := param_map.layer_of(name)) is not None}
     if lost := set(range(len(layers))) - layers:
         raise ValueError(f"has no tensor of layer {min(lost)}, but some of layer {max(layers)}")
 
     def shape(path: str, layer: int | None = None) -> tuple[int, ...]:
-        place = param_map.place(path, layer)
-        tensor = find(tensors, place.name)
+        name, transform = param_map.ref(path, layer)
+        tensor = find(tensors, name)
         try:
-            shape = place.transform.load(np.broadcast_to(np.uint8(0), tensor.shape)).shape
+            shape = transform.load(np.broadcast_to(np.uint8(0), tensor.shape)).shape
         except (ValueError, IndexError):
             shape = ()
         if len(shape) != 2:
@@ -53,7 +52,7 @@ def sizes(param_map: ParamMap, tensors: Mapping[str, StoredTensor]) -> dict[str,
     found = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_layers": len(layers)}
     for field, size in param_map.family.sizes.items():
         if size.layer < len(layers):
-            found[field] = shape(size.path, size.layer)[size.axis] // size.parts
+            found[field] = shape(f"blocks/{size.path}", size.layer)[size.axis] // size.divisor
     return found
 
 
@@ -61,7 +60,7 @@ def find(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor:
     """A tensor by name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the file lacks it.
     """
     if name not in tensors:
         raise ValueError(f"lacks the tensor {quoted(name)}")
@@ -71,20 +70,20 @@ def find(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor:
 @functools.lru_cache(16)
 def _shapes(param_map: ParamMap, config: RWKVConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters; those of a layer, under "blocks/...", without an axis of layers."""
-    # the scanned form traces one layer, however many there are; which implementation will run plays no role
+    # the scanned model traces one layer for any number of them; the shapes depend on no implementation
     config = dataclasses.replace(config, remat=False, logical_axes=False, scan_layers=True)
-    model = param_map.family.model(dataclasses.replace(config, chunk_size=None, implementation=None))
+    model: Any = param_map.family.model(dataclasses.replace(config, chunk_size=None, implementation=None))
     tree = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     shapes = {path: x.shape for path, x in flatten_dict(tree, sep="/").items()}
-    if missing := shapes.keys() - param_map.places.keys():
-        raise KeyError(f"the naming {param_map.name!r} has no place for {min(missing)}")
+    if missing := shapes.keys() - param_map.refs.keys():
+        raise KeyError(f"the param map {param_map.name!r} lacks {min(missing)}")
     return {path: shape[1:] if path.startswith("blocks/") else shape for path, shape in shapes.items()}
 
 
 def plan(
     param_map: ParamMap, tensors: Mapping[str, StoredTensor], config: RWKVConfig
 ) -> dict[str, Parameter]:
-    """Where every parameter comes from, by its path in the tree that ``config`` asks for. Reads nothing.
+    """The source of every parameter, by its path in the tree of ``config``. Reads no values.
 
     Raises:
         ValueError: a tensor is missing, surplus, of a wrong shape, or shares its values where it may not.
@@ -92,15 +91,15 @@ def plan(
     shapes, used = _shapes(param_map, config), set()
 
     def source(path: str, layer: int | None = None) -> tuple[StoredTensor, Transform]:
-        (name, layout), shape = param_map.place(path, layer), shapes[path]
+        (name, transform), shape = param_map.ref(path, layer), shapes[path]
         tensor = find(tensors, name)
-        want = layout.save(np.broadcast_to(np.uint8(0), shape)).shape
-        # axes of size 1 around vectors come and go between files
+        want = transform.save(np.broadcast_to(np.uint8(0), shape)).shape
+        # files differ in axes of size 1 around vectors
         flat = len(shape) == 1 and _without_ones(tensor.shape) == _without_ones(shape)
         if tensor.shape != want and not flat:
             raise ValueError(f"{quoted(tensor.name)} must have shape {list(want)}, got {list(tensor.shape)}")
         used.add(name)
-        return tensor, layout
+        return tensor, transform
 
     planned = {}
     for path, shape in shapes.items():
@@ -111,7 +110,7 @@ def plan(
         if config.scan_layers:
             planned[path] = Parameter((config.num_layers, *shape), layers)
         else:
-            planned |= {layer_path(path, i): Parameter(shape, {0: row}) for i, row in layers.items()}
+            planned |= {layer_path(path, i): Parameter(shape, {0: x}) for i, x in layers.items()}
     for name in tensors.keys() - used:
         if not param_map.is_extra(name):
             what = f"which {param_map.family.name} has not: another variant?"
@@ -131,43 +130,43 @@ def layer_path(path: str, i: int) -> str:
 
 
 def _check_shared(planned: Mapping[str, Parameter]) -> None:
-    """Raises where parameters would take more memory than their values take in the file.
+    """Raises ValueError where parameters would take more memory than their values take in the file.
 
-    Tensors may lie in one storage, side by side. If they lie over one another, a few megabytes can make any
-    number of parameters; those of a model are independent, but for a head that is the embedding.
+    Tensors may share a storage without overlap. A few megabytes of overlapping tensors could make any number
+    of parameters; the only ones of a model that may overlap are embedding and head.
     """
     sharing: dict[Hashable, list[StoredTensor]] = collections.defaultdict(list)
     for parameter in planned.values():
-        for tensor, _ in parameter.rows.values():
+        for tensor, _ in parameter.layers.values():
             if tensor.storage is not None:
                 sharing[tensor.storage].append(tensor)
-    embedding, head = (planned[path].rows[0][0] for path in ("emb/embedding", "head/kernel"))
+    embedding, head = (planned[path].layers[0][0] for path in ("emb/embedding", "head/kernel"))
     for tensors in sharing.values():
         tied = any(tensor is embedding for tensor in tensors)
         taken = 0
         for tensor in tensors:
             taken += 0 if tied and tensor is head else tensor.nbytes
-            if taken > tensor.room:
-                what = f"{len(tensors)} tensors have {tensor.room} bytes together"
+            if taken > tensor.storage_nbytes:
+                what = f"{len(tensors)} tensors have {tensor.storage_nbytes} bytes together"
                 raise ValueError(f"{quoted(tensor.name)} shares its values with other tensors: {what}")
 
 
 def read(planned: Mapping[str, Parameter], dtype: Any) -> dict[str, Any]:
-    """The parameters, in ``dtype`` or, with None, the file's. Rows that a file does not have are zero."""
+    """The parameters in ``dtype``, None for the file's. Layers that a file lacks are zero."""
     params = {}
-    values = read_ahead(tensor for parameter in planned.values() for tensor, _ in parameter.rows.values())
-    for path, (shape, rows) in planned.items():
-        kinds = [tensor.dtype for tensor, _ in rows.values()] or [np.dtype(np.float32)]
-        x = np.zeros(shape, functools.reduce(jnp.promote_types, kinds) if dtype is None else dtype)
+    values = read_ahead(tensor for parameter in planned.values() for tensor, _ in parameter.layers.values())
+    for path, (shape, layers) in planned.items():
+        dtypes = [tensor.dtype for tensor, _ in layers.values()] or [np.dtype(np.float32)]
+        x = np.zeros(shape, functools.reduce(jnp.promote_types, dtypes) if dtype is None else dtype)
         target = x if path.startswith("blocks/") else x[None]
-        for i, (_, layout) in rows.items():
-            copy_into(target[i], layout.load(next(values)))
+        for i, (_, transform) in layers.items():
+            copy_into(target[i], transform.load(next(values)))
         params[path] = jnp.asarray(x)
     return unflatten_dict(params, sep="/")
 
 
 def from_tree(param_map: ParamMap, params: Any, config: RWKVConfig) -> dict[str, np.ndarray]:
-    """The tensors that hold the parameters, by name, in the order of the places; views where possible.
+    """The tensors that hold the parameters, by name, in the order of a file; views where possible.
 
     Raises:
         ValueError: a parameter is missing, surplus or of a wrong shape. TypeError: one has another type or
@@ -194,9 +193,9 @@ def from_tree(param_map: ParamMap, params: Any, config: RWKVConfig) -> dict[str,
             x = stacks[path][layer]
         else:
             x = take(layer_path(path, layer), shapes[path])
-        name, layout = param_map.place(path, layer)
-        tensors[name] = layout.save(x)
-    if config.scan_layers:  # of one layer, some are in no file
+        name, transform = param_map.ref(path, layer)
+        tensors[name] = transform.save(x)
+    if config.scan_layers:  # with one layer, some parameters are in no file
         for path in shapes.keys() - stacks.keys():
             if path.startswith("blocks/"):
                 take(path, (config.num_layers, *shapes[path]))
@@ -209,7 +208,7 @@ def as_array(name: str, x: Any) -> np.ndarray:
     """An array of a dtype that files may hold.
 
     Raises:
-        TypeError: it is something else; the message has ``name``.
+        TypeError: ``x`` is something else; the message has ``name``.
     """
     if not isinstance(x, np.ndarray | jax.Array):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")

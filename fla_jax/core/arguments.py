@@ -27,7 +27,7 @@ def as_integers(values: Any) -> tuple[int, ...] | None:
     return None if isinstance(values, bytes) or len(known) < len(numbers) else known
 
 
-def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
     """``value`` as an int.
 
     Raises:
@@ -40,7 +40,7 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> i
     return number
 
 
-def check_chunk_size(value: Any) -> int | None:
+def check_chunk_size(value: object) -> int | None:
     """Tokens per chunk as the ops take them.
 
     Raises:
@@ -71,7 +71,7 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf) -> f
     return number
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """``value`` for an error message, cut where it is long."""
     try:
         text = repr(value)

@@ -11,13 +11,13 @@ of their mesh axis.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .context import Context
-from .sharding import vary_alike
+from .context import ContextParallel
+from .mesh import vary_alike
 
 
 class SequenceShard(NamedTuple):
@@ -69,9 +69,9 @@ class SequenceShard(NamedTuple):
         return _walk(self.axis, self.continued(M), self.continued(D), end, True)[0]
 
 
-def shard_of(ctx: Context[Any], segment_ids: jax.Array | None) -> SequenceShard | None:
-    """This device's part of the rows of a call, or None where it has whole rows."""
-    return None if ctx.sequence is None else shard_on(ctx.sequence, segment_ids)
+def shard_of(cp: ContextParallel, segment_ids: jax.Array | None) -> SequenceShard | None:
+    """This device's shard of the sequences of a call, or None where it has whole sequences."""
+    return None if cp.axis is None else shard_on(cp.axis, segment_ids)
 
 
 def shard_on(axis: str, segment_ids: jax.Array | None) -> SequenceShard:

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 import jax
 
-from .context import Context
-
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
@@ -32,12 +30,6 @@ GPUS = {c: GPU(c, kib << 10, c == 90, c in (90, 100, 103)) for c, kib in _SMEM_K
 _OLDEST = min(GPUS)
 
 _target = jax.make_user_context(default_value=None)
-
-
-class Fixable(str):
-    """A reason not to run that the user can do something about: an op that goes without says so in a
-    warning.
-    """
 
 
 def lowering_for(compute_capability: int):
@@ -93,16 +85,6 @@ def platform_of(arrays: Iterable[jax.Array]) -> str:
 
 def _canonical(platform: str) -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
-
-
-def unfit_inputs(ctx: Context) -> str | None:
-    """None where kernels can take the arrays of a call, wherever it runs; else the reason."""
-    arrays = jax.tree.leaves(ctx.inputs)
-    if any(x.dtype == "float64" for x in arrays):
-        return "its kernels have no float64"
-    if not all(isinstance(n, int) for x in arrays for n in x.shape):
-        return Fixable("its kernels are made for a known number of rows, and this call's is symbolic")
-    return None
 
 
 def gpu_missing(platform: str) -> str | None:

@@ -1,8 +1,9 @@
-"""Names that the ops give to their outputs and kept arrays, for `jax.checkpoint` policies."""
+"""Names that the ops give to their outputs and residuals, for `jax.checkpoint` policies."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -10,17 +11,18 @@ from jax.ad_checkpoint import checkpoint_name
 OUT, FINAL, STATES = "fla_jax_out", "fla_jax_final_state", "fla_jax_states"
 DENSE = "fla_jax_dense"
 CHECKPOINT_NAMES = (OUT, FINAL, STATES)
+T = TypeVar("T")  # a pytree
 
 
-def remat_policy(dense: bool = False):
-    """Policy for `jax.checkpoint` / `flax.linen.remat` that keeps what the recurrences' forward made.
+def remat_policy(dense: bool = False) -> Callable[..., bool]:
+    """Policy for `jax.checkpoint` and `flax.linen.remat` that saves the recurrences' outputs and residuals.
 
-    With it the backward of a rematerialised block runs no recurrence's forward a second time. Combine it with
-    others through `jax.checkpoint_policies.save_from_both_policies`.
+    The backward of a rematerialised block then runs no recurrence forward again. Combine it with others
+    through `jax.checkpoint_policies.save_from_both_policies`.
 
     Args:
-        dense: keep what the layers' dense projections made as well (8 to 9 C numbers a token and layer), so
-            that only elementwise work runs twice.
+        dense: save the outputs of the layers' dense projections as well (8 to 9 C numbers a token and
+            layer), so that only elementwise work runs twice.
 
     Example:
         >>> import jax, jax.numpy as jnp, fla_jax
@@ -34,10 +36,10 @@ def remat_policy(dense: bool = False):
 
 
 def name_dense(x: jax.Array) -> jax.Array:
-    """Tags what a layer's matrix product made."""
+    """Tags the result of a layer's matrix product."""
     return checkpoint_name(x, DENSE)
 
 
-def name_arrays(tree: Any, name: str | None) -> Any:
-    """``tree`` with all its arrays tagged ``name``; as it is where there is no name."""
+def name_arrays(tree: T, name: str | None) -> T:
+    """``tree`` with all its arrays tagged ``name``; unchanged where that is None."""
     return tree if name is None else jax.tree.map(lambda x: checkpoint_name(x, name), tree)

@@ -1,28 +1,30 @@
-"""From user layouts to equal chunks and back: rows of any length, packed documents, packed sequences.
+"""From user layouts to equal chunks and back: sequences of any length, segments, packed sequences.
 
-Every plain-JAX form works on arrays ``[n, B, H, C, D]``: ``n`` chunks of ``C`` tokens, walked in order, each
-chunk within one row (or one packed sequence). Missing tokens are zeros in every input, which leaves the state
-as it is (log decay 0, k = v = a = b = 0).
+The plain implementations work on arrays ``[n, B, H, C, D]``: ``n`` chunks of ``C`` tokens in order, each
+within one sequence. Missing tokens are zeros in every input, which leaves the state unchanged (log decay 0,
+k = v = a = b = 0).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
-from .context import RecurrenceConfig
-from .sharding import vary_alike
+from .mesh import vary_alike
+from .types import RecurrenceConfig
 
 
 class Chunks(NamedTuple):
     """How the tokens of one call are cut into chunks.
 
-    ``gather`` [n * C] and ``scatter`` [T] are token positions for packed sequences (``cu_seqlens``) and None
-    for plain rows; ``sequence`` [n] names the packed sequence that a chunk belongs to. `scan` hands ``group``
-    chunks at a time to a step; ``number`` is a multiple of it.
+    ``gather`` [n * C] and ``scatter`` [T] are token positions for packed sequences (``cu_seqlens``), else
+    None; ``sequence`` [n] is the packed sequence of a chunk. A step of `scan` takes ``group`` chunks;
+    ``number`` is a multiple of it.
     """
 
     size: int
@@ -33,7 +35,7 @@ class Chunks(NamedTuple):
     scatter: jax.Array | None = None
     sequence: jax.Array | None = None
 
-    def split(self, x: jax.Array, dtype) -> jax.Array:
+    def split(self, x: jax.Array, dtype: DTypeLike) -> jax.Array:
         """[B, T, H, D] -> [n, B, H, C, D] in ``dtype``, zeros where a chunk has no token."""
         if self.gather is not None:
             x = jnp.take(x, self.gather, axis=1, mode="fill", fill_value=0)
@@ -42,29 +44,28 @@ class Chunks(NamedTuple):
         B, _, H, D = x.shape
         return x.astype(dtype).reshape(B, self.number, self.size, H, D).transpose(1, 0, 3, 2, 4)
 
-    def join(self, x: jax.Array, dtype) -> jax.Array:
+    def join(self, x: jax.Array, dtype: DTypeLike) -> jax.Array:
         """[n, B, H, C, D] -> [B, T, H, D] in ``dtype``."""
         n, B, H, C, D = x.shape
         x = x.astype(dtype).transpose(1, 0, 3, 2, 4).reshape(B, n * C, H, D)
         return x[:, : self.length] if self.scatter is None else jnp.take(x, self.scatter, axis=1, mode="clip")
 
-    def walk(
+    def scan(
         self,
-        step: Callable[[Any, tuple[jax.Array, ...], Any], tuple[Any, tuple[jax.Array, ...], Any]],
-        carry: Any,
+        step: Callable[[PyTree, tuple[jax.Array, ...], PyTree], tuple[PyTree, tuple[jax.Array, ...], PyTree]],
+        carry: PyTree,
         tokens: Sequence[jax.Array],
-        xs: Any,
+        xs: PyTree,
         outputs: Sequence[jax.Array],
         compute: jnp.dtype,
         reverse: bool = False,
-    ) -> tuple[Any, tuple[jax.Array, ...], Any]:
+    ) -> tuple[PyTree, tuple[jax.Array, ...], PyTree]:
         """Runs ``step(carry, tokens, xs) -> (carry, outputs, ys)`` over groups of chunks, by `jax.lax.scan`.
 
-        ``tokens`` are arrays [B, T, H, D], of which the step sees a window [group, B, H, C, D] in dtype
-        ``compute``; its outputs of that shape go to arrays like ``outputs`` [B, T, H, D]. Leaves [n, ...] of
-        ``xs`` and ``ys`` are passed as [group, ...]. What a step computes at once stays small, in cache on a
-        CPU, and no second copy of all tokens is ever made: memory that is touched for the first time costs
-        more than the arithmetic on it.
+        ``tokens`` are arrays [B, T, H, D], of which the step gets [group, B, H, C, D] in dtype ``compute``;
+        its outputs of that shape go to arrays like ``outputs`` [B, T, H, D]. Leaves [n, ...] of ``xs`` and
+        ``ys`` are passed as [group, ...]. A step's arrays fit a CPU's cache, and no second copy of all tokens
+        is made: touching memory for the first time costs more than the arithmetic on it.
         """
         span = self.group * self.size
         total = self.number * self.size
@@ -110,8 +111,12 @@ class Chunks(NamedTuple):
         return carry, out, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
 
     def each(
-        self, step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, reverse: bool = False
-    ) -> tuple[Any, Any]:
+        self,
+        step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        carry: PyTree,
+        xs: PyTree,
+        reverse: bool = False,
+    ) -> tuple[PyTree, PyTree]:
         """`jax.lax.scan` over the chunks of one group (leaves [group, ...])."""
         if self.group > 1:
             return jax.lax.scan(step, carry, xs, reverse=reverse)
@@ -119,28 +124,25 @@ class Chunks(NamedTuple):
         return carry, jax.tree.map(lambda y: y[None], ys)
 
     def read(self, state: jax.Array, sequence: jax.Array | None) -> jax.Array:
-        """The state that a chunk works on: all rows' [B, H, K, V], or the one packed sequence's as
-        [1, H, K, V].
-        """
+        """The state of a chunk: [B, H, K, V], or that of its packed sequence as [1, H, K, V]."""
         return state if sequence is None else jax.lax.dynamic_index_in_dim(state, sequence, 0)
 
     def write(self, state: jax.Array, new: jax.Array, sequence: jax.Array | None) -> jax.Array:
-        """The states after a chunk has replaced its own."""
+        """``state`` with that of a chunk replaced."""
         return new if sequence is None else jax.lax.dynamic_update_index_in_dim(state, new, sequence, 0)
 
 
-def zeros(like: jax.Array, varying: jax.Array, dtype: Any = None) -> jax.Array:
-    """Zeros to start a scan's carry with, sharded like ``like``; inside `jax.shard_map` they vary over the
-    same mesh axes as ``varying``.
+def zeros(like: jax.Array, varying: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """Zeros for a scan's carry, sharded like ``like``; in `jax.shard_map` they vary over the mesh axes of
+    ``varying``.
     """
     return vary_alike(jnp.zeros_like(like, dtype), varying)
 
 
-def group_size(tokens: Any) -> int:
-    """How many chunks of ``tokens`` (times rows and heads) to work on at once.
+def group_size(tokens: object) -> int:
+    """Number of chunks of ``tokens`` (times batch and heads) in a step.
 
-    About a CPU's second-level cache, or enough to fill an accelerator; one where the number of rows is
-    symbolic.
+    They fit a CPU's second-level cache, or fill an accelerator; 1 where the batch is symbolic.
     """
     if not isinstance(tokens, int):
         return 1
@@ -150,7 +152,7 @@ def group_size(tokens: Any) -> int:
 def plan(length: int, size: int, cu_seqlens: jax.Array | None, group: int = 1) -> Chunks:
     """Cuts ``length`` tokens into chunks of ``size``, at most ``group`` of them at a time.
 
-    With ``cu_seqlens`` [N + 1], each packed sequence starts a chunk of its own.
+    With ``cu_seqlens`` [N + 1], each packed sequence starts a chunk.
     """
     n_seq = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     # with sequences: the most that sum(ceil(len / size)) can be
@@ -172,21 +174,19 @@ def plan(length: int, size: int, cu_seqlens: jax.Array | None, group: int = 1) -
 
 
 def chunk_plan(settings: RecurrenceConfig, x: jax.Array, cu_seqlens: jax.Array | None) -> Chunks:
-    """The chunked forms' plan for arrays like ``x`` [B, T, H, D]: chunks of 16 tokens unless the caller
-    chose.
-    """
+    """The plan of chunked implementations for arrays like ``x`` [B, T, H, D], 16 tokens a chunk."""
     B, T, H, _ = x.shape
     size = min(settings.chunk_size or 16, 1 << (T - 1).bit_length())
     return plan(T, size, cu_seqlens, group_size(B * H * size))
 
 
 class Segments(NamedTuple):
-    """Which tokens of a chunk see each other, and the states at its two ends. All boolean; see `segments`."""
+    """Which tokens of a chunk reach each other, and its h0 and ht; see `segments`."""
 
     ids: jax.Array  # [n, B, 1, C, 1] int32: number of restarts up to and including the token
-    start: jax.Array  # [n, B, 1, C, 1]: the token sees the state that enters the chunk
-    end: jax.Array  # [n, B, 1, C, 1]: the state that leaves the chunk sees the token
-    through: jax.Array  # [n, B, 1, 1, 1]: the state passes through the whole chunk
+    start: jax.Array  # [n, B, 1, C, 1]: h0 of the chunk reaches the token
+    end: jax.Array  # [n, B, 1, C, 1]: the token reaches ht of the chunk
+    through: jax.Array  # [n, B, 1, 1, 1]: h0 of the chunk reaches its ht
 
     @property
     def pairs(self) -> jax.Array:
@@ -195,9 +195,7 @@ class Segments(NamedTuple):
 
 
 def ends(seg: Segments | None) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """The masks of `select`: tokens that see the entering state, tokens that the leaving state sees, chunks
-    that the state passes through. None without segments.
-    """
+    """The masks ``start``, ``end`` and ``through``; None without segments."""
     return (None, None, None) if seg is None else (seg.start, seg.end, seg.through)
 
 

@@ -1,142 +1,141 @@
-"""How an op runs: its implementation on each device's own part of the arrays, and its gradient.
-
-The parts of `fla_jax.core.op.Op` that JAX calls: ``op`` is an `Op`, ``implementation`` one of its
-`Implementation`s.
-"""
+"""The gradient of an op: its implementation's ``fwd`` and ``bwd`` on every device's shard."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.interpreters.ad import zeros_like_aval
+from jaxtyping import PyTree
 
-from .context import Context
+from .batching import map_alike
+from .context import Context, S, X, Y
+from .implementation import Implementation, Residuals
+from .mesh import is_explicit, is_manual, vary_alike
 from .names import name_arrays
-from .sharding import ROWS, TOKENS, is_explicit, is_manual, per_shard, vary_alike
+from .op_spec import BATCH, TOKENS, OpSpec
+from .partitioning import per_shard
 
-Arrays = dict[str, jax.Array]
+T = TypeVar("T")  # a pytree
 
 
-def _by_device(implementation: Any, module: Any, ctx: Context) -> bool:
-    """Whether an implementation is called on each device's own part of the arrays."""
-    return implementation.opaque or ((is_explicit() or ctx.cp_size > 1) and hasattr(module, "residual_axes"))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _apply(op: OpSpec[X, Y, S], implementation: Implementation[X, Y, S], ctx: Context[X, S], x: X) -> Y:
+    return _fwd(op, implementation, dataclasses.replace(ctx, save_residuals=False), x)[0]
+
+
+def _apply_fwd(
+    op: OpSpec[X, Y, S], implementation: Implementation[X, Y, S], ctx: Context[X, S], x: X
+) -> tuple[Y, tuple[X, Residuals]]:
+    x = custom_vjp_primal_tree_values(x)
+    outputs, residuals = _fwd(op, implementation, ctx, x)
+    # named inside the rule, so that a policy can save them: see core/names.py
+    names = op.output_names or (None,) * len(outputs)
+    outputs = op.outputs._make(name_arrays(y, name) for y, name in zip(outputs, names))
+    return outputs, (x, name_arrays(residuals, op.residual_name))
+
+
+def _apply_bwd(
+    op: OpSpec[X, Y, S],
+    implementation: Implementation[X, Y, S],
+    ctx: Context[X, S],
+    saved: tuple[X, Residuals],
+    dy: Y,
+) -> tuple[X]:
+    x, residuals = saved
+    dy = vary_alike(_without_zeros(dy, implementation.unused_cotangents), x)
+    dx = _bwd(op, implementation, ctx, x, residuals, dy)
+    return (vary_alike(_summed(dx, x), x),)
+
+
+_apply.defvjp(_apply_fwd, _apply_bwd, symbolic_zeros=True)
+# in a `jax.shard_map` that is not jitted JAX has no rule for symbolic zeros
+_apply_jitted = jax.jit(_apply, static_argnums=(0, 1, 2), inline=True)
+
+
+def differentiable() -> Callable[..., PyTree]:
+    """``(op, implementation, ctx, x) -> outputs``: an implementation with its gradient, for reverse mode."""
+    return _apply_jitted if is_manual() else _apply
+
+
+def _is_sharded(implementation: Implementation[X, Y, S], ctx: Context[X, S]) -> bool:
+    """Whether an implementation gets one device's shard of the arrays, else XLA partitions it."""
+    return implementation.opaque or is_explicit() or ctx.cp.size > 1
+
+
+# jitted, as `_bwd`: a call outside `jax.jit` finds what an equal one compiled
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _fwd(
+    op: OpSpec[X, Y, S], implementation: Implementation[X, Y, S], ctx: Context[X, S], x: X
+) -> tuple[Y, Residuals]:
+    """Outputs and residuals of the implementation."""
+    rule = implementation.load()
+    run: Callable[..., tuple[Y, Residuals]] = functools.partial(rule.fwd, ctx)
+    if _is_sharded(implementation, ctx):
+        residual_axes = rule.residual_axes(ctx) if ctx.save_residuals else {}
+        results = op.output_axes(ctx), dict(residual_axes)
+        run = per_shard(op, implementation.opaque, ctx, rule.fwd, (op.input_axes(x),), results)
+        run = _once_differentiable(op, implementation, run)
+    outputs, residuals = run(x)
+    return map_alike(outputs, x), residuals
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _forward(op: Any, implementation: Any, ctx: Context, x: Any) -> tuple[Any, Arrays]:
-    """Outputs, and what the implementation keeps; jitted, so that calls outside jit find what the first
-    compiled.
+def _bwd(
+    op: OpSpec[X, Y, S],
+    implementation: Implementation[X, Y, S],
+    ctx: Context[X, S],
+    x: X,
+    residuals: Residuals,
+    dy: Y,
+) -> X:
+    """Gradients like ``x`` but None for integers; those of arrays without batch may have one in front, and
+    where devices split the tokens, those of arrays without tokens an axis of devices before that.
     """
-    outputs, residuals = _forward_here(op, implementation, ctx, x)
-    return _mapped_alike(outputs, x), residuals
+    rule = implementation.load()
+    if not _is_sharded(implementation, ctx):
+        return rule.bwd(ctx, x, residuals, dy)
+    dy_axes = op.outputs._make(None if one is None else axes for axes, one in zip(op.output_axes(ctx), dy))
+    operands = (op.input_axes(x), dict(rule.residual_axes(ctx)), dy_axes)
+    dx_axes = jax.tree.map(
+        lambda axes, array: _summed_axes(ctx, axes) if jnp.issubdtype(array.dtype, jnp.floating) else None,
+        operands[0],
+        x,
+    )
 
-
-def _forward_here(op: Any, implementation: Any, ctx: Context, x: Any) -> tuple[Any, Arrays]:
-    module = implementation.load()
-    if not _by_device(implementation, module, ctx):
-        return module.fwd(ctx, x)
-    residual_axes = module.residual_axes(ctx) if ctx.keep else {}
-    arrays, tree = jax.tree.flatten(x)
-    results, outputs_tree = jax.tree.flatten(op.axes_of_results(ctx))
-
-    def on(ctx: Context, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        outputs, residuals = module.fwd(ctx, jax.tree.unflatten(tree, arrays))
-        return (*jax.tree.leaves(outputs), *(residuals[name] for name in residual_axes))
-
-    left, right = [axes for _, axes in op.given(x)], [*results, *residual_axes.values()]
-    made = _over_devices(op, implementation, ctx, on, left, right)(*arrays)
-    outputs = jax.tree.unflatten(outputs_tree, made[: len(results)])
-    return outputs, dict(zip(residual_axes, made[len(results) :]))
-
-
-@jax.custom_jvp
-def _mapped_alike(outputs: Any, x: Any) -> Any:
-    """``outputs``; under `jax.vmap` all of them mapped where any of ``x`` is.
-
-    JAX adds the cotangent of an output that is not mapped, which is that of all of the map together, to each
-    of the backward's mapped calls: gradients of inputs that are not mapped would have it once for each.
-    """
-    return _map_alike(outputs, x)
-
-
-@_mapped_alike.defjvp
-def _mapped_alike_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    return _mapped_alike(*primals), tangents[0]
-
-
-@jax.custom_batching.custom_vmap
-def _map_alike(outputs: Any, x: Any) -> Any:
-    return outputs
-
-
-@_map_alike.def_vmap
-def _map_alike_rule(size: int, is_mapped: Any, outputs: Any, x: Any) -> tuple[Any, Any]:
-    def mapped(y: jax.Array, already: bool) -> jax.Array:
-        return y if already else jnp.broadcast_to(y, (size, *jnp.shape(y)))
-
-    outputs = jax.tree.map(mapped, outputs, is_mapped[0])
-    return _map_alike(outputs, x), jax.tree.map(lambda _: True, outputs)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _backward(op: Any, implementation: Any, ctx: Context, x: Any, residuals: Arrays, cotangents: Any) -> Any:
-    """Gradients like ``x``, None for integers; those of arrays without rows may have a leading axis of
-    rows, and where devices share tokens those of arrays without tokens one of devices before that.
-    """
-    module = implementation.load()
-    if not _by_device(implementation, module, ctx):
-        return module.bwd(ctx, x, residuals, cotangents)
-    inputs = [axes for _, axes in op.given(x)]
-    made = op.axes_of_results(ctx)
-    results = jax.tree.leaves([axes for axes, one in zip(made, cotangents) if one is not None])
-    residual_axes = module.residual_axes(ctx)
-    floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in jax.tree.leaves(x)]
-    arrays, tree = jax.tree.flatten((x, cotangents, tuple(residuals[name] for name in residual_axes)))
-
-    def on(ctx: Context, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        x, cotangents, residuals = jax.tree.unflatten(tree, arrays)
-        gradients = jax.tree.leaves(module.bwd(ctx, x, dict(zip(residual_axes, residuals)), cotangents))
-        rows = next(
-            a.shape[axes.split().index(ROWS)] for a, axes in zip(arrays, left) if ROWS in axes.split()
+    def on_shard(ctx: Context[X, S], *args: PyTree) -> X:
+        batch = next(
+            array.shape[axes.split().index(BATCH)]
+            for axes, array in zip(jax.tree.leaves(operands), jax.tree.leaves(args))
+            if BATCH in axes.split()
         )
-        return tuple(_with_axes(ctx, g, axes.split(), rows) for g, axes in zip(gradients, right))
+        dx = rule.bwd(ctx, *args)
+        return jax.tree.map(lambda axes, g: _with_axes(ctx, g, axes.split(), batch), dx_axes, dx)
 
-    left = [*inputs, *results, *residual_axes.values()]
-    summed = [_summed_axes(ctx, axes.split()) for axes in inputs]
-    right = [axes for axes, is_floating in zip(summed, floating) if is_floating]
-    if ctx.sequence is not None and is_manual():
-        # inside jax.shard_map every device has a cotangent of its own for what is the same on all
-        for i in range(len(inputs), len(inputs) + len(results)):
-            if TOKENS not in left[i].split():
-                arrays[i] = jax.lax.psum(arrays[i], ctx.sequence)
-    made = _over_devices(op, implementation, ctx, on, left, right)(*arrays)
-    remaining = iter(made)
-    return jax.tree.unflatten(jax.tree.structure(x), [next(remaining) if f else None for f in floating])
+    if ctx.cp.axis is not None and is_manual():
+        # inside `jax.shard_map` every device has its own cotangent of what is the same on all
+        dy = jax.tree.map(
+            lambda axes, g: g if TOKENS in axes.split() else jax.lax.psum(g, ctx.cp.axis), dy_axes, dy
+        )
+    run = per_shard(op, implementation.opaque, ctx, on_shard, operands, dx_axes)
+    return _once_differentiable(op, implementation, run)(x, residuals, dy)
 
 
-def _over_devices(
-    op: Any, implementation: Any, ctx: Context, on: Callable[..., Any], left: list[str], right: list[str]
-) -> Any:
-    """``on(call, *arrays)`` on every device's own part of the arrays."""
-    whole = functools.partial(on, dataclasses.replace(ctx, sequence=None))
-    name = op.name if any(one.context_parallel for one in op.implementations) else ""
-    own = functools.partial(on, ctx)
-    run = per_shard(own, left, right, op.shardable, ctx.sequence, whole, name, implementation.opaque)
-    return _differentiated_once(op, implementation, run) if implementation.opaque else run
-
-
-def _differentiated_once(op: Any, implementation: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, a kernel that a rule calls: to differentiate the rule is an error in words."""
+def _once_differentiable(
+    op: OpSpec[X, Y, S], implementation: Implementation[X, Y, S], fn: Callable[..., T]
+) -> Callable[..., T]:
+    """``fn``; to differentiate it is an error in words where the implementation is a kernel."""
+    if not implementation.opaque:
+        return fn
     kernel = jax.custom_jvp(fn)
 
     @kernel.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def _(primals: PyTree, tangents: PyTree):
         plain = " or ".join(repr(one.name) for one in op.implementations if not one.opaque)
         raise TypeError(
             f"{op.name}: implementation={implementation.name!r} has first derivatives only; second "
@@ -146,82 +145,49 @@ def _differentiated_once(op: Any, implementation: Any, fn: Callable[..., Any]) -
     return kernel
 
 
-def _summed_axes(ctx: Context, axes: list[str]) -> str:
+def _summed_axes(ctx: Context[X, S], axes: str) -> str:
     """The axes of a gradient, with those in front that the op sums over."""
-    rows = [] if ROWS in axes or "n" in axes else [ROWS]
-    return " ".join([*(["device"] if ctx.cp_size > 1 and TOKENS not in axes else []), *rows, *axes])
+    names = axes.split()
+    batch = [] if BATCH in names or "n" in names else [BATCH]
+    return " ".join([*(["device"] if ctx.cp.size > 1 and TOKENS not in names else []), *batch, *names])
 
 
-def _with_axes(ctx: Context, gradient: jax.Array, axes: list[str], rows: int) -> jax.Array:
+def _with_axes(ctx: Context[X, S], gradient: jax.Array, axes: list[str], batch: int) -> jax.Array:
     """A gradient with the axes that `_summed_axes` names."""
-    split = ctx.cp_size > 1 and axes[0] == "device"
-    if gradient.ndim < len(axes) - split:  # one for all rows here: the first row's
-        gradient = jnp.pad(gradient[None], ((0, rows - 1), *((0, 0),) * gradient.ndim))
-    if split and ctx.sequence is None:  # made from whole rows: the first device's is all of it
-        return jnp.pad(gradient[None], ((0, ctx.cp_size - 1), *((0, 0),) * gradient.ndim))
-    return gradient[None] if split else gradient
+    has_device = ctx.cp.size > 1 and axes[0] == "device"
+    if gradient.ndim < len(axes) - has_device:  # one for the whole batch here: the first entry's
+        gradient = jnp.pad(gradient[None], ((0, batch - 1), *((0, 0),) * gradient.ndim))
+    if has_device and ctx.cp.axis is None:  # made from whole sequences: the first device's is all of it
+        return jnp.pad(gradient[None], ((0, ctx.cp.size - 1), *((0, 0),) * gradient.ndim))
+    return gradient[None] if has_device else gradient
 
 
-def run(op: Any, implementation: Any, ctx: Context, x: Any) -> Any:
-    """The outputs of an `Op` by one of its implementations; differentiable in reverse mode."""
-    # JAX has no rule for symbolic zeros in a `jax.shard_map` that is not jitted
-    by = _run_jitted if is_manual() else _run
-    return by(op, implementation, ctx, vary_alike(x))
+def _without_zeros(dy: Y, unused: tuple[str, ...]) -> Y:
+    """The cotangents of outputs that nothing depends on: None where ``unused`` names them, else zeros."""
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(op: Any, implementation: Any, ctx: Context, x: Any) -> Any:
-    return _forward(op, implementation, dataclasses.replace(ctx, keep=False), x)[0]
-
-
-def _run_fwd(op: Any, implementation: Any, ctx: Context, x: Any) -> tuple[Any, Any]:
-    x = custom_vjp_primal_tree_values(x)
-    outputs, residuals = _forward(op, implementation, ctx, x)
-    # named inside the rule, so that a policy can keep them: see core/names.py
-    names = op.output_names or (None,) * len(outputs)
-    outputs = op.outputs(*(name_arrays(y, name) for y, name in zip(outputs, names)))
-    return outputs, (x, name_arrays(residuals, op.kept_name))
-
-
-def _run_bwd(op: Any, implementation: Any, ctx: Context, residuals: Any, cotangents: Any) -> tuple[Any]:
-    x, kept = residuals
-    cotangents = vary_alike(_without_zeros(implementation.load(), cotangents), x)
-    leaves, tree = jax.tree.flatten(x)
-    gradients = _backward(op, implementation, ctx, x, kept, cotangents)
-    gradients = _summed(tree.flatten_up_to(gradients), leaves)  # type: ignore[attr-defined]
-    return (jax.tree.unflatten(tree, vary_alike(gradients, x)),)
-
-
-def _without_zeros(module: Any, cotangents: Any) -> Any:
-    """The cotangents of results that nothing depends on: None where the implementation's ``may_be_unused``
-    names the result, else zeros.
-    """
-
-    def is_zero(one: Any) -> bool:
+    def is_zero(one: object) -> bool:
         return isinstance(one, SymbolicZero)
 
-    def array(one: Any) -> Any:
+    def array(one: PyTree) -> PyTree:
         return zeros_like_aval(one.aval) if is_zero(one) else one
 
-    unused = {name for name in getattr(module, "unused_cotangents", ()) if is_zero(getattr(cotangents, name))}
-    return jax.tree.map(array, cotangents._replace(**dict.fromkeys(unused)), is_leaf=is_zero)
+    absent = [name for name, one in zip(dy._fields, dy) if name in unused and is_zero(one)]
+    return jax.tree.map(array, dy._replace(**dict.fromkeys(absent)), is_leaf=is_zero)
 
 
-def _summed(gradients: list[Any], primals: list[jax.Array]) -> list[Any]:
-    """Gradients with the axes of ``primals``: those with one for each row, or for each of the devices that
-    share rows, are summed. All of a shape are in one sum: one kernel, where each would be as long by itself.
+def _summed(dx: X, x: X) -> X:
+    """Gradients with the axes of ``x``: those by batch entry or device are summed. All of one shape are
+    in one sum: one kernel, where each would take as long.
     """
-    summed, alike = list(gradients), dict[tuple[Any, ...], list[int]]()
-    for i, (gradient, primal) in enumerate(zip(gradients, primals)):
-        if gradient is not None and gradient.ndim > primal.ndim:
-            alike.setdefault((gradient.shape, gradient.dtype, primal.ndim), []).append(i)
+    primals, tree = jax.tree.flatten(x)
+    gradients: list[PyTree] = tree.flatten_up_to(dx)  # type: ignore[attr-defined]
+    alike: dict[tuple[tuple[int, ...], jnp.dtype, int], list[int]] = {}
+    for i, (g, primal) in enumerate(zip(gradients, primals)):
+        if g is not None and g.ndim > primal.ndim:
+            alike.setdefault((g.shape, g.dtype, primal.ndim), []).append(i)
     for (shape, _, ndim), places in alike.items():
         more = len(shape) - ndim
         sums = jnp.sum(jnp.stack([gradients[i] for i in places], more), tuple(range(more)))
         for i, one in zip(places, sums):
-            summed[i] = one.astype(primals[i].dtype)
-    return summed
-
-
-_run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
-_run_jitted = jax.jit(_run, static_argnums=(0, 1, 2), inline=True)
+            gradients[i] = one.astype(primals[i].dtype)
+    return jax.tree.unflatten(tree, gradients)

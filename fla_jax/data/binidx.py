@@ -1,6 +1,6 @@
 """The binidx format of RWKV's and Megatron's data: the tokens of all documents, and an index of them.
 
-``NAME.bin`` holds tokens and nothing else. ``NAME.idx``, all little-endian: the magic b"MMIDIDX\\0\\0",
+``NAME.bin`` has the tokens. ``NAME.idx``, all little-endian: the magic b"MMIDIDX\\0\\0",
 uint64 version 1, uint8 dtype, uint64 number of sequences n, uint64 number of document entries d, int32 [n]
 lengths of the sequences, int64 [n] offsets of the sequences in bytes, int64 [d] the sequence that each
 document begins with, and n at the end.
@@ -23,23 +23,12 @@ MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _VERSION_AT, _DTYPE_AT, _COUNTS_AT = 9, 17, 18
 # 9 and 10 are GPT-NeoX's; 6 and 7 are floats
-_DTYPES = {
-    code: np.dtype(name).newbyteorder("<")
-    for code, name in {
-        1: "u1",
-        2: "i1",
-        3: "i2",
-        4: "i4",
-        5: "i8",
-        8: "u2",
-        9: "u4",
-        10: "u8",
-    }.items()
-}
+_CODES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2", 9: "u4", 10: "u8"}
+_DTYPES = {code: np.dtype(name).newbyteorder("<") for code, name in _CODES.items()}
 
 
 class BinIdx:
-    """Documents in a binidx pair of files, mapped into memory: nothing is read before it is used.
+    """Documents in a binidx pair of files, mapped into memory and read on access.
 
     Attributes:
         path: of the .bin file.
@@ -126,7 +115,7 @@ def open_binidx(path: str | os.PathLike[str]) -> BinIdx:
             f"{dtype.itemsize} bytes, {wanted} bytes, got {size}"
         )
     if total == 0:
-        raise ValueError(f"{bin_path} holds no tokens")
+        raise ValueError(f"{bin_path} contains no tokens")
     if len(documents) > 1:
         starts = starts[documents]
     return BinIdx(bin_path, np.memmap(bin_path, dtype, "r"), starts)
@@ -160,7 +149,7 @@ def _read_index(path: Path) -> tuple[np.dtype, Any, Any, Any]:
             f"{path} {problem} at offset {min(size, wanted)}: with {what} it has {wanted} bytes, got {size}"
         )
     if count == 0:
-        raise ValueError(f"{path} holds no sequence: their number is 0 at offset {_COUNTS_AT}")
+        raise ValueError(f"{path} contains no sequence: their number is 0 at offset {_COUNTS_AT}")
     data = np.memmap(path, np.uint8, "r")
     first = _HEADER.size + 4 * count
     second = first + 8 * count
@@ -175,7 +164,7 @@ def _read_index(path: Path) -> tuple[np.dtype, Any, Any, Any]:
 
 
 def _check_documents(path: Path, documents: np.ndarray, count: int, at: int) -> None:
-    """Refuses first sequences that do not ascend from 0 to ``count``; none, or a single 0, mean nothing."""
+    """Refuses first sequences that do not ascend from 0 to ``count``; an empty list and [0] are valid."""
     if not len(documents) or (len(documents) == 1 and documents[0] == 0):
         return
     wrong = np.flatnonzero(np.diff(documents) < 0)
@@ -190,7 +179,7 @@ def _check_documents(path: Path, documents: np.ndarray, count: int, at: int) -> 
 class BinIdxWriter:
     """Writes a binidx pair of files, document by document; a context manager.
 
-    The files appear when the block ends, and not at all when it raises: what was there before then stays.
+    The files appear when the block ends. If it raises, earlier files stay.
 
     Example:
         >>> import os, tempfile, numpy as np
@@ -230,12 +219,12 @@ class BinIdxWriter:
         """Appends a document, or a part of one.
 
         Args:
-            tokens: a sequence of integers, with the document's end token if it shall have one.
-            ends: whether the document ends with them; if not, the next ones belong to it.
+            tokens: a sequence of integers, with the document's end token, if any.
+            ends: whether the document ends with them, or continues with the next call's.
 
         Raises:
-            ValueError: a token does not fit into the dtype, the document has 2**31 tokens or more, or this is
-                outside of the writer's ``with``.
+            ValueError: a token is outside of the dtype's range, the document has 2**31 tokens or more, or the
+                call is outside of the writer's ``with``.
         """
         if self._file is None:
             raise ValueError("tokens can be added inside the writer's with statement only")
@@ -259,9 +248,9 @@ class BinIdxWriter:
         if self._open and error[0] is None:
             self._lengths.append(self._open)
         if error[0] is None:
-            self._idx.unlink(missing_ok=True)  # a pair is there once its index is
+            self._idx.unlink(missing_ok=True)  # the index makes a pair complete
         self._file = None
-        self._stack.__exit__(*error)  # the .bin file takes its place, or goes
+        self._stack.__exit__(*error)  # the .bin file replaces the old one, or is removed
         if error[0] is None:
             self._write_index()
 

@@ -12,22 +12,20 @@ from .binidx import BinIdx
 
 
 class PackedRows:
-    """All documents one after the other, cut into rows: no token is padding, none is there twice.
+    """Documents concatenated and cut into rows of equal length, without padding.
 
-    Row i is a dict of arrays [length] of tokens i * length to i * length + length - 1:
+    Row i is a dict of arrays [length] for tokens i * length to i * length + length - 1:
 
     * ``tokens`` int32 and ``labels`` int32, the token after each;
-    * ``segment_ids`` int32, 0 for the row's first segment, 1 for the next, ...: models restart their state
-      there. A document's segment begins with the end token of the document before it;
+    * ``segment_ids`` int32, from 0 in each row: models restart their state where it changes. A document's
+      segment starts with the end token of the document before it;
     * ``mask`` float32, 0 where the label is the first token of another segment's document, else 1.
 
-    So the first token of a document is learned from the end token and a new state, which is what generation
-    from the prompt ``[0]`` starts with, and every label is learned. RWKV-LM learns first tokens from the same
-    end tokens, but carries the state from one document to the next; leave ``segment_ids`` out for that.
-    Where a document does not end with the end token, the next document's segment begins with its own first
-    token, which is not learned.
-
-    A document that reaches beyond a row goes on in the next one, as a document of its own.
+    The first token of a document is thus learned from the end token and a zero state, as generation from the
+    prompt ``[0]`` reads it, and every label is learned. RWKV-LM carries the state from one document to the
+    next; leave ``segment_ids`` out for that. After a document without the end token, the next segment starts
+    with the document's first token, which is not learned. A document that crosses the end of a row continues
+    in the next one as a new document.
 
     Example:
         >>> import os, tempfile
@@ -49,14 +47,14 @@ class PackedRows:
         Args:
             data: from `open_binidx`.
             length: tokens in a row, T.
-            vocab_size: of the model, to refuse tokens outside of it when they are read; None refuses those
-                that int32 does not hold, and those below 0.
-            end_token: the token that ends documents, 0 in all of RWKV's vocabularies. None: no token does, so
-                that segments are documents and no first token is learned.
+            vocab_size: of the model, to refuse other tokens when they are read; None refuses those outside
+                of int32 or below 0.
+            end_token: the token that ends documents, 0 in all of RWKV's vocabularies. None: segments are
+                documents, and no first token is learned.
 
         Raises:
-            ValueError: ``length`` is no positive integer, ``end_token`` no token, or the data have not a
-                single row.
+            ValueError: ``length`` is not a positive integer, ``end_token`` not a token, or the data are
+                shorter than a row.
         """
         self.data, self.length = data, check_integer("length", length, 1)
         self.vocab_size = vocab_size
@@ -101,7 +99,7 @@ class PackedRows:
 
 
 class RowNumbers(Sequence[int]):
-    """Numbers of rows: ``take`` from ``first`` on in each of several blocks of ``size`` rows, not stored."""
+    """Row numbers, computed on access: ``take`` from ``first`` on in each of several blocks of ``size``."""
 
     def __init__(self, blocks: int, size: int, first: int, take: int):
         """See `split_rows`."""
@@ -120,18 +118,18 @@ class RowNumbers(Sequence[int]):
 
 
 def split_rows(rows: int, share: float, blocks: int = 8) -> tuple[RowNumbers, RowNumbers]:
-    """Rows to learn, and rows to hold out: the last ones of each of a few blocks of the data.
+    """Numbers of the rows to train on, and of those to hold out: the last ones of each of a few blocks.
 
     Args:
-        rows: how many there are.
-        share: part of them that is held out, from 0 to less than 1; at least a row, but for 0.
-        blocks: at most this many; up to ``blocks - 1`` rows at the end are in neither part.
+        rows: number of rows.
+        share: fraction that is held out, from 0 to less than 1; at least one row, except for 0.
+        blocks: at most this many; up to ``blocks - 1`` rows at the end are left out.
 
     Returns:
         ``(training, held_out)``.
 
     Raises:
-        ValueError: a number does not fit, or there are too few rows.
+        ValueError: ``share`` is outside of its range, or there are too few rows.
 
     Example:
         >>> from fla_jax.data import split_rows
@@ -159,30 +157,29 @@ def batches(
     size: int,
     *,
     seed: int | None = None,
-    part: slice | None = None,
+    part: slice | list[int] | None = None,
     threads: int = 2,
 ) -> Any:
-    """Batches of rows, by `grain`: read ahead in threads, and with an iterator whose state can be saved.
+    """Batches of rows from `grain`, read ahead in threads, with an iterator whose state can be saved.
 
-    Batch i holds the same rows wherever and with however many processes it is made; the iterator's state,
-    ``iterator.get_state()``, is the number of the next one, and ``iterator.set_state(state)`` goes on from
-    there.
+    Batch i has the same rows for any number of processes. ``iterator.get_state()`` is the number of the next
+    batch, and ``iterator.set_state(state)`` continues from there.
 
     Args:
-        rows: what is read.
-        numbers: which of them.
+        rows: the data.
+        numbers: of the rows to read.
         size: rows in a batch, B.
-        seed: of the order, from 0 to 2**32 - 1: another one in each epoch, without an end. None: each row
-            once and in order; what is missing in the last batch is filled up with a mask of 0.
-        part: which rows of each batch to read, where several processes share them; None for all.
+        seed: of the order, from 0 to 2**32 - 1: a new one each epoch, without an end. None: each row once
+            and in order; the last batch is filled up with rows of mask 0.
+        part: which rows of each batch to read, such as `TrainStep.local_batch_rows`; None for all.
         threads: that read ahead.
 
     Returns:
         A `grain.IterDataset` of dicts of arrays [B, length], see `PackedRows`.
 
     Raises:
-        ImportError: grain is missing.
-        ValueError: an argument does not fit.
+        ImportError: grain is not installed.
+        ValueError: a number is outside of its range, or ``numbers`` is empty.
 
     Example:
         >>> import os, tempfile
@@ -201,21 +198,20 @@ def batches(
         raise ImportError("batches are made by the package grain: pip install grain") from error
     size = check_integer("size", size, 1)
     if not len(numbers):
-        raise ValueError("numbers must name a row at least, got none")
+        raise ValueError("numbers must have at least one row number, got none")
 
     def read(chosen: np.ndarray) -> dict[str, np.ndarray]:
         missing = size - len(chosen)
         wanted = np.concatenate([chosen, np.repeat(chosen[:1], missing)])
-        there = np.arange(size) < len(chosen)
-        kept = slice(None) if part is None else part
-        found = [rows[i] for i in wanted[kept]]
+        local = slice(None) if part is None else part
+        found = [rows[i] for i in wanted[local]]
         batch = {name: np.stack([row[name] for row in found]) for name in found[0]}
-        batch["mask"] *= there[kept, None]
+        batch["mask"] *= (np.arange(size) < len(chosen))[local, None]
         return batch
 
     order = grain.MapDataset.source(numbers)
     if seed is not None:
-        # the epochs are joined before batches are made of them, so that no row is left out
+        # repeated before batching, so that no row is left out
         order = order.shuffle(seed=check_integer("seed", seed, 0, 2**32 - 1)).repeat()
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 1))
     return order.batch(size).map(read).to_iter_dataset(options)

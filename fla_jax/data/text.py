@@ -1,4 +1,4 @@
-"""Text to tokens, once: text and JSON Lines files into a binidx pair of files, in several processes."""
+"""Tokenizes text and JSON Lines files into a binidx pair of files, in several processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..generation import Tokenizer, load_tokenizer
 from .binidx import BinIdx, BinIdxWriter, open_binidx
 
 END = 0  # the token that ends a document, in all of RWKV's vocabularies
-_PIECE = 1 << 20  # bytes that a process encodes at a time
+_BLOCK = 1 << 20  # bytes that a process encodes at a time
 _SMALL = 8 << 20  # bytes in all that take less time than starting processes
 
 
-class _Piece(NamedTuple):
-    """A part of a file, from one end of a line to another."""
+class _Block(NamedTuple):
+    """A part of a file that starts and ends with lines."""
 
     path: Path
     begin: int
@@ -34,7 +34,7 @@ class _Piece(NamedTuple):
 
 
 class _Task(NamedTuple):
-    piece: _Piece
+    block: _Block
     tokenizer: Any
     vocab_size: int
     text_field: str
@@ -53,25 +53,24 @@ def tokenize(
     """Writes the tokens of text files as binidx, each document with the end token 0 behind it.
 
     A file whose name ends in ``.jsonl`` or ``.ndjson`` has a document in each line, a JSON object with a
-    field of text; any other file is one document. Long files are encoded in pieces of about a megabyte, cut
+    field of text; any other file is one document. Long files are encoded in blocks of about a megabyte, cut
     where lines end, so that the tokens do not depend on the number of processes.
 
     Args:
         paths: files, of UTF-8.
         out: the binidx pair, as `open_binidx` takes it. It appears when it is complete.
         tokenizer: as `fla_jax.generation.load_tokenizer` takes it.
-        vocab_size: of the model: chooses the tokenizer where there is none, and the dtype: uint16 up to
-            65536.
+        vocab_size: of the model: chooses the tokenizer if None, and the dtype: uint16 up to 65536.
         text_field: of JSON Lines.
-        processes: that encode; None for one a core, 1 for this one alone.
-        progress: is called with bytes done and bytes in all.
+        processes: that encode; None for one a core, 1 for the calling process.
+        progress: called with the bytes done and the total.
 
     Returns:
         The opened pair.
 
     Raises:
-        ValueError: an argument does not fit, a file is no UTF-8, a line is no JSON object with that field, a
-            token lies outside of the vocabulary, or there is no text; the message names file and offset.
+        ValueError: a file is not UTF-8, a line is not a JSON object with that field, a token is outside of
+            the vocabulary, or there is no text; the message names file and offset.
         OSError, ImportError: see `fla_jax.generation.load_tokenizer`.
 
     Example:
@@ -91,17 +90,17 @@ def tokenize(
         regular.check_regular(path)
     total, done = sum(path.stat().st_size for path in found), 0
     if total == 0:
-        raise ValueError(f"paths must hold text, got {len(found)} files without any")
-    tasks = (_Task(piece, tokenizer, vocab_size, text_field) for path in found for piece in _pieces(path))
+        raise ValueError(f"paths must contain text, got {len(found)} files without any")
+    tasks = (_Task(block, tokenizer, vocab_size, text_field) for path in found for block in _blocks(path))
     if processes == 1 or total < _SMALL:
         encoded: Iterator[Any] = map(_encode, tasks)
     else:
         encoded = _in_processes(tasks, processes)
     with BinIdxWriter(out, np.uint16 if vocab_size <= 1 << 16 else np.uint32) as writer:
-        for piece, documents in encoded:
+        for block, documents in encoded:
             for document in documents:
-                writer.add(document, ends=piece.last or _is_lines(piece.path))
-            done += piece.end - piece.begin
+                writer.add(document, ends=block.last or _is_lines(block.path))
+            done += block.end - block.begin
             if progress is not None:
                 progress(done, total)
     return open_binidx(out)
@@ -111,19 +110,19 @@ def _is_lines(path: Path) -> bool:
     return path.suffix.lower() in (".jsonl", ".ndjson")
 
 
-def _pieces(path: Path) -> Iterator[_Piece]:
+def _blocks(path: Path) -> Iterator[_Block]:
     size, begin = path.stat().st_size, 0
     with open(path, "rb") as file:
         while begin < size:
-            file.seek(min(begin + _PIECE, size))
+            file.seek(min(begin + _BLOCK, size))
             file.readline()
             end = min(file.tell(), size)
-            yield _Piece(path, begin, end, end == size)
+            yield _Block(path, begin, end, end == size)
             begin = end
 
 
 def _in_processes(tasks: Iterator[_Task], processes: int) -> Iterator[Any]:
-    """`_encode` of each task, in order; a few pieces for each process wait, no more."""
+    """`_encode` of each task, in order; a few blocks a process are read ahead."""
     # a forked process would have JAX's locks, but not the threads that hold them
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
@@ -143,44 +142,44 @@ def _in_processes(tasks: Iterator[_Task], processes: int) -> Iterator[Any]:
 _loaded: dict[Any, Tokenizer] = {}  # of this process
 
 
-def _encode(task: _Task) -> tuple[_Piece, list[np.ndarray]]:
-    """The tokens of a piece's documents; a document that the piece ends has the end token."""
-    piece, key = task.piece, (task.tokenizer, task.vocab_size)
+def _encode(task: _Task) -> tuple[_Block, list[np.ndarray]]:
+    """The tokens of a block's documents; a document that ends in the block has the end token."""
+    block, key = task.block, (task.tokenizer, task.vocab_size)
     if key not in _loaded:
         _loaded[key] = load_tokenizer(task.tokenizer, vocab_size=task.vocab_size)
-    with open(piece.path, "rb") as file:
-        file.seek(piece.begin)
-        data = file.read(piece.end - piece.begin)
-    if _is_lines(piece.path):
-        texts = list(_texts(piece, data, task.text_field))
+    with open(block.path, "rb") as file:
+        file.seek(block.begin)
+        data = file.read(block.end - block.begin)
+    if _is_lines(block.path):
+        texts = list(_texts(block, data, task.text_field))
         ends = True
     else:
-        texts, ends = [(piece.begin, _decoded(piece.path, piece.begin, data))], piece.last
+        texts, ends = [(block.begin, _decoded(block.path, block.begin, data))], block.last
     documents = []
     for at, text in texts:
         tokens = np.array(_loaded[key].encode(text) + [END] * ends, np.int64)
         if tokens.size and tokens.max() >= task.vocab_size:
             raise ValueError(
-                f"{piece.path}: the tokenizer makes token {tokens.max()} of the text at offset {at}, and the "
+                f"{block.path}: the tokenizer makes token {tokens.max()} of the text at offset {at}, and the "
                 f"vocabulary has {task.vocab_size}"
             )
         documents.append(tokens)
-    return piece, documents
+    return block, documents
 
 
-def _texts(piece: _Piece, data: bytes, field: str) -> Iterator[tuple[int, str]]:
+def _texts(block: _Block, data: bytes, field: str) -> Iterator[tuple[int, str]]:
     """Offsets and texts of JSON Lines; empty lines are none."""
-    at = piece.begin
+    at = block.begin
     for line in io.BytesIO(data):  # unlike splitlines, it cuts at b"\n" alone
         if line.strip():
-            text = _decoded(piece.path, at, line)
+            text = _decoded(block.path, at, line)
             try:
                 value = json.loads(text)
             except ValueError as error:
-                raise ValueError(f"{piece.path}: the line at offset {at} is no JSON: {error}") from None
+                raise ValueError(f"{block.path}: the line at offset {at} is not JSON: {error}") from None
             if not isinstance(value, dict) or not isinstance(value.get(field), str):
                 raise ValueError(
-                    f"{piece.path}: the line at offset {at} must be a JSON object with the text field "
+                    f"{block.path}: the line at offset {at} must be a JSON object with the text field "
                     f"{field!r}"
                 )
             yield at, value[field]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..core.arguments import check_integer, shown
 from ..core.gpu import platform_of
+from ..core.implementation import Candidate, Registry, Unsupported
 from ..layers.state import RWKVState, check_state
-from ..models import RWKV6ForCausalLM, RWKV7ForCausalLM
+from ..models import FAMILIES
 from ..ops import decode
 from ..pallas.backend import triton
+from .decode_families import DECODE, decode_family
 from .decode_weights import prepare_decode_weights
 from .deleted import check_deleted, explain_deleted
 from .prompts import check_params
@@ -103,29 +105,14 @@ class Decoder:
         check_deleted(params=params)
         if int8_group is not None:
             _check_group(check_integer("int8_group", int8_group, 16), model, params)
-        if implementation not in (None, "model", *decode.IMPLEMENTATIONS):
-            raise ValueError(
-                f"implementation must be 'triton', 'plain', 'model' or None, got {shown(implementation)}"
-            )
-        if implementation is None:
-            # an interpreter is for tests, which ask for it by name
-            fast = not triton.INTERPRET and unsupported("triton", model, params) is None
-            fast = fast and has_room(model, params)
-            implementation = "triton" if fast else "model" if int8_group is None else "plain"
-        reason = None if implementation == "model" else unsupported(implementation, model, params)
-        if reason is not None:
-            raise ValueError(f"{implementation=} cannot decode with this model here: {reason}")
-        if implementation == "model" and int8_group is not None:
-            raise ValueError(f"int8_group must be None with implementation='model', got {int8_group}")
-        self.model, self.implementation = model, implementation
+        selected = _IMPLEMENTATIONS.select(_Context(model, params, int8_group), implementation)
+        self.model, self.implementation = model, selected.name
         self.state_dtype = _state_dtype(state_dtype, model)
         self._made_of = [_reference(leaf) for leaf in jax.tree.leaves(params)]
-        self.step: ModelStep | FastStep
-        if implementation == "model":
-            self.step = ModelStep(model)
+        self.step = selected.load()(model)
+        if self.implementation == "model":
             self.weights = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
         else:
-            self.step = FastStep(model, implementation)
             self.weights = prepare_decode_weights(model, params, int8_group)
 
     def state(self, state: RWKVState) -> RWKVState:
@@ -228,20 +215,22 @@ def _check_group(group: int, model: Any, params: Any) -> None:
         )
 
 
-def unsupported(implementation: str, model: Any, params: Any) -> str | None:
+def unsupported(implementation: str, model: Any, params: Any) -> Unsupported | None:
     """None where an implementation of the fast path can decode with ``model``, else the reason."""
-    if type(model) not in (RWKV6ForCausalLM, RWKV7ForCausalLM):
-        return "it knows RWKV6ForCausalLM and RWKV7ForCausalLM only"
+    if decode_family(model) is None:
+        known = " and ".join(FAMILIES[name].model.__name__ for name in DECODE)
+        return Unsupported(f"it knows {known} only")
     config = model.config
     if config.implementation not in (None, "triton"):
-        return f"the model asks for implementation={config.implementation!r}"
+        return Unsupported(f"the model asks for implementation={config.implementation!r}")
     if config.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"it has no {config.dtype}"
+        return Unsupported(f"it has no {config.dtype}")
     arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     if any(len(x.sharding.device_set) > 1 for x in arrays) or not jax.sharding.get_abstract_mesh().empty:
-        return "the parameters lie on several devices"
+        return Unsupported("the parameters lie on several devices")
     widths = config.hidden_size, config.head_dim, _intermediate_size(params)
-    return decode.supports(implementation, platform_of(arrays), *widths)
+    ctx = decode.DecodeContext(platform_of(arrays), *widths)
+    return decode.STEPS.named(implementation).refusal(ctx)
 
 
 def has_room(model: Any, params: Any, device: Any = None) -> bool:
@@ -260,3 +249,37 @@ def _intermediate_size(params: Any) -> int:
     block = params["blocks"] if "blocks" in params else params["blocks_0"]
     (kernel,) = jax.tree.leaves(block["ffn"]["key"])
     return kernel.shape[-1]
+
+
+class _Context(NamedTuple):
+    """What the selection of an implementation depends on."""
+
+    model: Any
+    params: Any
+    int8_group: int | None
+
+
+def _model_supports(ctx: _Context) -> Unsupported | None:
+    if ctx.int8_group is None:
+        return None
+    return Unsupported(f"int8_group must be None with implementation='model', got {ctx.int8_group}")
+
+
+_IMPLEMENTATIONS: Registry[Candidate[_Context, Callable[[Any], FastStep | ModelStep]]] = Registry(
+    "Decoder",
+    [
+        Candidate(
+            "triton",
+            lambda: functools.partial(FastStep, implementation="triton"),
+            lambda ctx: unsupported("triton", ctx.model, ctx.params),
+            # an interpreter is for tests, which select it by name
+            lambda ctx: not triton.INTERPRET and has_room(ctx.model, ctx.params),
+        ),
+        Candidate("model", lambda: ModelStep, _model_supports),
+        Candidate(
+            "plain",
+            lambda: functools.partial(FastStep, implementation="plain"),
+            lambda ctx: unsupported("plain", ctx.model, ctx.params),
+        ),
+    ],
+)

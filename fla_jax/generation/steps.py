@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..layers.state import RWKVState
-from ..models import RWKV7ForCausalLM
 from ..ops import decode
+from .decode_families import decode_family
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,47 +63,18 @@ class FastStep:
         self, weights: Any, tokens: jax.Array, state: RWKVState, active: jax.Array
     ) -> tuple[jax.Array, RWKVState]:
         """See `fla_jax.generation.loop.Step`; ``weights`` are what `prepare_decode_weights` made."""
-        pieces, rows = decode.pieces(self.implementation), active.astype(jnp.int32)
+        pieces, rows = decode.STEPS.named(self.implementation).load(), active.astype(jnp.int32)
         x = jnp.take(weights.table, tokens, axis=0)  # as the model: NaN for what is no token
-        layer = self._layer7 if isinstance(self.model, RWKV7ForCausalLM) else self._layer6
+        family, config = decode_family(self.model), self.model.config
+        assert family is not None  # `Decoder` asks `unsupported`
         first = before = None
         for i, p in enumerate(weights.layers):
-            x, state, before, made = layer(pieces, p, x, state, before, i, rows, first)
+            x, state, before, made = family.layer(pieces, p, x, state, before, i, rows, first, config)
             first = made if first is None else first
         logits, _ = pieces.project(weights.head, x, norm=weights.norm)
         # apart from the kernels that made them: XLA's fusion of slices with calls makes a cycle of them
         shifts, before = jax.lax.optimization_barrier((state.ffn_shift, before))
         return logits, state.replace(ffn_shift=shifts.at[-1].set(before))
-
-    def _layer7(
-        self, pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, active: Any, first: Any
-    ) -> Any:
-        at = {"layer": i, "active": active}
-        made, shift = pieces.project(p.into, x, norm=p.norm, mixes=p.mixes, last=state.att_shift, **at)
-        first, scale = made if first is None else first, self.model.config.rate_scale
-        y, state = pieces.rwkv7_step(p, made, first, state, (shift, before), i, active, scale, x.dtype)
-        x, _ = pieces.project(p.output, y, add=x, dtype=x.dtype)
-        hidden, ffn_shift = pieces.project(
-            p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=state.ffn_shift, dtype=x.dtype, **at
-        )
-        x, _ = pieces.project(p.value, hidden, add=x, dtype=x.dtype)
-        return x, state, ffn_shift, made
-
-    def _layer6(
-        self, pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, active: Any, first: Any
-    ) -> Any:
-        at = {"layer": i, "active": active}
-        z, shift = pieces.project(p.first, x, norm=p.norm, mixes=p.mix_x, last=state.att_shift, **at)
-        mixed = pieces.rwkv6_mix(p, shift, state.att_shift, i, z, x.dtype)
-        made, _ = pieces.project(p.into, mixed)
-        y, state = pieces.rwkv6_step(p, made, state, (shift, before), i, active, x.dtype)
-        x, _ = pieces.project(p.output, y, add=x, dtype=x.dtype)
-        hidden, ffn_shift = pieces.project(
-            p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=state.ffn_shift, dtype=x.dtype, **at
-        )
-        gate_at = hidden.shape[1] - x.shape[1]
-        x, _ = pieces.project(p.value, hidden, gate=hidden, gate_at=gate_at, add=x, dtype=x.dtype)
-        return x, state, ffn_shift, made
 
 
 def of_rows(rows: jax.Array, x: jax.Array) -> jax.Array:

@@ -1,6 +1,8 @@
 """Flax linen layers of RWKV-6 and RWKV-7."""
 
-from .base import Attention, FeedForward, Layer
+from .attention import Attention
+from .base import Layer
+from .feed_forward import FeedForward
 from .rwkv6 import RWKV6Attention, RWKV6FeedForward
 from .rwkv7 import RWKV7Attention, RWKV7FeedForward
 from .shift import token_shift

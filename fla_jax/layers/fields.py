@@ -1,4 +1,4 @@
-"""Checks of fields that configurations and layers share: errors when an object is made, not when it runs."""
+"""Checks of the fields that configurations and layers share, made when the object is created."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from ..ops.rwkv7 import api as rwkv7
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "head_dim")
-_MOST_CHANNELS = 256  # per head, in the ops
+_MAX_HEAD_DIM = 256  # of the ops
 
 
 def implementations() -> tuple[str, ...]:
-    """Names that ``implementation`` may have: those in the ops' lists, which are open."""
+    """Names that ``implementation`` may have: those in the lists of the ops, which are open."""
     ops = (rwkv6.CHUNK, rwkv6.RECURRENT, rwkv7.CHUNK, rwkv7.RECURRENT)
     return tuple(dict.fromkeys(one.name for op in ops for one in op.implementations))
 
 
 def check_fields(**values: Any) -> None:
-    """Checks fields by their names, each as its docstring has it; names that are not known pass.
-
-    Raises:
-        ValueError, TypeError: a field does not fit; the message names it.
-    """
+    """Raises ValueError or TypeError, naming the field, unless the known ones among ``values`` are valid."""
     for name, value in values.items():
         optional = name.endswith("_low_rank_dim") or name == "intermediate_size"
         if name in _SIZES or (optional and value is not None):
@@ -35,14 +31,21 @@ def check_fields(**values: Any) -> None:
         elif name in ("dtype", "param_dtype"):
             check_dtype(name, value)
         elif name == "logical_axes":
-            check_flag(name, value)
-        elif name == "rate_scale":
-            check_rate_scale(value)
+            if not isinstance(value, bool):
+                raise TypeError(f"logical_axes must be a bool, got {value!r}")
+        elif name == "rate_scale" and (
+            not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 2
+        ):
+            raise ValueError(f"rate_scale must be a number from 0 to 2, got {value!r}")
     if "head_dim" in values:
         check_heads(values["hidden_size"], values["head_dim"])
         if check_chunk_size(values["chunk_size"]) is not None:
             check_size("chunk_size", values["chunk_size"])
-        check_implementation(values["implementation"])
+        implementation, known = values["implementation"], implementations()
+        if implementation is not None and implementation not in known:
+            raise ValueError(
+                f"implementation must be one of {', '.join(known)} or None, got {implementation!r}"
+            )
 
 
 def check_size(name: str, value: Any) -> None:
@@ -52,39 +55,20 @@ def check_size(name: str, value: Any) -> None:
 
 
 def check_heads(hidden_size: int, head_dim: int) -> None:
-    """Raises ValueError unless the channels make whole heads of a size that the ops take."""
-    if head_dim > _MOST_CHANNELS:
-        raise ValueError(f"head_dim must be at most {_MOST_CHANNELS}, got {head_dim}")
+    """Raises ValueError unless ``hidden_size`` is a multiple of a ``head_dim`` that the ops take."""
+    if head_dim > _MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be at most {_MAX_HEAD_DIM}, got {head_dim}")
     if hidden_size % head_dim:
         got = f"hidden_size = {hidden_size}, head_dim = {head_dim}"
         raise ValueError(f"hidden_size must be a multiple of head_dim, got {got}")
 
 
-def check_rate_scale(value: Any) -> None:
-    """Raises ValueError unless ``value`` is a number from 0 to 2."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 2:
-        raise ValueError(f"rate_scale must be a number from 0 to 2, got {value!r}")
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raises TypeError unless ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
-
-
-def check_implementation(value: Any) -> None:
-    """Raises ValueError unless ``value`` is None or a name of an implementation; it need not run here."""
-    if value is not None and value not in implementations():
-        known = ", ".join(implementations())
-        raise ValueError(f"implementation must be one of {known} or None, got {value!r}")
-
-
 def check_dtype(name: str, value: Any) -> jnp.dtype:
-    """The dtype that ``value`` means.
+    """The dtype named by ``value``.
 
     Raises:
-        TypeError: it is none of float16, bfloat16, float32 and float64, or it is float64 without
-            ``jax_enable_x64``, where JAX would compute in float32.
+        TypeError: it is none of float16, bfloat16, float32 and float64, or float64 without
+            ``jax_enable_x64``.
     """
     try:
         dtype = None if value is None else jnp.dtype(value)  # NumPy takes None for float64

@@ -116,6 +116,16 @@ class ByDepth:
         """Token-shift coefficients: ``1 - (channel / C) ** exponent``."""
         return 1 - (jnp.arange(self.hidden_size) / self.hidden_size) ** exponent
 
+    def mix6(self, name: str) -> Any:
+        """RWKV-6 ``time_maa_{name}`` of the attention."""
+        mu = self.mix((0.5 if name in "rg" else 1) * self.falling)
+        return mu - 0.3 * self.rising if name == "v" else mu
+
+    def mix7(self, name: str) -> Any:
+        """RWKV-7 ``x_{name}`` of the attention."""
+        exponent = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}[name]
+        return self.mix(exponent * self.falling)
+
     def depth_scale(self) -> Any:
         """Scale of the group norm after the op."""
         return ((1 + self.layer_index) / self.num_layers) ** 0.7

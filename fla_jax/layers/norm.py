@@ -7,16 +7,17 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from .init import Initializer
-from .sharding import unshard
+from .sharding import ActivationSharding
 
 
 class Norm(nn.Module):
     """``(x - mean) / sqrt(var + epsilon) * scale + bias`` over the channels of each token.
 
-    `flax.linen.LayerNorm` number for number, made for meshes: no step of it leaves the device that a row lies
-    on.
+    The same numbers as `flax.linen.LayerNorm`, without communication on a mesh: each device normalises its
+    own tokens.
 
     Attributes:
         epsilon: added to the variance.
@@ -34,10 +35,11 @@ class Norm(nn.Module):
     bias_init: Initializer = nn.initializers.zeros
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
         """Normalises x [..., C]."""
+        sharding = ActivationSharding.of(x)
         scale, bias = (
-            unshard(self.param(name, init, (x.shape[-1],), self.param_dtype), x, (None,))
+            sharding.unshard(self.param(name, init, (x.shape[-1],), self.param_dtype), (None,))
             for name, init in (("scale", self.scale_init), ("bias", self.bias_init))
         )
         dtype = jnp.result_type(x, scale, bias) if self.dtype is None else self.dtype
@@ -57,7 +59,7 @@ class NormParameters(nn.Module):
         features: C.
         param_dtype: dtype of the parameters.
         scale_init: initial values of the scale, boxed or not.
-        bias_init: likewise, of the bias.
+        bias_init: initial values of the bias, boxed or not.
     """
 
     features: int
@@ -66,13 +68,10 @@ class NormParameters(nn.Module):
     bias_init: Initializer
 
     @nn.compact
-    def __call__(self, x: jax.Array, parts: int | None = None) -> Affine:
-        """``(scale, bias)`` for use with activations x [B, T, C], of heads where there are ``parts`` (see
-        `placement.unshard`).
-        """
-        axes = (None if parts is None else "heads",)
+    def __call__(self, sharding: ActivationSharding, axis: str | None = None) -> Affine:
+        """``(scale, bias)`` [C] for use with activations; ``axis`` is their logical axis."""
         scale, bias = (
-            unshard(self.param(name, init, (self.features,), self.param_dtype), x, axes, parts)
+            sharding.unshard(self.param(name, init, (self.features,), self.param_dtype), (axis,))
             for name, init in (("scale", self.scale_init), ("bias", self.bias_init))
         )
         return scale, bias

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from ..core.names import name_dense
 from ..ops import chunk_rwkv7, fused_recurrent_rwkv7
-from ..ops.layer import rwkv7_keys, rwkv7_readout, squared_relu
-from .base import Attention, FeedForward, before_end
-from .init import ByDepth, computed, low_rank_dim, low_rank_out, orthogonal
+from ..ops.layer import rwkv7_keys, rwkv7_readout
+from .attention import Attention
+from .base import zero_beyond
+from .feed_forward import FeedForward
+from .init import Initializer, computed, low_rank_dim, low_rank_out, orthogonal
 from .norm import Affine
-from .sharding import sequence_axis
 from .state import RWKVState
 
-LOWER_BOUND = -0.61  # the op's promise: -exp(-1/2) = -0.60653 with room for rounding
+LOWER_BOUND = -0.61  # of the log decays: -exp(-1/2) = -0.60653, with a margin for rounding
 _zeros = nn.initializers.zeros
 
 
@@ -41,9 +43,9 @@ class RWKV7Attention(Attention):
         rate_scale: factor on the in-context rate in the state transition,
             ``diag(w) - kk (rate_scale a kk)^T`` with a in (0, 1). 1 is official. 2 lets an eigenvalue be
             negative, down to -1, which state tracking (parity, permutations) needs; checkpoints do not carry
-            over between values. The replacement key ``k (1 + (a - 1) k_a)`` keeps a in (0, 1): the option
-            changes how the state forgets and not how strongly new values are written. 0 leaves the diagonal
-            decay alone as the transition, RWKV-6's class: for comparisons.
+            over between values. The replacement key ``k (1 + (a - 1) k_a)`` uses a in (0, 1) for every value:
+            the option changes how the state forgets, not how strongly new values are written. 0 leaves the
+            diagonal decay as the only transition, as in RWKV-6: for comparisons.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -62,54 +64,42 @@ class RWKV7Attention(Attention):
     gate_low_rank_dim: int | None = None
     rate_scale: float = 1.0
 
-    def low_rank(
-        self,
-        name: str,
-        x: jax.Array,
-        rank: int | None,
-        factor: float,
-        activation: Any = None,
-        keep: Any = None,
-        tp_size: int = 1,
-    ) -> jax.Array:
-        """``activation(x @ name1) @ name2``; ``copies`` as in `placement.dot`."""
-        C = self.hidden_size
-        rank = low_rank_dim(C, factor) if rank is None else rank
-
-        def second(*args: Any) -> jax.Array:
-            return low_rank_out(*args) * (1 if keep is None else jnp.asarray(keep, args[-1]))
-
-        down = self.weight(f"{name}1", _zeros, (C, rank), ("embed", "rank")).astype(x.dtype)
-        up = self.weight(f"{name}2", second, (rank, C), ("rank", "heads")).astype(x.dtype)
-        h = name_dense(self.product(x, down, ("embed", "rank"), tp_size=tp_size))
-        return self.product(
-            h if activation is None else activation(h), up, ("rank", "heads"), tp_size=tp_size
-        )
+    def rank(self, name: str) -> int:
+        """The rank of a low-rank pair."""
+        given, factor = {
+            "w": (self.decay_low_rank_dim, 2.5),
+            "a": (self.a_low_rank_dim, 2.5),
+            "v": (self.v_low_rank_dim, 1.7),
+            "g": (self.gate_low_rank_dim, 5.0),
+        }[name]
+        return low_rank_dim(self.hidden_size, factor) if given is None else given
 
     @nn.compact
     def __call__(
         self,
-        x: jax.Array,
+        x: Float[Array, "B T C"],
         state: RWKVState | None = None,
-        v_first: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        lengths: jax.Array | None = None,
+        v_first: Float[Array, "B T C"] | None = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
         norm: Affine | None = None,
-    ) -> tuple[jax.Array, RWKVState, jax.Array]:
+    ) -> tuple[Float[Array, "B T C"], RWKVState, Float[Array, "B T C"]]:
         """Mixes tokens.
 
         Args:
             x: [B, T, C], normalised hidden states, T >= 1. One token runs the recurrent op, more run the
                 chunked one.
-            state: of this layer; None for zeros. ``ffn_shift`` is passed through untouched.
+            state: of this layer; None for zeros. ``ffn_shift`` is passed through.
             v_first: [B, T, C], the third result of layer 0 for the same tokens; required where
                 ``layer_index > 0`` and ignored at layer 0.
             segment_ids: [B, T] integers: state and token shift restart wherever the id changes; ``state``
-                belongs to each row's first segment.
-            lengths: [B] integers from 0 to T: the tokens of each row. What stands behind them is not read:
-                the new state is the one after ``lengths`` tokens, and the output there means nothing.
+                is that before each example's first segment.
+            lengths: [B] integers from 0 to T: number of tokens of each example. Positions at or beyond
+                ``lengths`` are ignored, their outputs undefined; the new state is that after ``lengths``
+                tokens.
             norm: scale and bias [C] of the layer norm before this layer; x is then the residual stream,
-                which must be finite behind ``lengths`` as well.
+                which must be finite at and beyond ``lengths`` too.
 
         Returns:
             ``(y, state, v_first)``: y [B, T, C] in the compute dtype, the state after the last token, and
@@ -121,91 +111,74 @@ class RWKV7Attention(Attention):
         Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025; RWKV-LM
         ``RWKV-v7/train_temp/src/model.py``.
         """
-        x, state = self.prepare(x, state, segment_ids, lengths, norm)
-        C, layer, depth, dtype = self.hidden_size, self.layer_index, self.depth, x.dtype
-        first = isinstance(layer, int) and layer == 0
-        if first:
-            v_first = None
-        elif v_first is None:
+        call = self.prepare(x, state, segment_ids, lengths, norm)
+        tp = call.enter_tp()
+        x, C, depth, dtype = call.x, self.hidden_size, self.depth, call.x.dtype
+        v_first, has_residual = self.value_residual(x, v_first, lengths, norm)
+
+        # token shift
+        mu = [
+            call.vector(f"x_{name}", computed(functools.partial(depth.mix7, name)), None) for name in "rwkvag"
+        ]
+        mixed = tp.shift_mix(mu)
+        xr, xw, xk, xv, xa, xg = mixed.mixed
+
+        r = tp.heads(tp.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr))
+        k = tp.heads(tp.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk))
+        v = tp.heads(tp.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv))
+        w = tp.heads(tp.low_rank("w", self.rank("w"), low_rank_out, xw, jnp.tanh))
+        a = tp.heads(tp.low_rank("a", self.rank("a"), low_rank_out, xa))
+        g = tp.heads(tp.low_rank("g", self.rank("g"), low_rank_out, xg, jax.nn.sigmoid))
+        residual: dict[str, Any] = {}
+        if v_first is not None:
+            # XLA would merge this product with that of "value", and then copy the result and its gradient
+            # apart: 0.35 GB at B T C = 2^25
+            xv = jax.lax.optimization_barrier(xv)
+            mix = tp.heads(tp.low_rank("v", self.rank("v"), _only_if(has_residual, low_rank_out), xv))
+            v0 = call.vector("v0", _only_if(has_residual, computed(depth.value7)), "heads")
+            residual = {"mix": mix, "v_first": call.heads(v_first), "v0": call.by_head(v0)}
+
+        # decay w, in-context rate a, removal key -kk and replacement key
+        bases = {"w0": depth.decay7, "a0": depth.rate7, "k_k": depth.key7, "k_a": lambda: 1.02}
+        vectors = {
+            name: call.by_head(call.vector(name, computed(value), "heads")) for name, value in bases.items()
+        }
+        # decays are computed in float32 and rounded to bfloat16 alone: float16 lacks the range
+        options = {"rate_scale": self.rate_scale, "decay_dtype": dtype if dtype == jnp.bfloat16 else None}
+        keys = call.run(rwkv7_keys, w, a, k, v, **vectors, **residual, residual=has_residual, **options)
+
+        arrays = (r, keys.w, keys.k, keys.v, keys.a, keys.b)
+        o, wkv = call.recurrence(chunk_rwkv7, fused_recurrent_rwkv7, arrays, lower_bound=LOWER_BOUND)
+        scale, bias = call.group_norm()
+        r_k = call.head_vector("r_k", lambda: -0.04)
+        bonus = {"scale": scale, "bias": bias, "r_k": r_k}
+        y = call.run(rwkv7_readout, o, r, keys.k_bonus, keys.v_bonus, g, **bonus)
+        y = call.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
+        state = call.state.replace(att_shift=mixed.last, wkv=wkv)
+        return y, state, keys.v_first.reshape(x.shape)
+
+    def value_residual(
+        self, x: jax.Array, v_first: jax.Array | None, lengths: jax.Array | None, norm: Affine | None
+    ) -> tuple[jax.Array | None, Any]:
+        """``v_first``, None at layer 0, and whether there is a value residual; raises ValueError."""
+        layer = self.layer_index
+        if isinstance(layer, int) and layer == 0:
+            return None, True
+        if v_first is None:
             raise ValueError(
                 "v_first must be given at layers above 0 (layer_index > 0): it is the third result of layer 0"
             )
-        elif v_first.shape != x.shape:
+        if v_first.shape != x.shape:
             raise ValueError(
                 f"v_first must have shape [B, T, C] = {list(x.shape)}, got {list(v_first.shape)}"
             )
-        elif norm is None:
-            v_first = before_end(v_first, lengths)
-        keep = True if isinstance(layer, int) else layer > 0  # whether there is a value residual
+        v_first = v_first if norm is not None else zero_beyond(v_first, lengths)
+        return v_first, True if isinstance(layer, int) else layer > 0
 
-        def vector(name: str, value: Any, axis: str | None) -> jax.Array:
-            return self.vector(name, computed(value), (axis,), x)
 
-        def mix(name: str, exponent: float) -> jax.Array:
-            return vector(f"x_{name}", lambda: depth.mix(exponent * depth.falling), None)
-
-        mixes = [mix("r", 0.2), mix("w", 0.9), mix("k", 0.7), mix("v", 0.7), mix("a", 0.9), mix("g", 0.2)]
-        tp_size = self.tp_size(x)
-        mixed = self.shift_and_mix(x, mixes, state.att_shift, segment_ids, lengths, norm, tp_size=tp_size)
-        xr, xw, xk, xv, xa, xg = mixed.mixed
-
-        r = self.heads(self.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr, tp_size))
-        k = self.heads(self.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk, tp_size))
-        v = self.heads(self.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv, tp_size))
-        decay = self.heads(self.low_rank("w", xw, self.decay_low_rank_dim, 2.5, jnp.tanh, tp_size=tp_size))
-        rate = self.heads(self.low_rank("a", xa, self.a_low_rank_dim, 2.5, tp_size=tp_size))
-        gate = self.heads(
-            self.low_rank("g", xg, self.gate_low_rank_dim, 5.0, jax.nn.sigmoid, tp_size=tp_size)
-        )
-        residual_mix = v0 = None
-        if v_first is not None:
-            # XLA would merge this product with that of ``value``, which has the same operand, and then copy
-            # the parts of the result apart, and those of its gradient together: 0.35 GB at B T C = 2^25
-            apart = jax.lax.optimization_barrier(xv)
-            residual_mix = self.heads(
-                self.low_rank("v", apart, self.v_low_rank_dim, 1.7, keep=keep, tp_size=tp_size)
-            )
-            v0 = self.by_head(vector("v0", lambda: depth.value7() * keep, "heads"))
-            v_first = self.heads(v_first)
-        keys = rwkv7_keys(
-            decay,
-            rate,
-            k,
-            v,
-            w0=self.by_head(vector("w0", depth.decay7, "heads")),
-            a0=self.by_head(vector("a0", depth.rate7, "heads")),
-            k_k=self.by_head(vector("k_k", depth.key7, "heads")),
-            k_a=self.by_head(vector("k_a", lambda: 1.02, "heads")),
-            mix=residual_mix,
-            v_first=v_first,
-            v0=v0,
-            residual=keep,
-            rate_scale=self.rate_scale,
-            # made in float32; the op takes it with the range of bfloat16, which float16 has not
-            decay_dtype=dtype if dtype == jnp.bfloat16 else None,
-            sequence_axis=sequence_axis(x),
-        )
-        arrays = (r, keys.w, keys.k, keys.v, keys.a, keys.b)
-        o, wkv = self.run(
-            chunk_rwkv7, fused_recurrent_rwkv7, arrays, state, segment_ids, lengths, lower_bound=LOWER_BOUND
-        )
-        scale, bias = self.group_norm(x)
-        r_k = self.vector(
-            "r_k", computed(lambda: -0.04), ("heads", "kv"), x, (C // self.head_dim, self.head_dim)
-        )
-        y = rwkv7_readout(
-            o,
-            r,
-            keys.k_bonus,
-            keys.v_bonus,
-            gate,
-            scale=scale,
-            bias=bias,
-            r_k=r_k,
-            sequence_axis=sequence_axis(x),
-        )
-        y = self.dense("output", C, _zeros, ("heads", "embed"), y.reshape(x.shape))
-        return y, state.replace(att_shift=mixed.last, wkv=wkv), keys.v_first.reshape(x.shape)
+def _only_if(condition: Any, init: Initializer) -> Initializer:
+    """``init`` where ``condition`` holds, which may be traced, else zeros."""
+    return lambda key, shape, dtype: init(key, shape, dtype) * jnp.asarray(condition, dtype)
 
 
 class RWKV7FeedForward(FeedForward):
@@ -222,61 +195,30 @@ class RWKV7FeedForward(FeedForward):
         >>> from fla_jax.layers import RWKV7FeedForward
         >>> layer = RWKV7FeedForward(hidden_size=64, layer_index=0, num_layers=2)
         >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
-        >>> y, shift = layer.apply(layer.init(jax.random.key(1), x), x)
-        >>> y.shape, bool((shift == x[:, -1]).all())
+        >>> y, state = layer.apply(layer.init(jax.random.key(1), x), x)
+        >>> y.shape, bool((state.ffn_shift == x[:, -1]).all())
         ((1, 8, 64), True)
     """
 
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        shift: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-        norm: Affine | None = None,
-        y: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Mixes channels.
+    mix_names = ("x_k",)
+    mix_exponent = 4
 
-        Args:
-            x: [B, T, C], normalised hidden states, T >= 1.
-            shift: [B, C], the second result of the call before; None for zeros.
-            segment_ids: [B, T] integers: the token shift restarts wherever the id changes.
-            lengths: [B] integers from 0 to T: the tokens of each row, as the attention takes them;
-                with ``norm``, x and y must be finite behind them.
-            norm: scale and bias [C] of the layer norm before this layer. x is then the residual stream, and
-                so is the first result: ``x + y`` with what this layer adds to it.
-            y: [B, T, C], what the attention adds to the residual stream; only with ``norm``.
+    def default_width(self) -> int:
+        """The official width of the hidden layer."""
+        return 4 * self.hidden_size
 
-        Returns:
-            ``(y, shift)``: y [B, T, C] in the compute dtype, and the layer's input at the last token [B, C].
-
-        Raises:
-            ValueError, TypeError: an argument does not fit; the message names it.
-        """
-        x, shift = self.prepare(x, shift, segment_ids, lengths, norm)
-        C = self.hidden_size
-        depth = ByDepth(self.layer_index, self.num_layers, C, 1)
-        x_k = self.vector("x_k", computed(lambda: depth.mix(depth.falling**4)), (None,), x)
-        mixed = self.shift_and_mix(x, [x_k], shift, segment_ids, lengths, norm, y)
-        width = 4 * C if self.intermediate_size is None else self.intermediate_size
-        h = self.dense("key", width, orthogonal(1.0), ("embed", "mlp"), mixed.mixed[0])
-        out = self.dense("value", C, _zeros, ("mlp", "embed"), squared_relu(h))
-        if norm is None:
-            return out, mixed.last
-        in_a_loop = isinstance(self.layer_index, jax.core.Tracer)
-        return _added_apart(mixed.x, out) if in_a_loop else mixed.x + out, mixed.last
+    def add_residual(self, x: jax.Array, out: jax.Array) -> jax.Array:
+        """``x + out``, both [B, T, C]."""
+        return _add_apart(x, out) if isinstance(self.layer_index, jax.core.Tracer) else x + out
 
 
 @jax.custom_vjp
-def _added_apart(x: jax.Array, out: jax.Array) -> jax.Array:
-    """``x + out``; where nothing is differentiated in an operation of its own.
+def _add_apart(x: jax.Array, out: jax.Array) -> jax.Array:
+    """``x + out``, an operation apart from the product that makes ``out`` where nothing is differentiated.
 
-    XLA would let the product that makes ``out`` add it to x, which is where x is; a loop over layers then
-    copies x twice in every layer, to hand it on from there. That takes longer than this sum.
+    Merged by XLA, a loop over layers would copy x twice in every layer, which takes longer than this sum.
     """
     return x + jax.lax.optimization_barrier(out)
 
 
-_added_apart.defvjp(lambda x, out: (x + out, None), lambda _, g: (g, g))
+_add_apart.defvjp(lambda x, out: (x + out, None), lambda _, g: (g, g))

@@ -1,27 +1,26 @@
-"""The recurrent state: an explicit pytree that goes into a call and comes out of it."""
+"""The recurrent state: an explicit argument and result of every call."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.export
 import jax.numpy as jnp
 from flax import struct
+from jaxtyping import Array, Float
 
 
 class RWKVState(struct.PyTreeNode):
-    """What one layer remembers of the tokens before a call; for a whole model the same three arrays with a
-    leading layer axis.
+    """The recurrent state of one layer, or of a model: the same three arrays with a leading layer axis.
 
     It is an ordinary pytree: donate it, vmap it, differentiate it (state tuning, truncated back-propagation),
-    shard it, save it. Zeros mean "no tokens yet".
+    shard it, save it. The state before the first token is zero.
 
     Attributes:
         att_shift: input of the attention at the last token [B, C] (a model: [L, B, C]), in the compute dtype.
-        ffn_shift: input of the feed-forward at the last token, likewise.
+        ffn_shift: input of the feed-forward at the last token, of the same shape.
         wkv: the matrix-valued state [B, H, K, V] (a model: [L, B, H, K, V]), K = V = head_dim, float32
-            whatever the compute dtype. RWKV-LM keeps [V, K].
+            for every compute dtype. RWKV-LM stores [V, K].
 
     Example:
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
@@ -31,9 +30,9 @@ class RWKVState(struct.PyTreeNode):
         ((2, 3, 4, 16, 16), (2, 3, 64))
     """
 
-    att_shift: jax.Array
-    ffn_shift: jax.Array
-    wkv: jax.Array
+    att_shift: Float[Array, "*L B C"]
+    ffn_shift: Float[Array, "*L B C"]
+    wkv: Float[Array, "*L B H K V"]
 
 
 def zero_state(
@@ -57,11 +56,14 @@ def zero_state(
     )
 
 
-def check_state(state: Any, like: RWKVState) -> None:
-    """Raises unless ``state`` has the shapes of ``like``."""
+FIELDS = ("att_shift", "ffn_shift", "wkv")
+
+
+def check_state(state: Any, like: RWKVState, fields: tuple[str, ...] = FIELDS) -> None:
+    """Raises TypeError or ValueError unless ``state`` is an `RWKVState` with the shapes of ``like``."""
     if not isinstance(state, RWKVState):
         raise TypeError(f"state must be an RWKVState (see init_state), got {type(state).__name__}")
-    for name in ("att_shift", "ffn_shift", "wkv"):
+    for name in fields:
         want, got = getattr(like, name).shape, getattr(getattr(state, name), "shape", None)
         if got is None:
             raise TypeError(f"state.{name} must be an array, got {type(getattr(state, name)).__name__}")

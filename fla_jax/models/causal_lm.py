@@ -1,25 +1,34 @@
-"""Language models; the two versions differ in their blocks only."""
+"""The language model of every family: embedding, blocks, head."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
+from ..core.mesh import check_mesh, is_explicit, mesh_axes, reshard, spec_of, vary_alike
 from ..core.names import remat_policy
-from ..core.sharding import check_mesh, is_explicit, mesh_axes, reshard, spec_of, vary_alike
 from ..layers import RWKVState
-from ..layers.base import LAYER_NORM_EPS, before_end, check_lengths, with_axes
+from ..layers.base import LAYER_NORM_EPS, check_lengths, with_axes, zero_beyond
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Norm
-from ..layers.sharding import beyond, check_sequence, constrain, is_sharded, product, save_all_but_unsharded
+from ..layers.sharding import (
+    ActivationSharding,
+    check_length,
+    constrain,
+    is_sharded,
+    save_all_but_unsharded,
+    without,
+)
 from ..layers.state import check_state, zero_state
-from .block import Carry, RWKV6Block, RWKV7Block, residual
-from .config import RWKV6Config, RWKV7Config, RWKVConfig
+from .block import Carry, RWKVBlock, residual
+from .config import RWKVConfig
+from .families import family_of
 
 
 def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
@@ -35,29 +44,44 @@ def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
 
 
 class _Embed(nn.Embed):
-    """`flax.linen.Embed`, which on a mesh with explicit axes reads the rows of each device's own tokens."""
+    """`flax.linen.Embed`; with explicit axes each device reads the embeddings of its own tokens."""
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Tokens [B, T] -> [B, T, C]."""
-        if not is_explicit():
-            table = self.embedding if self.dtype is None else self.embedding.astype(self.dtype)
+        sharding = ActivationSharding.of(tokens)
+        table = self.embedding if self.dtype is None else self.embedding.astype(self.dtype)
+        if sharding.mode != "explicit":
             table = constrain(constrain(table, "vocab", "embed"), "activation_vocab", None)
             return residual(jnp.take(table, tokens, axis=0))
-        table = self.embedding.astype(self.dtype)
-        rows = spec_of(tokens)
-        channels = beyond(spec_of(table)[1], [axis for entry in rows for axis in mesh_axes(entry)])
-        return reshard(table, None, channels).at[tokens].get(out_sharding=P(*rows, channels))
+        channels = without(spec_of(table)[1], sharding.batch_axes)
+        spec = P(*spec_of(tokens), channels)
+        return reshard(table, None, channels).at[tokens].get(out_sharding=spec)
 
 
 class RWKVForCausalLM(nn.Module):
-    """What the language models of both versions share; use `RWKV6ForCausalLM` or `RWKV7ForCausalLM`."""
+    """The language model of any family; use `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+
+    Attributes:
+        config: of a class that a row of `FAMILIES` has.
+
+    Example:
+        >>> from fla_jax.models import RWKV7ForCausalLM, RWKVForCausalLM
+        >>> issubclass(RWKV7ForCausalLM, RWKVForCausalLM)
+        True
+    """
 
     config: Any
-    block: ClassVar[type[nn.Module]]
 
     def setup(self) -> None:
-        """Makes the submodules."""
-        config = self.config
+        """Creates the submodules.
+
+        Raises:
+            TypeError: the configuration is of another family.
+        """
+        config, model = self.config, family_of(self.config).model
+        if not isinstance(self, model):
+            got = f"{type(config).__name__} in {type(self).__name__}"
+            raise TypeError(f"a config of {model.__name__} needs that class, got {got}")
         boxed = functools.partial(with_axes, logical_axes=config.logical_axes)
         dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
         self.emb = _Embed(
@@ -67,11 +91,11 @@ class RWKVForCausalLM(nn.Module):
             **dtypes,
         )
         self.ln0 = _layer_norm(config)
-        block: Any = self.block
+        block: Any = RWKVBlock
         if config.remat or is_sharded():
             policy = remat_policy(dense=config.remat == "dense") if config.remat else save_all_but_unsharded
-            # layer_index (argument 3) stays a Python int unless the scan counts it; a loop rules out the
-            # elimination that prevent_cse is about
+            # layer_index (argument 3) is a Python int unless the scan counts it; inside a loop XLA cannot
+            # eliminate the recomputation, which prevent_cse prevents
             static = () if config.scan_layers else (3,)
             block = nn.remat(
                 block,
@@ -80,7 +104,7 @@ class RWKVForCausalLM(nn.Module):
                 static_argnums=static,
             )
         if config.scan_layers:
-            # a loop draws the parameters: a program with the draws of all layers compiles for minutes
+            # initial parameters are drawn in a loop: unrolled, the draws compile for minutes
             unroll = config.scan_layers == "unroll" and not self.is_initializing()
             self.blocks = nn.scan(
                 block,
@@ -101,7 +125,7 @@ class RWKVForCausalLM(nn.Module):
             kernel_init=boxed(
                 orthogonal(head_gain(config.vocab_size, config.hidden_size)), ("embed", "vocab")
             ),
-            dot_general=functools.partial(_head_product, preferred_element_type=wide),
+            dot_general=functools.partial(_head_dot, preferred_element_type=wide),
             **dtypes,
         )
 
@@ -115,16 +139,14 @@ class RWKVForCausalLM(nn.Module):
 
     def hidden(
         self,
-        tokens: jax.Array,
+        tokens: Int[Array, "B T"],
         state: RWKVState | None = None,
-        segment_ids: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, RWKVState]:
-        """Like calling the model, but returns what the head would read, [B, T, C] in the compute dtype,
-        instead of logits.
+        segment_ids: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T C"], RWKVState]:
+        """Like calling the model, but returns the input of the head, [B, T, C] in the compute dtype.
 
-        ``model.apply({"params": p}, tokens, state, method="hidden")``; `logits` does the rest, for as many
-        positions as wanted.
+        ``model.apply({"params": p}, tokens, state, method="hidden")``; `logits` takes any of its positions.
         """
         config = self.config
         _check_tokens(tokens, segment_ids, lengths)
@@ -135,12 +157,12 @@ class RWKVForCausalLM(nn.Module):
             state = zeros
         check_state(state, zeros)
         check_mesh(type(self).__name__, tokens, self.variables, state, segment_ids, lengths)
-        # one dtype in and out, whatever came (float32 states under a bfloat16 model, say)
+        # the dtype of the result is that of the zero state, also for a float32 state of a bfloat16 model
         state = jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
-        x = self.ln0(before_end(self.emb(tokens), lengths))
+        x = self.ln0(zero_beyond(self.emb(tokens), lengths))
         if is_explicit():
-            state = jax.tree.map(functools.partial(_beside_rows, tokens), state)
-        carry: Carry = (x, self._no_values(x) if isinstance(config, RWKV7Config) else None)
+            state = jax.tree.map(functools.partial(_with_batch_of, tokens), state)
+        carry: Carry = (x, self._zero_v_first(x) if family_of(config).carries_v_first else None)
         if config.scan_layers:
             carry = vary_alike(carry, self.variables, state, segment_ids, lengths)
             carry, state = self.blocks(carry, state, jnp.arange(config.num_layers), segment_ids, lengths)
@@ -152,132 +174,77 @@ class RWKVForCausalLM(nn.Module):
             state = jax.tree.map(lambda *xs: jnp.stack(xs), *states)
         return self.ln_out(carry[0]), state
 
-    def _no_values(self, x: jax.Array) -> jax.Array:
-        """The v_first that layer 0 ignores, of the type of the one that it makes: what a scan carries keeps
-        its type.
-        """
+    def _zero_v_first(self, x: jax.Array) -> jax.Array:
+        """The v_first that layer 0 ignores, of the type that a scan carries: that of the value projection."""
         zeros = constrain(jnp.zeros_like(x), "batch", "length", "activation_heads")
-        if not is_explicit() or not self.config.scan_layers or self.is_initializing():
+        sharding = ActivationSharding.of(x)
+        if sharding.mode != "explicit" or not self.config.scan_layers or self.is_initializing():
             return zeros
         (kernel,) = jax.tree.leaves(self.variables["params"]["blocks"]["att"]["value"])
-        rows = spec_of(x)[:2]
-        return reshard(
-            zeros, *rows, beyond(spec_of(kernel)[-1], [axis for entry in rows for axis in mesh_axes(entry)])
-        )
+        return reshard(zeros, *spec_of(x)[:2], without(spec_of(kernel)[-1], sharding.batch_axes))
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: Float[Array, "*B C"]) -> Float[Array, "*B V"]:
         """The head: [..., C] -> float32 logits [..., V]."""
         check_mesh(type(self).__name__, hidden, self.variables)
         logits = self.head(hidden)
-        # whole along V: losses pick from them and sampling sorts them
+        # not sharded along V: losses index it and sampling sorts it
         return reshard(logits, *spec_of(logits)[:-1], None) if is_explicit() else logits
 
     def __call__(
         self,
-        tokens: jax.Array,
+        tokens: Int[Array, "B T"],
         state: RWKVState | None = None,
-        segment_ids: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, RWKVState]:
+        segment_ids: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T V"], RWKVState]:
         """Reads tokens.
 
         Args:
             tokens: [B, T] integers in [0, V), T >= 1. One token runs the recurrent op, more run the chunked
-                one; any split of a text into calls that hand the state on gives the same logits.
+                one. A text split into several calls, each with the state of the one before, has the same
+                logits as in one call.
             state: of the tokens before; None for zeros.
-            segment_ids: [B, T] integers, for rows of several packed documents: state and token shift restart
-                wherever the id changes. ``state`` belongs to each row's first segment, the new state to its
+            segment_ids: [B, T] integers, for packed documents: state and token shift restart wherever the id
+                changes. ``state`` is that before each example's first segment, the new state that after its
                 last.
-            lengths: [B] integers from 0 to T, for rows of different lengths in one call: how many tokens
-                each row has. What stands behind them is not read: the new state is the one after ``lengths``
-                tokens, as if the row were alone, and the logits there mean nothing. Not together with
-                ``segment_ids``.
+            lengths: [B] integers from 0 to T: number of tokens of each example. Positions at or beyond
+                ``lengths`` are ignored; their logits are undefined. The new state is that after ``lengths``
+                tokens. Not together with ``segment_ids``.
 
         Returns:
             ``(logits, state)``: logits [B, T, V] in float32 for the token after each, and the state after the
             last token.
 
         Raises:
-            ValueError: a shape does not fit, or parameters have layers stacked where the model takes them one
-                by one, or the other way round. TypeError: a dtype does not fit. The message names the
-                argument.
+            ValueError: a shape does not fit, or the layers in the parameters are stacked where the model
+                needs them separate, or the other way round. TypeError: a dtype does not fit. The message
+                names the argument.
         """
         hidden, state = self.hidden(tokens, state, segment_ids, lengths)
         return self.logits(hidden), state
 
 
-class RWKV6ForCausalLM(RWKVForCausalLM):
-    """RWKV-6 language model.
-
-    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with
-    ``scan_layers``), ln_out, head/kernel.
-
-    Attributes:
-        config: `RWKV6Config`.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.models import RWKV6Config, RWKV6ForCausalLM
-        >>> model = RWKV6ForCausalLM(RWKV6Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
-        >>> tokens = jnp.arange(10)[None]
-        >>> params = model.init(jax.random.key(0), tokens)["params"]
-        >>> logits, state = model.apply({"params": params}, tokens)
-        >>> logits.shape, state.wkv.shape
-        ((1, 10, 100), (2, 1, 4, 16, 16))
-    """
-
-    config: RWKV6Config
-    block = RWKV6Block
+def _head_dot(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
+    return ActivationSharding.of(x).dot(x, kernel, ("embed", "vocab"), **options)
 
 
-class RWKV7ForCausalLM(RWKVForCausalLM):
-    """RWKV-7 language model.
-
-    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with
-    ``scan_layers``), ln_out, head/kernel.
-
-    Attributes:
-        config: `RWKV7Config`.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
-        >>> tokens = jnp.arange(10)[None]
-        >>> params = model.init(jax.random.key(0), tokens)["params"]
-        >>> logits, state = model.apply({"params": params}, tokens)
-        >>> next_logits, state = model.apply({"params": params}, tokens[:, :1], state)
-        >>> next_logits.shape, state.wkv.shape
-        ((1, 1, 100), (2, 1, 4, 16, 16))
-    """
-
-    config: RWKV7Config
-    block = RWKV7Block
-
-
-def _head_product(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
-    return product(x, kernel, ("embed", "vocab"), **options)
-
-
-def _beside_rows(tokens: jax.Array, x: jax.Array) -> jax.Array:
-    """A state's array [L, B, ...] with its rows on the devices that have those of the tokens."""
-    rows = spec_of(tokens)[0]
-    return reshard(x, None, rows, *(beyond(entry, mesh_axes(rows)) for entry in spec_of(x)[2:]))
+def _with_batch_of(tokens: jax.Array, x: jax.Array) -> jax.Array:
+    """An array [L, B, ...] of a state with its batch on the devices of the tokens' batch."""
+    batch = spec_of(tokens)[0]
+    return reshard(x, None, batch, *(without(entry, mesh_axes(batch)) for entry in spec_of(x)[2:]))
 
 
 def check_layers(params: Any, config: RWKVConfig) -> None:
-    """Raises ValueError where layers are stacked and should not be, or the other way round; Flax would say
-    that a parameter is missing, or that shapes differ.
-    """
+    """Raises ValueError where layers are stacked and should not be, or the other way round."""
     if "blocks_0" in params and config.scan_layers:
         raise ValueError(
-            f"params has layers one by one, but the model's scan_layers={config.scan_layers!r} takes them "
-            "stacked: stack_layers(params) makes them so"
+            f"params has separate layers, but the model's scan_layers={config.scan_layers!r} needs them "
+            "stacked: use stack_layers(params)"
         )
     if "blocks" in params and not config.scan_layers:
         raise ValueError(
-            "params has layers stacked, but the model's scan_layers=False takes them one by one: "
-            "unstack_layers(params) makes them so; scan_layers='unroll' takes them as they are"
+            "params has stacked layers, but the model's scan_layers=False needs them separate: use "
+            "unstack_layers(params), or scan_layers='unroll'"
         )
 
 
@@ -291,7 +258,7 @@ def _check_tokens(tokens: Any, segment_ids: Any, lengths: Any) -> None:
             )
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens must have shape [B, T] with B, T >= 1, got {list(tokens.shape)}")
-    check_sequence("tokens", tokens, lengths)
+    check_length("tokens", tokens, lengths)
     if segment_ids is not None and segment_ids.shape != tokens.shape:
         raise ValueError(
             f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}"

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from ..core.arguments import shown
 from ..layers import fields
 
-_RUN = ("num_layers", "dtype", "param_dtype", "logical_axes", "hidden_size")
+_OF_ALL_LAYERS = ("num_layers", "dtype", "param_dtype", "logical_axes", "hidden_size")
 
 
 @dataclasses.dataclass(frozen=True)
 class RWKVConfig:
-    """What RWKV-6 and RWKV-7 have in common; use `RWKV6Config` or `RWKV7Config`.
+    """Fields of the configurations of all families; use `RWKV6Config` or `RWKV7Config`.
 
     Attributes:
         vocab_size: number of tokens, V.
@@ -29,21 +29,20 @@ class RWKVConfig:
             which equals it. Arithmetic on decays and norms, wkv states and logits have at least float32.
         param_dtype: dtype of the parameters, one of the same. For training keep float32, also with
             ``dtype=bfloat16``: the optimizer's small steps vanish in bfloat16.
-        scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters lie
+        scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters are
             stacked under ``blocks`` instead of ``blocks_0``, ``blocks_1``, ... (`stack_layers` and
-            `unstack_layers` convert). The state is the same in both forms. ``"unroll"`` has the parameters of
-            ``True`` and writes the layers out one after the other: the loop's copies are gone, so that it is
-            as fast as False, compiles sooner, for there are L times fewer arrays to update, and takes up to a
-            sixth more memory.
-        remat: recompute each block in the backward pass instead of keeping its activations; the op's forward
-            still runs once (`fla_jax.remat_policy`). ``"dense"`` keeps the outputs of the dense projections
-            as well: nearly as fast as keeping everything, at a fraction of its memory.
+            `unstack_layers` convert). The state is the same in both forms. ``"unroll"`` takes the parameters
+            of ``True`` and unrolls the loop: as fast as False, since nothing is copied between iterations,
+            with shorter compile time, since L times fewer arrays are updated, and up to a sixth more memory.
+        remat: recompute each block in the backward pass instead of saving its activations; the forward of
+            the op still runs once (`fla_jax.remat_policy`). ``"dense"`` also saves the outputs of the dense
+            projections: nearly as fast as saving everything, at a fraction of its memory.
         logical_axes: ``model.init`` returns parameters boxed with logical axis names
             (`flax.linen.LogicallyPartitioned`), to be sharded by `flax.linen.logical_to_mesh_sharding`;
             otherwise plain arrays. ``model.apply`` takes both. Names: vocab, embed, heads, kv, mlp, rank,
             layers, and, of activations, batch, length.
         chunk_size: tokens per chunk of the op, a power of two from 1 to 256; None: the implementation's own.
-        implementation: name of the op's implementation that runs; None for the best that qualifies.
+        implementation: name of the op's implementation; None for the best that qualifies.
 
     Raises:
         ValueError, TypeError: a field does not fit; the message names it.
@@ -83,21 +82,20 @@ class RWKVConfig:
                 raise ValueError(f"{name} must be False, True or {word!r}, got {value!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, and the version as ``model_type``; `json.dumps` takes all of them."""
-        kind = {} if self.model_type is None else {"model_type": self.model_type}
-        return {**kind, **dataclasses.asdict(self)}
+        """The fields, and the family as ``model_type``; `json.dumps` takes all of them."""
+        model_type = {} if self.model_type is None else {"model_type": self.model_type}
+        return {**model_type, **dataclasses.asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The configuration that `to_dict` or `dataclasses.asdict` made ``values`` of.
+        """The inverse of `to_dict` and `dataclasses.asdict`.
 
-        Fields that ``values`` lacks have their default values. `RWKVConfig.from_dict` finds the version by
+        Fields that ``values`` lacks have their default values. `RWKVConfig.from_dict` selects the class by
         ``model_type``, which is optional for `RWKV6Config.from_dict` and `RWKV7Config.from_dict`.
 
         Raises:
-            ValueError, TypeError: ``values`` is not a mapping, has another ``model_type``, has a field that
-                there is not or lacks one without a default value, or a field does not fit; the message names
-                it.
+            ValueError, TypeError: ``values`` is not a mapping, has another ``model_type`` or an unknown
+                field, lacks one without a default value, or a field does not fit; the message names it.
 
         Example:
             >>> import json
@@ -123,7 +121,7 @@ class RWKVConfig:
         return made(**values)
 
     def _pick(self, *names: str) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*_RUN, *names)}
+        return {name: getattr(self, name) for name in (*_OF_ALL_LAYERS, *names)}
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -135,64 +133,6 @@ class RWKVConfig:
     def feed_forward(self) -> dict[str, Any]:
         """Fields of the feed-forward layers."""
         return self._pick("intermediate_size")
-
-
-@dataclasses.dataclass(frozen=True)
-class RWKV6Config(RWKVConfig):
-    """RWKV-6 ("Finch", x060). Official widths: ``intermediate_size = floor(3.5 C / 32) * 32``.
-
-    Attributes:
-        proj_low_rank_dim: rank of the token shift's low-rank part; None: official, 32 (64 from C = 4096).
-        decay_low_rank_dim: rank of the decay's low-rank part; None: official, 64 (128 from C = 4096).
-
-    The other fields: `RWKVConfig`.
-
-    Example:
-        >>> from fla_jax.models import RWKV6Config
-        >>> RWKV6Config(vocab_size=65536, hidden_size=768, num_layers=12).head_dim
-        64
-    """
-
-    model_type = "rwkv6"
-
-    proj_low_rank_dim: int | None = None
-    decay_low_rank_dim: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class RWKV7Config(RWKVConfig):
-    """RWKV-7 ("Goose", x070). Official widths: ``intermediate_size = 4 C``.
-
-    Attributes:
-        decay_low_rank_dim: rank of the decay's low-rank part; None for the official
-            ``max(32, round(2.5 sqrt(C) / 32) * 32)``.
-        a_low_rank_dim: the same of the in-context rate; None for the official one, factor 2.5.
-        v_low_rank_dim: the same of the value residual; None for the official one, factor 1.7.
-        gate_low_rank_dim: the same of the gate; None for the official one, factor 5.
-        rate_scale: factor on the in-context rate in the state transition: 1 official, 2 for state tracking, 0
-            for none; see `RWKV7Attention`.
-
-    The other fields: `RWKVConfig`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from fla_jax.models import RWKV7Config
-        >>> RWKV7Config(vocab_size=65536, hidden_size=768, num_layers=12, dtype=jnp.bfloat16).dtype
-        'bfloat16'
-    """
-
-    model_type = "rwkv7"
-
-    decay_low_rank_dim: int | None = None
-    a_low_rank_dim: int | None = None
-    v_low_rank_dim: int | None = None
-    gate_low_rank_dim: int | None = None
-    rate_scale: float = 1.0
-
-    @property
-    def attention(self) -> dict[str, Any]:
-        """Fields of the attention layers."""
-        return {**super().attention, "rate_scale": self.rate_scale}
 
 
 class DtypeName(str):
@@ -214,6 +154,6 @@ class DtypeName(str):
 
 
 def check_model(model: Any) -> None:
-    """Raises a TypeError unless ``model`` is one of the language models, or has what is used of them."""
+    """Raises TypeError unless ``model`` is a language model, or has its ``config`` and ``init_state``."""
     if not hasattr(model, "config") or not hasattr(model, "init_state"):
         raise TypeError(f"model must be an RWKV6ForCausalLM or RWKV7ForCausalLM, got {shown(model)}")

@@ -1,4 +1,4 @@
-"""Parameters of scanned and of unscanned layers: converted exactly, drawn."""
+"""Parameters of scanned and of separate layers: conversion and initial values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# RWKV-7's value residual: layer 0 has none. Stacked, it has zeros there, which nothing reads.
-NOT_IN_FIRST = ("v0", "v1", "v2")
+from .families import family_of_block
 
 
 def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     """``blocks_0``, ``blocks_1``, ... -> ``blocks``, every array with a leading layer axis.
 
-    That is what ``scan_layers`` reads, ``True`` or ``"unroll"``.
+    A model with ``scan_layers=True`` or ``"unroll"`` takes them so. Parameters that layer 0 lacks
+    (RWKV-7's v0, v1, v2) are zero there.
 
     Args:
         params: parameters (or gradients) of an unscanned model; plain arrays (`flax.linen.meta.unbox` boxed
@@ -40,18 +40,14 @@ def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     if not names or any(name not in params for name in names):
         raise ValueError(f"params must hold blocks_0, blocks_1, ... without gaps, got {sorted(params)}")
     first, *rest = (params[name] for name in names)
-    like = rest[0]["att"] if rest else first["att"]
-    if "r_k" in like:
-        if "v1" not in like:
-            what = "without the shape of a second layer's v1 there is nothing to stack it with"
-            raise ValueError(f"params hold one layer of RWKV-7: {what}")
-        first = {
-            **first,
-            "att": {
-                **first["att"],
-                **{name: jax.tree.map(jnp.zeros_like, like[name]) for name in NOT_IN_FIRST},
-            },
-        }
+    like, family = (rest[0] if rest else first), family_of_block(first)
+    if family is not None and (lost := [x for x in family.not_in_first_layer if x not in first["att"]]):
+        if not rest:
+            raise ValueError(
+                f"params hold one layer of {family.name}, without the shapes of {', '.join(lost)}"
+            )
+        zeros = {name: jax.tree.map(jnp.zeros_like, like["att"][name]) for name in lost}
+        first = {**first, "att": {**first["att"], **zeros}}
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), first, *rest)
     return {**{name: value for name, value in params.items() if name not in names}, "blocks": stacked}
 
@@ -84,28 +80,25 @@ def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
         for i in range(jax.tree.leaves(stacked)[0].shape[0])
     }
     first = layers["blocks_0"]
-    layers["blocks_0"] = {
-        **first,
-        "att": {name: value for name, value in first["att"].items() if name not in NOT_IN_FIRST},
-    }
+    if (family := family_of_block(first)) is not None:
+        att = {name: x for name, x in first["att"].items() if name not in family.not_in_first_layer}
+        layers["blocks_0"] = {**first, "att": att}
     return {**{name: value for name, value in params.items() if name != "blocks"}, **layers}
 
 
 def initial_params(model: Any, key: jax.Array) -> dict[str, Any]:
-    """Parameters to start training with, drawn in a program that compiles in seconds however many layers.
+    """Initial parameters, drawn in a program that compiles in seconds for any number of layers.
 
-    ``jax.jit(model.init)`` of a model whose layers are not scanned draws every layer's in one program, for
-    which XLA needs more than a minute for a GPU (24 layers). Here the layers are drawn by a scan, and then
-    taken apart. The distribution is the same; the numbers for a key are those of the model with
-    ``scan_layers=True``.
+    ``jax.jit(model.init)`` draws separate layers in one program, which takes XLA more than a minute to
+    compile for a GPU (24 layers). Here the layers are drawn by a scan and then unstacked: the numbers for a
+    key are those of the model with ``scan_layers=True``.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         key: a random key.
 
     Returns:
-        What ``model.init(key, tokens)["params"]`` returns. Where that is boxed (``logical_axes``), or has one
-        layer, it is just that.
+        A tree like ``model.init(key, tokens)["params"]``; with ``logical_axes`` or one layer also its values.
 
     Example:
         >>> import jax

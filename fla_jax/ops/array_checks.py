@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> TypeGuard[jax.Array | np.ndarray]:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def floating(name: str, x: Any) -> jax.Array:
+def floating(name: str, x: object) -> jax.Array:
     """``x`` as a JAX array.
 
     Raises:
@@ -28,7 +28,7 @@ def floating(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
-def integers(name: str, x: Any) -> jax.Array:
+def integers(name: str, x: object) -> jax.Array:
     """``x`` as a JAX array; lists and tuples are taken too.
 
     Raises:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.context import RecurrenceConfig
+from ..core.types import RecurrenceConfig
 from ..core.varlen import Chunks
 from .intra_exact import Tree, dot, flat, kinds, pick, stack, sum_kinds
 
+T = TypeVar("T")  # a pytree
 LIMIT = 24.0  # largest sum of -w over a chunk
 
 
@@ -160,9 +161,7 @@ def _(n: int, mapped: list[bool], x: jax.Array):
     return _all(x), False
 
 
-def by_strength(
-    cfg: RecurrenceConfig, chunks: Chunks, group: Callable[..., Any], at: int
-) -> Callable[..., Any]:
+def by_strength(cfg: RecurrenceConfig, chunks: Chunks, group: Callable[..., T], at: int) -> Callable[..., T]:
     """The step for `transform.Chunks.scan` made of ``group(mild, carry, tokens, xs)``; ``tokens[at]`` are the
     log decays.
 

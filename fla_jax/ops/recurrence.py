@@ -1,20 +1,29 @@
-"""What the public functions of both recurrences share: the way from arguments to an `Op` and back."""
+"""What the public functions of both recurrences share: checks of arguments, axes, options.
+
+Every error names the argument, what came and what was wanted.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+import math
+import warnings
+from collections.abc import Mapping
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
 
-from ..core.context import Context
-from ..core.gpu import Fixable
+from ..core.arguments import check_chunk_size
+from ..core.context import Context, X
+from ..core.implementation import Unsupported
 from ..core.names import FINAL, OUT, STATES
-from ..core.op import Op
+from ..core.types import Outputs, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
+from ..core.varlen import zeros
 from ..pallas.backend import triton
-from .recurrence_arguments import check
+from .array_checks import check_shape, floating, integers
 
-# Axes of every array that an op of this kind may have: rows, tokens, heads, keys, values, packed sequences.
 AXES = {name: "b t h k" for name in "rwkab"} | {
     "v": "b t h v",
     "u": "h k",
@@ -24,16 +33,16 @@ AXES = {name: "b t h k" for name in "rwkab"} | {
     "o": "b t h v",
     "final_state": "n h k v",
 }
-NAMES: dict[str, Any] = dict(output_names=(OUT, FINAL), kept_name=STATES)
+OUTPUT_NAMES, RESIDUAL_NAME = (OUT, FINAL), STATES
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of all four functions, for type checkers; `fla_jax.ops.chunk_rwkv7` explains them."""
+    """Keyword arguments of all four functions, for type checkers: see `fla_jax.ops.chunk_rwkv7`."""
 
     scale: float
-    initial_state: jax.Array | None
-    segment_ids: jax.Array | None
-    cu_seqlens: jax.Array | None
+    initial_state: Float[Array, "N H K V"] | None
+    segment_ids: Int[Array, "B T"] | None
+    cu_seqlens: Int[Array, " N+1"] | None
     implementation: str | None
     sequence_axis: str | None
 
@@ -45,35 +54,174 @@ class ChunkOptions(Options, total=False):
     lower_bound: float | None
 
 
-def triton_supports(ctx: Context) -> str | None:
-    """None where the chunked Triton kernels can serve ``call``, else the reason."""
-    reason = triton.supports(ctx)
-    if reason is not None or ctx.cp_size == 1:
-        return reason
-    _, T, _, K = ctx.inputs.r.shape
-    if T % (16 * ctx.cp_size):
-        reason = f"of rows that {ctx.cp_size} devices share it takes {16 * ctx.cp_size} tokens, or any "
-        reason += f"multiple, got T = {T}"
-        return Fixable(reason) if triton.preferred(ctx) else reason
-    return None if K <= 128 else f"for rows that devices share it takes K up to 128, got {K}"
+def triton_supports(
+    ctx: Context[RWKV6Inputs, RecurrenceConfig] | Context[RWKV7Inputs, RecurrenceConfig],
+) -> Unsupported | None:
+    """None where the chunked Triton kernels can run a call, else the reason."""
+    refused, size = triton.supports(ctx), ctx.cp.size
+    if refused is not None or size == 1:
+        return refused
+    _, T, _, K = ctx.shapes.r.shape
+    if T % (16 * size):
+        wanted = f"of sequences that {size} devices split it takes {16 * size} tokens, or any multiple"
+        return Unsupported(f"{wanted}, got T = {T}", fixable=triton.preferred(ctx))
+    if K > 128:
+        return Unsupported(f"for sequences that devices split it takes K up to 128, got {K}")
+    return None
 
 
-def run(
-    op: Op,
-    tokens: dict[str, Any],
+def without_tokens(x: RWKV6Inputs | RWKV7Inputs) -> Outputs:
+    """The outputs of a call with T = 0 or B = 0."""
+    return Outputs(jnp.zeros_like(x.v), x.initial_state)
+
+
+def checked_inputs(
+    inputs: type[X],
     *,
-    output_final_state: bool,
-    implementation: str | None,
-    sequence_axis: str | None,
-    **options: Any,
-) -> Any:
-    """Checks the arguments of a public function and runs its op: ``(o, final_state or None)``."""
-    arrays, settings = check(tokens, warn_layout=op.name.startswith("chunk"), **options)
-    x = op.inputs(**arrays)
-    if 0 in x.v.shape:  # nothing to run, and no implementation is asked
-        if implementation is not None:
-            op.named(implementation)
-        o, final = jnp.zeros_like(x.v), x.initial_state
-    else:
-        o, final = op(x, settings, implementation, sequence_axis)
-    return o, (final if output_final_state else None)
+    initial_state: object,
+    segment_ids: object,
+    cu_seqlens: object,
+    scale: object,
+    chunk_size: object = None,
+    lower_bound: object = None,
+    warn_layout: bool = False,
+    **arrays: object,
+) -> tuple[X, RecurrenceConfig]:
+    """The arguments of one call, checked: arrays as ``inputs``, and the settings.
+
+    The initial state is zeros where none was given, and in the compute dtype. With ``warn_layout`` a warning
+    says where axes seem to be swapped.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    x = {name: floating(name, array) for name, array in arrays.items() if name != "u"}
+    B, T, H, K, V = _sizes(x)
+    if "u" in arrays:
+        x["u"] = u = floating("u", arrays["u"])
+        hint = "; r, k, v, w seem to be [B, H, T, D]: swap their axes 1 and 2"
+        check_shape("u", u, (H, K), "[H, K]", hint if tuple(u.shape) == (T, K) else "")
+    if segment_ids is not None and cu_seqlens is not None:
+        raise ValueError(
+            "segment_ids and cu_seqlens are two ways to say the same thing: give one of them, got both"
+        )
+    N, axes = B, "[B, H, K, V]"
+    if segment_ids is not None:
+        x["segment_ids"] = integers("segment_ids", segment_ids)
+        check_shape("segment_ids", x["segment_ids"], (B, T), "[B, T]")
+    if cu_seqlens is not None:
+        x["cu_seqlens"] = cu = integers("cu_seqlens", cu_seqlens)
+        _check_cu_seqlens(cu, B, T)
+        N, axes = cu.shape[0] - 1, "[N, H, K, V]"
+    h0 = None
+    if initial_state is not None:
+        h0 = floating("initial_state", initial_state)
+        hint = ""
+        if tuple(h0.shape) == (N, T, K, V):
+            hint = "; r, k, v, ... seem to be [B, H, T, D]: swap their axes 1 and 2"
+        elif K != V and tuple(h0.shape) == (N, H, V, K):
+            hint = "; it seems to be [B, H, V, K] (RWKV-LM's order): swap its last two axes"
+        check_shape("initial_state", h0, (N, H, K, V), axes, hint)
+    elif warn_layout and _is_less(1, T) and _is_less(T, H):
+        warnings.warn(
+            f"r has T = {T} < H = {H}: if it is [B, H, T, D], swap axes 1 and 2 (the layout is [B, T, H, D])",
+            stacklevel=3,
+        )
+    floats = [*x.values(), *([] if h0 is None else [h0])]
+    is_double = any(array.dtype == jnp.float64 for array in floats)
+    config = RecurrenceConfig(
+        _checked_scale(scale),
+        check_chunk_size(chunk_size),
+        _checked_bound(lower_bound),
+        "float64" if is_double else "float32",
+    )
+    if h0 is not None:
+        h0 = h0.astype(config.compute)
+    elif T == 0 or B == 0:
+        h0 = jnp.zeros((N, H, K, V), config.compute)
+    else:  # sharded like the batch and the heads of r and v
+        r, v = x["r"], x["v"]
+        first = r[:, 0, :, :, None] * v[:, 0, :, None, :].astype(r.dtype)
+        h0 = jnp.broadcast_to(zeros(first, first, config.compute), (N, H, K, V))
+    x["initial_state"] = h0
+    return inputs._make(x.get(name) for name in inputs._fields), config
+
+
+def _sizes(arrays: Mapping[str, jax.Array]) -> tuple[int, int, int, int, int]:
+    """B, T, H, K, V of token arrays that fit each other; B may be symbolic."""
+    r, v = arrays["r"], arrays["v"]
+    if r.ndim != 4:
+        raise ValueError(f"r must have shape [B, T, H, K], got {list(r.shape)}")
+    B, T, H, K = r.shape
+    if v.ndim != 4:
+        raise ValueError(f"v must have shape [B, T, H, V] = [{B}, {T}, {H}, V], got {list(v.shape)}")
+    V = v.shape[-1]
+    for name, size in (("H", H), ("K", K), ("V", V)):
+        if not isinstance(size, int):
+            owner = "v" if name == "V" else "r"
+            raise ValueError(f"{owner} has a symbolic {name} = {size}: only B, the batch, may be symbolic")
+    if not isinstance(T, int):
+        raise ValueError(
+            f"r has a symbolic T = {T}: the number of tokens decides how chunks are cut and must be known; "
+            "only B, the batch, may be symbolic. Export one function for each T, or pad to the longest"
+        )
+    for name, x in arrays.items():
+        want, axes = ((B, T, H, V), "[B, T, H, V]") if name == "v" else ((B, T, H, K), "[B, T, H, K]")
+        is_swapped = x.ndim == 4 and tuple(x.shape) == (B, H, T, want[-1])
+        check_shape(name, x, want, axes, "; is it [B, H, T, D]? Swap axes 1 and 2" if is_swapped else "")
+    for name, size in (("K", K), ("V", V)):
+        if not 1 <= size <= 256:
+            owner = "r" if name == "K" else "v"
+            raise ValueError(f"{owner} has {name} = {size}; head sizes from 1 to 256 are supported")
+    return B, T, H, K, V
+
+
+def _is_less(x: object, y: object) -> bool:
+    return isinstance(x, int) and isinstance(y, int) and x < y
+
+
+def _check_cu_seqlens(cu: jax.Array, B: int, T: int) -> None:
+    if cu.ndim != 1 or cu.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {list(cu.shape)}")
+    if B != 1:
+        raise ValueError(f"cu_seqlens packs all sequences into one row: r must have B = 1, got B = {B}")
+    if isinstance(cu, jax.core.Tracer):
+        return  # the values are known only at run time: the checked mode looks at them
+    values = np.asarray(cu).astype(np.int64)
+    if values[0] != 0 or values[-1] != T or (np.diff(values) < 0).any():
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to T = {T} without falling, got "
+            f"{values.tolist()[:8]}{' ...' if values.size > 8 else ''}"
+        )
+
+
+def _checked_scale(scale: object) -> float:
+    number = _static_float("scale", scale)
+    if not math.isfinite(number):
+        raise ValueError(f"scale must be a finite number, got {number}")
+    return number
+
+
+def _checked_bound(lower_bound: object) -> float | None:
+    if lower_bound is None:
+        return None
+    number = _static_float("lower_bound", lower_bound)
+    if not (math.isfinite(number) and number <= 0):
+        raise ValueError(
+            f"lower_bound must be a finite number <= 0 (a bound on the log decay w), got {number}"
+        )
+    return number
+
+
+def _static_float(name: str, x: object) -> float:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be a Python number, known when the function is traced, got a traced value; "
+            "multiply o by it instead"
+        )
+    if isinstance(x, str | bytes | bool | np.bool_):  # which float() would take
+        raise TypeError(f"{name} must be a Python number, got {type(x).__name__} {x!r}")
+    try:
+        return float(x)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a Python number, got {type(x).__name__}") from None

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
+from jaxtyping import PyTree
 
-from ..core.context import Context, Outputs, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
+from ..core.context import Context
+from ..core.types import Outputs, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 
 GROWTH_SLACK = 100.0
 
 
-def rwkv6(ctx: Context[RecurrenceConfig], x: RWKV6Inputs, outputs: Outputs) -> None:
+def rwkv6(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs, outputs: Outputs) -> None:
     """Checks the inputs of one call."""
     _inputs(ctx, x)
 
 
-def rwkv7(ctx: Context[RecurrenceConfig], x: RWKV7Inputs, outputs: Outputs) -> None:
+def rwkv7(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs, outputs: Outputs) -> None:
     """Checks the inputs of one call, then how its states grew."""
     _inputs(ctx, x)
     _growth(ctx.op, x, outputs.final_state)
 
 
-def _inputs(ctx: Context[RecurrenceConfig], x: Any) -> None:
+def _inputs(
+    ctx: Context[RWKV6Inputs, RecurrenceConfig] | Context[RWKV7Inputs, RecurrenceConfig],
+    x: RWKV6Inputs | RWKV7Inputs,
+) -> None:
     op, lower_bound = ctx.op, ctx.settings.lower_bound
     for name, array in x._asdict().items():
         if array is not None and name not in ("segment_ids", "cu_seqlens"):
@@ -56,7 +59,7 @@ def _finite(op: str, name: str, array: jax.Array) -> None:
     bad = jnp.isnan(array) if name == "w" else ~jnp.isfinite(array)
     what = "NaN" if name == "w" else "NaN or infinity"
     position = jnp.unravel_index(jnp.argmax(bad), bad.shape)
-    at: dict[str, Any] = {f"i{n}": index for n, index in enumerate(position)}
+    at: dict[str, PyTree] = {f"i{n}": index for n, index in enumerate(position)}
     checkify.check(~jnp.any(bad), f"{op}: {name} holds {what} at [{', '.join(f'{{{n}}}' for n in at)}]", **at)
 
 
@@ -67,7 +70,7 @@ def _growth(op: str, x: RWKV7Inputs, final: jax.Array) -> None:
     larger was amplified by a and b.
     """
 
-    def norm(x: jax.Array, axes: Any) -> jax.Array:
+    def norm(x: jax.Array, axes: int | tuple[int, ...]) -> jax.Array:
         return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axes))
 
     fed = jnp.sum(norm(x.k, -1) * norm(x.v, -1), 1)  # [B, H]

@@ -1,82 +1,83 @@
-"""Recurrences whose rows are split between devices, out of implementations for whole rows: for the plain
-forms.
-"""
+"""Context parallelism of the plain recurrences: rules for sequences that devices split."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from ..core.context import Context, Outputs, RecurrenceConfig
+from ..core.context import Context
 from ..core.context_parallel import shard_of
-from ..core.sharding import vary_alike
+from ..core.implementation import Axes, Residuals, Rule
+from ..core.mesh import vary_alike
+from ..core.types import Outputs, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 
-Kept = dict[str, jax.Array]
+X = TypeVar("X", RWKV6Inputs, RWKV7Inputs)
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextParallelRule:
-    """A module with ``forward`` and ``backward`` (see `fla_jax.core.op`) that follows ``call.sequence``.
+class ContextParallelRule(Generic[X]):
+    """A rule for whole sequences that follows ``ctx.cp``.
 
-    A device finds the map (M, N) of its own tokens by running the recurrence on values [v, 0] from the state
-    [0, I]: what comes out is [N, M]. Of the forward only M and the state that enters here are kept.
+    A device's tokens take the state S to ``M S + N``. It finds M and N by running the recurrence on values
+    [v, 0] from the state [0, I], which gives [N, M]. The residuals are M and the state that enters here.
 
     Attributes:
-        module: the implementation for whole rows.
+        rule: for whole sequences.
     """
 
-    module: Any
+    rule: Rule[X, Outputs, RecurrenceConfig]
 
-    def residual_axes(self, ctx: Context[RecurrenceConfig]) -> dict[str, str]:
-        """See `fla_jax.core.op`."""
-        if ctx.cp_size == 1:
-            return self.module.residual_axes(ctx)
-        return {"entering": "b stretch h k v", "M": "b stretch h k j"}
+    def residual_axes(self, ctx: Context[X, RecurrenceConfig]) -> Axes:
+        """See `Rule`."""
+        if ctx.cp.size == 1:
+            return self.rule.residual_axes(ctx)
+        return {"h0": "b split h k v", "transition": "b split h k j"}
 
-    def fwd(self, ctx: Context[RecurrenceConfig], x: Any) -> tuple[Outputs, Kept]:
-        """See `fla_jax.core.op`."""
-        shard = shard_of(ctx, x.segment_ids)
+    def fwd(self, ctx: Context[X, RecurrenceConfig], x: X) -> tuple[Outputs, Residuals]:
+        """See `Rule`."""
+        shard = shard_of(ctx.cp, x.segment_ids)
         if shard is None:
-            outputs, kept = self.module.fwd(ctx, x)
-            return outputs, kept if ctx.cp_size == 1 else self._nothing(ctx, x)
-        M, N = (array[:, None] for array in self._map(ctx, x))
-        entering, final = shard.enter(M, N, x.initial_state)
-        outputs, _ = self.module.fwd(ctx, x._replace(initial_state=entering))
-        return outputs._replace(final_state=final), {"entering": entering[:, None], "M": M}
+            outputs, residuals = self.rule.fwd(ctx, x)
+            is_split = ctx.save_residuals and ctx.cp.size > 1
+            return outputs, self._unused(ctx, x) if is_split else residuals
+        M, N = (array[:, None] for array in self._transition(ctx, x))
+        h0, ht = shard.enter(M, N, x.initial_state)
+        outputs, _ = self.rule.fwd(ctx, x._replace(initial_state=h0))
+        residuals = {"h0": h0[:, None], "transition": M} if ctx.save_residuals else {}
+        return outputs._replace(final_state=ht), residuals
 
-    def bwd(self, ctx: Context[RecurrenceConfig], x: Any, kept: Kept, cotangents: Outputs) -> Any:
-        """See `fla_jax.core.op`."""
-        if ctx.cp_size == 1:
-            return self.module.bwd(ctx, x, kept, cotangents)
-        shard = shard_of(ctx, x.segment_ids)
+    def bwd(self, ctx: Context[X, RecurrenceConfig], x: X, residuals: Residuals, dy: Outputs) -> X:
+        """See `Rule`."""
+        if ctx.cp.size == 1:
+            return self.rule.bwd(ctx, x, residuals, dy)
+        shard = shard_of(ctx.cp, x.segment_ids)
         if shard is not None:
-            x = x._replace(initial_state=kept["entering"][:, 0])
-        _, states = self.module.fwd(ctx, x)
+            x = x._replace(initial_state=residuals["h0"][:, 0])
+        _, saved = self.rule.fwd(ctx, x)
         if shard is None:
-            return self.module.bwd(ctx, x, states, cotangents)
-        nothing = vary_alike(jnp.zeros_like(cotangents.final_state), x)
-        alone = cotangents._replace(final_state=nothing)
-        D = self.module.bwd(ctx, x, states, alone).initial_state
-        leaving = shard.enter_backward(kept["M"], D[:, None], cotangents.final_state)
-        gradients = self.module.bwd(ctx, x, states, cotangents._replace(final_state=leaving))
-        first = jnp.where(shard.is_first, gradients.initial_state, 0)
-        return gradients._replace(initial_state=first)
+            return self.rule.bwd(ctx, x, saved, dy)
+        no_dht = vary_alike(jnp.zeros_like(dy.final_state), x)
+        D = self.rule.bwd(ctx, x, saved, dy._replace(final_state=no_dht)).initial_state
+        dht = shard.enter_backward(residuals["transition"], D[:, None], dy.final_state)
+        dx = self.rule.bwd(ctx, x, saved, dy._replace(final_state=dht))
+        return dx._replace(initial_state=jnp.where(shard.is_first, dx.initial_state, 0))
 
-    def _map(self, ctx: Context[RecurrenceConfig], x: Any) -> tuple[jax.Array, jax.Array]:
+    def _transition(self, ctx: Context[X, RecurrenceConfig], x: X) -> tuple[jax.Array, jax.Array]:
         """(M, N) of the tokens here, [B, H, K, K] and [B, H, K, V]."""
-        s0, V = x.initial_state, x.v.shape[-1]
-        eye = jnp.broadcast_to(jnp.eye(s0.shape[2], dtype=s0.dtype), (*s0.shape[:2], *(s0.shape[2],) * 2))
-        start = vary_alike(jnp.concatenate([jnp.zeros_like(s0), eye], -1), x)
-        wide = jnp.concatenate([x.v, jnp.zeros_like(x.k, x.v.dtype)], -1)
-        both = self.module.fwd(ctx, x._replace(v=wide, initial_state=start))[0].final_state
+        h0: jax.Array = x.initial_state
+        V = x.v.shape[-1]
+        eye = jnp.broadcast_to(jnp.eye(h0.shape[2], dtype=h0.dtype), (*h0.shape[:2], *(h0.shape[2],) * 2))
+        start = vary_alike(jnp.concatenate([jnp.zeros_like(h0), eye], -1), x)
+        v = jnp.concatenate([x.v, jnp.zeros_like(x.k, x.v.dtype)], -1)
+        both = self.rule.fwd(ctx, x._replace(v=v, initial_state=start))[0].final_state
         return both[..., V:], both[..., :V]
 
-    def _nothing(self, ctx: Context[RecurrenceConfig], x: Any) -> Kept:
-        """What is kept where one device has whole rows after all: shapes."""
+    def _unused(self, ctx: Context[X, RecurrenceConfig], x: X) -> Residuals:
+        """Residuals where one device has whole sequences after all: only their shapes matter."""
         B, H, K, V = x.initial_state.shape
         zeros = x.initial_state[0, 0, 0, 0] * 0
-        shape = (B, ctx.cp_size, H, K)
-        return {"entering": jnp.broadcast_to(zeros, (*shape, V)), "M": jnp.broadcast_to(zeros, (*shape, K))}
+        of_size = lambda n: jnp.broadcast_to(zeros, (B, ctx.cp.size, H, K, n))
+        return {"h0": of_size(V), "transition": of_size(K)}

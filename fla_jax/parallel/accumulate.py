@@ -1,7 +1,7 @@
 """Gradient accumulation: the loss and the gradient of a batch, one microbatch after the other.
 
-`optax.microbatch` splits a batch likewise, but (optax 0.2.8) compares versions of JAX as text, takes 0.10 for
-older than 0.7, and fails on meshes with explicit axes; nor can its sums have a sharding.
+`optax.microbatch` takes the same sequences into each microbatch. Up to optax 0.2.8 it fails on meshes with
+explicit axes: it compares versions of JAX as text, in which 0.10 is older than 0.7.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
-from ..core.sharding import spec_of
+from ..core.mesh import spec_of
 from ..layers.sharding import out_sharding
 
 
-def microbatches(batch: Any, count: int) -> Any:
+def microbatches(batch: PyTree, count: int) -> PyTree:
     """[B, ...] -> [count, B / count, ...] of each array: sequence i goes into microbatch i % count, so that
     every device takes a part of its own sequences.
     """
@@ -30,17 +31,17 @@ def microbatches(batch: Any, count: int) -> Any:
 
 
 def accumulated_value_and_grad(
-    loss: Callable[[Any, Any], Any],
-    weight: Callable[[Any], jax.Array],
+    loss: Callable[[PyTree, PyTree], PyTree],
+    weight: Callable[[PyTree], jax.Array],
     count: int,
     has_aux: bool,
-    constrain: Callable[[Any], Any],
-) -> Callable[[Any, Any], tuple[Any, Any]]:
+    constrain: Callable[[PyTree], PyTree],
+) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
     """`jax.value_and_grad` of a loss that is a weighted mean, in ``count`` microbatches.
 
-    Only one microbatch's activations are in memory at a time. Its loss and gradient count in proportion to
-    ``weight``, so that value and gradient are those of the whole batch; gradients are added in float32 at
-    least. What a loss with ``has_aux`` returns besides comes back stacked, [count, ...].
+    Only one microbatch's activations are in memory at a time. ``weight`` weighs losses and gradients,
+    so that value and gradient are those of the whole batch; gradients are summed in at least float32. Aux
+    outputs are stacked, [count, ...].
 
     Args:
         loss: of parameters and a batch.
@@ -51,11 +52,11 @@ def accumulated_value_and_grad(
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=has_aux)
 
-    def accumulated(params: Any, batch: Any) -> tuple[Any, Any]:
+    def accumulated(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         total = weight(batch)
         total = jnp.where(total != 0, total, 1)
 
-        def add(sums: Any, microbatch: Any) -> tuple[Any, Any]:
+        def add(sums: PyTree, microbatch: PyTree) -> tuple[PyTree, PyTree]:
             share = weight(microbatch) / total
             value, grads = value_and_grad(params, microbatch)
             value, aux = value if has_aux else (value, None)

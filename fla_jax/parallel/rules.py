@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from ..layers.state import RWKVState
 from .mesh import BATCH_AXES, batch_parts, check_axes
@@ -19,7 +20,7 @@ from .mesh import BATCH_AXES, batch_parts, check_axes
 Rules = tuple[tuple[str, Any], ...]
 
 
-def axis_rules(model: Any, mesh: Mesh, *, batch: int | None = None) -> Rules:
+def axis_rules(model: nn.Module, mesh: Mesh, *, batch: int | None = None) -> Rules:
     """The logical axis rules (`flax.linen.logical_axis_rules`) that train ``model`` on ``mesh``, or run it.
 
     Parameters: ``embed``, the channels between layers, over fsdp; ``heads``, ``mlp`` and ``vocab`` over
@@ -83,7 +84,7 @@ def axis_rules(model: Any, mesh: Mesh, *, batch: int | None = None) -> Rules:
     )
 
 
-def parameter_shardings(model: Any, mesh: Mesh) -> Any:
+def parameter_shardings(model: nn.Module, mesh: Mesh) -> PyTree:
     """How each parameter is stored: a tree of `jax.sharding.NamedSharding` like
     ``model.init(...)["params"]``.
 
@@ -108,8 +109,8 @@ def parameter_shardings(model: Any, mesh: Mesh) -> Any:
 
 
 def optimizer_shardings(
-    optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
-) -> Any:
+    optimizer: optax.GradientTransformation, params: PyTree, shardings: PyTree, mesh: Mesh
+) -> PyTree:
     """How an optimiser's state is stored: moments like their parameters, everything else replicated.
 
     Args:
@@ -137,7 +138,7 @@ def optimizer_shardings(
     given, wanted = jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings)
     owners = {path: (param.shape, sharding) for (path, param), sharding in zip(given, wanted, strict=True)}
 
-    def stored(path: Any, x: Any) -> NamedSharding:
+    def stored(path: PyTree, x: Any) -> NamedSharding:
         # the state of one parameter may be a tree: sm3 has a list of vectors
         for end in range(len(path), -1, -1):
             if path[:end] in owners:
@@ -165,7 +166,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
-def state_shardings(mesh: Mesh) -> Any:
+def state_shardings(mesh: Mesh) -> PyTree:
     """The shardings of a model's recurrent state: batch over data and fsdp, heads over tensor.
 
     Returns:
@@ -186,13 +187,13 @@ def state_shardings(mesh: Mesh) -> Any:
     return RWKVState(**fields)
 
 
-def parameter_shapes(model: Any) -> Any:
+def parameter_shapes(model: nn.Module) -> PyTree:
     """Shapes and dtypes of the parameters, without boxes."""
     return jax.tree.map(lambda box: box.value, _boxed(model), is_leaf=_is_box)
 
 
 @functools.lru_cache(maxsize=4)
-def _boxed(model: Any) -> Any:
+def _boxed(model: nn.Module) -> PyTree:
     """The parameters' shapes, boxed with the names of their axes."""
     named = model.clone(config=dataclasses.replace(model.config, logical_axes=True))
     return jax.eval_shape(named.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
@@ -202,7 +203,7 @@ def _is_box(x: Any) -> bool:
     return isinstance(x, nn.LogicallyPartitioned)
 
 
-def _widths(model: Any) -> dict[str, set[int]]:
+def _widths(model: nn.Module) -> dict[str, set[int]]:
     """Sizes of the model's hidden channels, and of ranks in matrices with no other axis over fsdp."""
     found: dict[str, set[int]] = {"mlp": set(), "rank": set()}
     for box in jax.tree.leaves(_boxed(model), is_leaf=_is_box):

@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from ..core.arguments import check_integer
 from ..models import initial_params
@@ -53,12 +54,12 @@ class TrainStep:
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
         loss: Loss | None = None,
         *,
-        weight: Callable[[Any], jax.Array] | None = None,
+        weight: Callable[[PyTree], jax.Array] | None = None,
         accumulate: int = 1,
         has_aux: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
@@ -77,8 +78,8 @@ class TrainStep:
                 labels, with the default loss, and the number of sequences with another.
             accumulate: number of microbatches that a batch is computed in, one after the other, to save the
                 memory of activations. Loss and gradient stay those of the whole batch, but for rounding.
-            has_aux: whether the loss returns ``(scalar, anything)``. With ``accumulate``, what it returns
-                besides is stacked, [accumulate, ...].
+            has_aux: whether the loss returns ``(scalar, aux)``. With ``accumulate``, aux outputs are stacked,
+                [accumulate, ...].
             compiler_options: of XLA, for the step's program alone, such as `overlap_options`.
 
         Raises:
@@ -110,7 +111,7 @@ class TrainStep:
         shardings = jax.tree.map(lambda s: NamedSharding(automatic, s.spec), self.shardings)
         return jax.device_put(jax.jit(create, out_shardings=shardings)(key), self.shardings)
 
-    def start(self, params: Any) -> TrainState:
+    def start(self, params: PyTree) -> TrainState:
         """A new state from existing parameters, such as a checkpoint's, which are copied.
 
         Raises:
@@ -140,7 +141,7 @@ class TrainStep:
         indices: Any = batch_sharding(self.mesh).addressable_devices_indices_map((size,))
         return sorted({i for index in indices.values() for i in range(size)[index[0]]})
 
-    def shard(self, batch: Any) -> Any:
+    def shard(self, batch: PyTree) -> PyTree:
         """A batch on its devices: arrays [B, ...], B split over data and fsdp.
 
         Where several processes train together, each passes its own sequences, `local_batch_rows`.
@@ -157,7 +158,7 @@ class TrainStep:
 
         return jax.tree.map(put, batch)
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Any]:
         """One step.
 
         Args:
@@ -170,7 +171,7 @@ class TrainStep:
         with jax.set_mesh(self.mesh):
             return self._compiled(state, batch)
 
-    def evaluate(self, params: Any, batches: Iterable[Any]) -> float:
+    def evaluate(self, params: PyTree, batches: Iterable[PyTree]) -> float:
         """The loss over several batches, each weighed by its `weight`: with the default loss the mean over
         all labels, in nats per token. Batches are computed in ``accumulate`` microbatches, like a step.
 
@@ -184,14 +185,14 @@ class TrainStep:
                 sums += np.asarray(self._evaluate(params, self.shard(batch)), np.float64)
         return float(sums[0] / (sums[1] or 1))
 
-    def lower(self, state: TrainState, batch: Any) -> Any:
+    def lower(self, state: TrainState, batch: PyTree) -> PyTree:
         """The lowered program, as `jax.jit`'s ``lower``: for ``.compile().as_text()`` or
         ``memory_analysis()``. Shapes are enough (`abstract_state`).
         """
         with jax.set_mesh(self.mesh):
             return self._compiled.lower(state, batch)
 
-    def _state(self, params: Any) -> TrainState:
+    def _state(self, params: PyTree) -> TrainState:
         state = TrainState.create(apply_fn=self.model.apply, params=params, tx=self._optimizer)
         return state.replace(step=jnp.int32(0))
 
@@ -208,19 +209,21 @@ class TrainStep:
         """The logical axis rules in context; with explicit axes the types decide."""
         return contextlib.nullcontext() if is_explicit_mesh(self.mesh) else nn.logical_axis_rules(self.rules)
 
-    def _value_and_grad(self, params: Any, batch: Any) -> tuple[Any, Any]:
+    def _value_and_grad(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         if self._accumulate == 1:
             return jax.value_and_grad(self._loss, has_aux=self._has_aux)(params, batch)
 
-        def constrain(grads: Any) -> Any:  # with explicit axes they are sharded like the parameters already
-            if is_explicit_mesh(self.mesh):
+        def constrain(
+            grads: PyTree,
+        ) -> PyTree:
+            if is_explicit_mesh(self.mesh):  # the types shard them like the parameters
                 return grads
             return jax.lax.with_sharding_constraint(grads, self.shardings.params)
 
         args = self._loss, self._weight, self._accumulate, self._has_aux, constrain
         return accumulated_value_and_grad(*args)(params, batch)
 
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Any]:
         for x in jax.tree.leaves(batch):
             self._check_batch(x.shape[0])
         with self._axis_rules():
@@ -232,16 +235,18 @@ class TrainStep:
         params, opt_state = update(grads, state.opt_state, state.params, loss[0] if self._has_aux else loss)
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
 
-    def _update(self, grads: Any, opt_state: Any, params: Any, value: jax.Array) -> tuple[Any, Any]:
+    def _update(
+        self, grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array
+    ) -> tuple[PyTree, PyTree]:
         # some transformations read the loss: optax.contrib.reduce_on_plateau, optax.polyak_sgd
         update = optax.with_extra_args_support(self._optimizer).update
         updates, opt_state = update(grads, opt_state, params, value=value)
         return optax.apply_updates(params, updates), opt_state
 
-    def _weighted_losses(self, params: Any, batch: Any) -> jax.Array:
+    def _weighted_losses(self, params: PyTree, batch: PyTree) -> jax.Array:
         """Sum of weighted losses, and of weights, over the microbatches of a batch."""
 
-        def one(microbatch: Any) -> jax.Array:
+        def one(microbatch: PyTree) -> jax.Array:
             weight, loss = self._weight(microbatch), self._loss(params, microbatch)
             return jnp.stack([(loss[0] if self._has_aux else loss) * weight, weight])
 
@@ -251,11 +256,11 @@ class TrainStep:
             return jax.lax.map(one, microbatches(batch, self._accumulate)).sum(0)
 
 
-def _num_sequences(batch: Any) -> jax.Array:
+def _num_sequences(batch: PyTree) -> jax.Array:
     return jnp.float32(jax.tree.leaves(batch)[0].shape[0])
 
 
-def _check_params(model: Any, params: Any) -> None:
+def _check_params(model: nn.Module, params: PyTree) -> None:
     """Raises unless ``params`` have the names and shapes of the model's."""
     check_layers(params, model.config)
     given, wanted = flatten_dict(params, sep="/"), flatten_dict(parameter_shapes(model), sep="/")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import jax
+from jaxtyping import PyTree
 
 Result = TypeVar("Result")
 
@@ -68,7 +69,7 @@ class TrainingCheckpoints:
         if error[0] is None:
             self.close()
 
-    def save(self, step: int, state: Any, data: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, state: PyTree, data: Mapping[str, Any] | None = None) -> None:
         """Starts to write a checkpoint, and returns once ``state`` may be donated. Waits for the one before.
 
         Args:
@@ -98,7 +99,7 @@ class TrainingCheckpoints:
         self.wait()
         self._manager.close()
 
-    def restore(self, state: Any = None) -> tuple[Any, dict[str, Any]]:
+    def restore(self, state: PyTree = None) -> tuple[Any, dict[str, Any]]:
         """The last complete checkpoint.
 
         Args:
@@ -155,7 +156,7 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return Path(folder) / str(max(steps)) if steps else None
 
 
-def _shapes(tree: Any) -> dict[str, list[int]]:
+def _shapes(tree: PyTree) -> dict[str, list[int]]:
     """The shape of every array by its name, parameters first."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): list(x.shape) for path, x in leaves}

@@ -10,8 +10,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from ..core.sharding import is_explicit, reshard, vary_alike
+from ..core.mesh import is_explicit, reshard, vary_alike
 from ..layers.state import RWKVState, check_state
 from .losses import chunked_cross_entropy
 
@@ -19,15 +20,15 @@ _Chunks = tuple[jax.Array, jax.Array, jax.Array]  # tokens, labels, weights: [..
 
 
 def chunked_loss(
-    model: Any,
-    params: Any,
-    tokens: jax.Array,
-    mask: jax.Array | None = None,
+    model: nn.Module,
+    params: PyTree,
+    tokens: Int[Array, "B T+1"],
+    mask: Shaped[Array, "B T"] | None = None,
     state: RWKVState | None = None,
     *,
     chunk_size: int,
     l2wrap: float = 1e-4,
-) -> tuple[jax.Array, RWKVState]:
+) -> tuple[Float[Array, ""], RWKVState]:
     """The next-token loss of long sequences, computed in chunks; exact in value and gradients.
 
     Only the states between chunks are saved for the backward pass, which recomputes the activations of one
@@ -66,7 +67,7 @@ def chunked_loss(
 
 
 def truncated_value_and_grad(
-    model: Any, *, chunk_size: int, chunks_per_gradient: int = 1, l2wrap: float = 1e-4
+    model: nn.Module, *, chunk_size: int, chunks_per_gradient: int = 1, l2wrap: float = 1e-4
 ) -> Callable[..., tuple[tuple[jax.Array, RWKVState], Any]]:
     """Value and gradient of `chunked_loss` with truncated back-propagation through time.
 
@@ -99,7 +100,7 @@ def truncated_value_and_grad(
         raise ValueError(f"chunks_per_gradient must be at least 1, got {chunks_per_gradient}")
 
     def value_and_grad(
-        params: Any, tokens: jax.Array, mask: jax.Array | None = None, state: RWKVState | None = None
+        params: PyTree, tokens: jax.Array, mask: jax.Array | None = None, state: RWKVState | None = None
     ) -> tuple[tuple[jax.Array, RWKVState], Any]:
         chunks, total = _split(model, tokens, mask, chunk_size, chunks_per_gradient)
         loss_fn = jax.value_and_grad(
@@ -107,7 +108,7 @@ def truncated_value_and_grad(
             has_aux=True,
         )
 
-        def step(carry: Any, group: _Chunks) -> tuple[Any, None]:
+        def step(carry: PyTree, group: _Chunks) -> tuple[Any, None]:
             state, loss, grads = carry
             (more, state), new = loss_fn(params, group, state)
             return (
@@ -127,14 +128,15 @@ def truncated_value_and_grad(
 
 
 def _scan_chunks(
-    model: Any, params: Any, chunks: _Chunks, state: RWKVState, total: jax.Array, l2wrap: float
+    model: nn.Module, params: PyTree, chunks: _Chunks, state: RWKVState, total: jax.Array, l2wrap: float
 ) -> tuple[jax.Array, RWKVState]:
     """Sum over the chunks of weighted losses, divided by ``total``."""
 
     @jax.checkpoint  # without a policy: anything saved would grow with the number of chunks
-    def chunk_loss(params: Any, state: RWKVState, chunk: _Chunks) -> tuple[jax.Array, RWKVState]:
+    def chunk_loss(params: PyTree, state: RWKVState, chunk: _Chunks) -> tuple[jax.Array, RWKVState]:
         tokens, labels, weights = chunk
-        hidden, state = model.apply({"params": params}, tokens, state, method="hidden")
+        found: Any = model.apply({"params": params}, tokens, state, method="hidden")
+        hidden, state = found
         mean = chunked_cross_entropy(hidden, nn.meta.unbox(params["head"]["kernel"]), labels, weights, l2wrap)
         local = jnp.sum(weights)
         return mean * (jnp.where(local != 0, local, 1) / total), state
@@ -147,12 +149,12 @@ def _scan_chunks(
     return jax.lax.scan(step, vary_alike((_zero(model), state), params, chunks), chunks)[0]
 
 
-def _zero(model: Any) -> jax.Array:
+def _zero(model: nn.Module) -> jax.Array:
     """A zero of the dtype of the model's losses."""
     return jnp.zeros((), jnp.promote_types(model.config.dtype, jnp.float32))
 
 
-def _state(model: Any, params: Any, tokens: jax.Array, state: RWKVState | None) -> RWKVState:
+def _state(model: nn.Module, params: PyTree, tokens: jax.Array, state: RWKVState | None) -> RWKVState:
     zeros = model.init_state(tokens.shape[0])
     if state is None:
         state = zeros
@@ -161,7 +163,7 @@ def _state(model: Any, params: Any, tokens: jax.Array, state: RWKVState | None) 
     if not is_explicit():
         return state
 
-    def read(params: Any, token: jax.Array, state: RWKVState) -> RWKVState:
+    def read(params: PyTree, token: jax.Array, state: RWKVState) -> PyTree:
         return model.apply({"params": params}, token, state, method="hidden")[1]
 
     # a scan's carry has one type, so the state starts with the sharding that the model returns
@@ -170,7 +172,7 @@ def _state(model: Any, params: Any, tokens: jax.Array, state: RWKVState | None) 
 
 
 def _split(
-    model: Any, tokens: jax.Array, mask: jax.Array | None, chunk_size: int, group: int = 1
+    model: nn.Module, tokens: jax.Array, mask: jax.Array | None, chunk_size: int, group: int = 1
 ) -> tuple[_Chunks, jax.Array]:
     """The chunks [n, B, chunk_size], and the sum of the weights (1 where it is 0)."""
     if chunk_size < 1:

@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ..core.arguments import check_number
-from ..core.sharding import is_explicit, reshard, shard_like, spec_of, vary_alike
-from ..layers.sharding import constrain, join_tokens, out_sharding, split_tokens, token_parts, unshard_for_dot
+from ..core.mesh import is_explicit, reshard, shard_like, spec_of, vary_alike
+from ..layers.sharding import ActivationSharding, constrain, out_sharding
+from ..layers.token_blocks import join_tokens, split_tokens, token_blocks
 
 
 def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | None) -> None:
@@ -54,11 +56,11 @@ def _l2wrap(loss: jax.Array, logits: jax.Array, weights: jax.Array) -> jax.Array
     return loss
 
 
-def _l2wrap_fwd(loss: jax.Array, logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+def _l2wrap_fwd(loss: jax.Array, logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, PyTree]:
     return loss, (logits, weights)
 
 
-def _l2wrap_bwd(residuals: Any, cotangent: jax.Array) -> Any:
+def _l2wrap_bwd(residuals: PyTree, cotangent: jax.Array) -> PyTree:
     logits, weights = residuals
     largest = jnp.argmax(logits, -1)
     at_largest = jax.lax.broadcasted_iota(largest.dtype, logits.shape, logits.ndim - 1) == largest[..., None]
@@ -73,8 +75,11 @@ _l2wrap.defvjp(_l2wrap_fwd, _l2wrap_bwd)
 
 
 def cross_entropy(
-    logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None, l2wrap: float = 1e-4
-) -> jax.Array:
+    logits: Float[Array, "*B V"],
+    labels: Int[Array, "*B"],
+    mask: Shaped[Array, "*B"] | None = None,
+    l2wrap: float = 1e-4,
+) -> Float[Array, ""]:
     """Mean next-token cross-entropy, with L2Wrap, which pulls the largest logit of every token towards 0.
 
     L2Wrap changes the gradient and not the value: it adds ``l2wrap / tokens * max_logit`` to the gradient of
@@ -133,16 +138,17 @@ def _sum_of_losses(
 
 def _losses_and_grads(
     hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
-) -> tuple[jax.Array, Any, Any]:
+) -> tuple[jax.Array, PyTree, PyTree]:
     """The sum, and with ``gradients`` its derivatives in hidden and kernel, else None for both.
 
     Each device scans its tokens and accumulates a local gradient of the kernel, or of its shard of the
     vocabulary. These are summed over devices once, at the end: per block that sum would dominate the traffic.
     """
-    narrow = unshard_for_dot(hidden, kernel.astype(hidden.dtype), ("embed", "vocab"))
+    sharding = ActivationSharding.of(hidden)
+    narrow = sharding.unshard_for_dot(hidden, kernel.astype(hidden.dtype), ("embed", "vocab"))
     scan = functools.partial(_scan_blocks, l2wrap=l2wrap, block=block, gradients=gradients)
     h = reshard(hidden, *spec_of(hidden)[:2], spec_of(narrow)[0]) if is_explicit() else hidden
-    parts = token_parts(hidden)
+    parts = token_blocks(hidden)
     if parts == (1, 1):
         total, d_hidden, d_kernel = scan(h, narrow, labels, weights)
     else:
@@ -165,7 +171,7 @@ def _losses_and_grads(
 
 def _scan_blocks(
     hidden: Any, narrow: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
-) -> tuple[jax.Array, Any, Any]:
+) -> tuple[jax.Array, PyTree, PyTree]:
     """`_losses_and_grads` of one device's tokens; ``narrow`` is the kernel in the dtype of hidden.
 
     A block's gradients are computed from its logits at once, so no logits are computed twice.
@@ -178,7 +184,7 @@ def _scan_blocks(
         x = jnp.pad(x, ((0, 0), (0, -T % block), *((0, 0),) * (x.ndim - 2)))
         return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
-    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+    def step(carry: PyTree, x: Any) -> tuple[PyTree, PyTree]:
         (total, d_kernel), (h, label, weight) = carry, x
         # masked positions may contain inf and NaN
         h = jnp.where((weight != 0)[..., None], h, 0)
@@ -217,12 +223,12 @@ def _scan_blocks(
 
 def _sum_of_losses_fwd(
     hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
     total, *grads = _losses_and_grads(hidden, kernel, labels, weights, l2wrap, block, gradients=True)
     return total, grads
 
 
-def _sum_of_losses_bwd(l2wrap: float, block: int, residuals: Any, cotangent: jax.Array) -> Any:
+def _sum_of_losses_bwd(l2wrap: float, block: int, residuals: PyTree, cotangent: jax.Array) -> PyTree:
     d_hidden, d_kernel = (cotangent * x for x in residuals)
     return d_hidden.astype(residuals[0].dtype), d_kernel.astype(residuals[1].dtype), None, None
 
@@ -231,14 +237,14 @@ _sum_of_losses.defvjp(_sum_of_losses_fwd, _sum_of_losses_bwd)
 
 
 def chunked_cross_entropy(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array | None = None,
+    hidden: Float[Array, "B T C"],
+    kernel: Float[Array, "C V"],
+    labels: Int[Array, "B T"],
+    mask: Shaped[Array, "B T"] | None = None,
     l2wrap: float = 1e-4,
     *,
     block_tokens: int = 4096,
-) -> jax.Array:
+) -> Float[Array, ""]:
     """`cross_entropy` of ``hidden @ kernel`` with at most about ``block_tokens`` positions' logits in memory.
 
     At 32,768 tokens and a vocabulary of 32,000 the logits take 4 GB in float32, and their gradient as much
@@ -286,7 +292,7 @@ def chunked_cross_entropy(
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
     weights = jax.lax.stop_gradient(jnp.ones((B, T), dtype) if mask is None else mask.astype(dtype))
     total = jnp.sum(weights)
-    batch_parts, sequence_parts = token_parts(hidden)
+    batch_parts, sequence_parts = token_blocks(hidden)
     block = max(1, min(T // sequence_parts, block_tokens * batch_parts // max(B, 1)))
     # a custom gradient wants inputs and gradients that vary over the same axes of a checked shard_map
     arrays = vary_alike((hidden, kernel, labels, weights))

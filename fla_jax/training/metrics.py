@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+from jaxtyping import PyTree
 
 from ..checkpoints.files import replacing
 from .memory import peak_memory
@@ -179,7 +180,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _summary_writer(folder: Path, step: int) -> Any:
+def _summary_writer(folder: Path, step: int) -> PyTree:
     """TensorBoard's events from ``step`` on; later ones that the folder has are superseded."""
     hide = "torch" not in sys.modules
     if hide:  # tensorboardX imports torch if it can, which takes seconds and serves nothing here

@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from ..core.sharding import is_explicit, reshard, spec_of
+from ..core.mesh import is_explicit, reshard, spec_of
 from .losses import chunked_cross_entropy
 
-Loss = Callable[[Any, Any], Any]
+Loss = Callable[[PyTree, PyTree], PyTree]
 
 
 def packed_loss(
-    model: Any,
-    params: Any,
+    model: nn.Module,
+    params: PyTree,
     tokens: Int[Array, "B T"],
     labels: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
-    mask: Num[Array, "B T"] | None = None,
+    mask: Shaped[Array, "B T"] | None = None,
     *,
     l2wrap: float = 1e-4,
     block_tokens: int = 4096,
@@ -62,7 +63,7 @@ def packed_loss(
     return chunked_cross_entropy(hidden, head, labels, mask, l2wrap, block_tokens=block_tokens)
 
 
-def next_token_loss(model: Any, *, l2wrap: float = 1e-4, block_tokens: int = 4096) -> Loss:
+def next_token_loss(model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int = 4096) -> Loss:
     """`packed_loss` as a function of parameters and a batch, the default loss of `TrainStep`.
 
     A batch is one of:
@@ -91,13 +92,13 @@ def next_token_loss(model: Any, *, l2wrap: float = 1e-4, block_tokens: int = 409
         ()
     """
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         return packed_loss(model, params, *_fields(batch), l2wrap=l2wrap, block_tokens=block_tokens)
 
     return loss
 
 
-def label_weight(batch: Any) -> jax.Array:
+def label_weight(batch: PyTree) -> jax.Array:
     """The weight of a batch of `next_token_loss`: the sum of its mask, or the number of its labels."""
     _, labels, _, mask = _fields(batch)
     if mask is None:
@@ -105,7 +106,7 @@ def label_weight(batch: Any) -> jax.Array:
     return jnp.sum(mask, dtype=jnp.promote_types(mask.dtype, jnp.float32))
 
 
-def _fields(batch: Any) -> tuple[Any, Any, Any, Any]:
+def _fields(batch: PyTree) -> tuple[Any, Any, Any, Any]:
     """Tokens [B, T], labels, segment_ids and mask, the last two or None, of a batch in any form."""
     if isinstance(batch, Mapping):
         if not {"tokens", "labels"} <= set(batch) <= {"tokens", "labels", "segment_ids", "mask"}:
@@ -128,7 +129,7 @@ def _fields(batch: Any) -> tuple[Any, Any, Any, Any]:
     return tokens[:, :-1], tokens[:, 1:], None, mask
 
 
-def over_sequence(x: jax.Array) -> jax.Array:
+def over_sequence(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
     """Shards T of tokens, or of an array [B, T, ...] like them, over the mesh axis ``sequence``; for custom
     losses.
 

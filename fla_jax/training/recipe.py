@@ -10,15 +10,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 _DECAY_BASE = ("w0", "time_decay")
 _MATRICES = ("kernel", "embedding")
 _MUON_RMS = 0.2  # of updates: about what Adam's have (arXiv:2502.16982)
 
 
-def parameter_groups(params: Any) -> Any:
-    """The optimizer group of every parameter, by its name alone, so for scanned and unscanned, boxed and
-    plain parameters alike.
+def parameter_groups(params: PyTree) -> PyTree:
+    """The optimizer group of every parameter, by its name alone: the same for stacked and boxed parameters.
 
     Args:
         params: a tree of parameters, or of anything with their structure.
@@ -34,20 +34,19 @@ def parameter_groups(params: Any) -> Any:
         {'key': {'kernel': 'matrix'}, 'w0': 'decay_base', 'w1': 'other'}
     """
 
-    def group(path: Any, _: Any) -> str:
+    def group(path: PyTree, _: Any) -> str:
         name = _names(path)[-1] if _names(path) else None
         return "decay_base" if name in _DECAY_BASE else "matrix" if name in _MATRICES else "other"
 
     return jax.tree_util.tree_map_with_path(group, params)
 
 
-def matrix_mask(params: Any) -> Any:
+def matrix_mask(params: PyTree) -> PyTree:
     """Marks the parameters that have weight decay in the official recipe: embedding, head and dense
     projections.
 
-    The mask for `optax.adamw` and the like. It depends on names alone, so it is the same for stacked layers
-    (``scan_layers``), where ``x.ndim > 1`` holds for stacks of vectors too. Low-rank matrices and the bonus
-    per head are not marked.
+    The mask for `optax.adamw` and the like. It depends on names alone: with stacked layers (``scan_layers``),
+    ``x.ndim > 1`` is also true for vectors. Low-rank matrices and the bonus per head are not marked.
 
     Args:
         params: a tree of parameters, or of anything with their structure.
@@ -65,7 +64,7 @@ def matrix_mask(params: Any) -> Any:
     return jax.tree.map(lambda group: group == "matrix", parameter_groups(params))
 
 
-def muon_dimension_numbers(params: Any) -> Any:
+def muon_dimension_numbers(params: PyTree) -> PyTree:
     """Which axes of each parameter `optax.contrib.muon` orthogonalises: those of the dense projections in
     layers, one matrix at a time where layers are stacked.
 
@@ -142,23 +141,21 @@ def rwkv_optimizer(
     )
 
 
-def _names(path: Any) -> list[Any]:
-    """The keys of dicts on the way to a parameter: below them lies only the inside of a box
-    (`flax.linen.LogicallyPartitioned`).
-    """
+def _names(path: PyTree) -> list[Any]:
+    """The dict keys of a path; what follows them is inside a box (`flax.linen.LogicallyPartitioned`)."""
     return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
 
 
-def _is_decay_base(params: Any) -> Any:
+def _is_decay_base(params: PyTree) -> PyTree:
     return jax.tree.map(lambda group: group == "decay_base", parameter_groups(params))
 
 
-def _is_projection(path: Any) -> bool:
+def _is_projection(path: PyTree) -> bool:
     """Whether a parameter is the matrix of a dense projection in a layer."""
     return _names(path)[-1:] == ["kernel"] and "head" not in _names(path)
 
 
-def _muon_labels(params: Any) -> Any:
+def _muon_labels(params: PyTree) -> PyTree:
     """The name of the transformation that each parameter has."""
     name = lambda path, _: "muon" if _is_projection(path) else "adam"
     return jax.tree_util.tree_map_with_path(name, params)
@@ -167,7 +164,7 @@ def _muon_labels(params: Any) -> Any:
 def _scale_by_muon() -> optax.GradientTransformation:
     """Muon's updates with a root mean square of `_MUON_RMS`, whatever shape a matrix has.
 
-    Measured rather than computed from the shape: optax before 0.2.7 has a factor of its own in its updates.
+    Measured, not computed from the shape: optax before 0.2.7 scales the updates itself.
     """
     muon = optax.contrib.scale_by_muon(weight_dimension_numbers=muon_dimension_numbers)
 
@@ -175,20 +172,20 @@ def _scale_by_muon() -> optax.GradientTransformation:
         rms = jnp.sqrt(jnp.mean(x * x, (-2, -1), keepdims=True))
         return x * (_MUON_RMS / jnp.where(rms > 0, rms, 1)).astype(x.dtype)
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> PyTree:
         return jax.tree.map(scale, updates), state
 
     return optax.chain(muon, optax.GradientTransformation(optax.init_empty_state, update))
 
 
 def _clip_by_global_norm(limit: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm`, whose factor all parameters wait for.
+    """`optax.clip_by_global_norm` with a barrier behind the factor.
 
-    XLA else computes the factor again for every parameter, and looks at all of those places each time that it
-    has changed one: with 24 layers a third of its time to find what to fuse.
+    Without it XLA fuses the factor into the update of every parameter: with 24 layers a third of the time
+    that it spends on fusion.
     """
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> PyTree:
         norm = optax.tree.norm(updates)
         factor = jax.lax.optimization_barrier(jnp.where(norm < limit, 1.0, limit / norm))
         return jax.tree.map(lambda x: x * factor.astype(x.dtype), updates), state

@@ -1,8 +1,8 @@
 """State tuning: a frozen model learns a task through its initial states alone.
 
 Source: RWKV-PEFT, ``--train_type state``: one state a layer, zero at first, learning rate from 1 to 0.01. Its
-files, and those that the ``rwkv`` package reads, hold ``blocks.{i}.att.time_state`` as [H, V, K], transposed
-relative to the states here.
+files, and those of the ``rwkv`` package, have ``blocks.{i}.att.time_state`` as [H, V, K], transposed relative
+to the states here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ..checkpoints import read_pth, write_pth
 from ..core.arguments import check_integer, check_number, shown
@@ -27,7 +29,7 @@ from .recipe import rwkv_optimizer, rwkv_schedule
 _NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
 
 
-def zero_states(model: Any) -> jax.Array:
+def zero_states(model: nn.Module) -> Float[Array, "L H K V"]:
     """The states that tuning starts from: zeros [L, H, K, V], one state a layer, in float32.
 
     Example:
@@ -41,20 +43,20 @@ def zero_states(model: Any) -> jax.Array:
     return model.init_state(1).wkv[:, 0]
 
 
-def initial_state(model: Any, states: jax.Array, batch: int) -> RWKVState:
-    """What the model reads: ``states`` for every row, and no token before the first.
+def initial_state(model: nn.Module, states: Float[Array, "L H K V"], batch: int) -> RWKVState:
+    """The model's initial state: ``states`` for every sequence, and no token before the first.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         states: [L, H, K, V], from `tune_states` or `load_states`.
-        batch: number of rows, B.
+        batch: number of sequences, B.
 
     Returns:
         The state for ``model.apply(..., tokens, state)``, `fla_jax.generation.generate` and so on.
 
     Raises:
-        ValueError: ``states`` do not have the model's shape, or ``batch`` is no positive integer.
-        TypeError: ``states`` are no array of numbers.
+        ValueError: ``states`` does not have the model's shape, or ``batch`` is not a positive integer.
+        TypeError: ``states`` is not an array of numbers.
 
     Example:
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
@@ -95,22 +97,26 @@ def _check_batch(where: str, tokens: Any, mask: Any) -> None:
 
 
 def state_loss(
-    model: Any, params: Any, states: jax.Array, tokens: jax.Array, mask: jax.Array | None = None
-) -> jax.Array:
-    """Next-token loss from these initial states; to be differentiated in ``states`` alone.
+    model: nn.Module,
+    params: PyTree,
+    states: Float[Array, "L H K V"],
+    tokens: Int[Array, "B T+1"],
+    mask: Shaped[Array, "B T"] | None = None,
+) -> Float[Array, ""]:
+    """Next-token loss from given initial states, differentiable in ``states``.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         params: its parameters, as plain arrays.
         states: [L, H, K, V].
-        tokens: [B, T + 1] integers: the first T are read, the last T are the labels.
+        tokens: [B, T + 1] integers: the first T are the input, the last T the labels.
         mask: [B, T] booleans, or weights of the labels (answers, say, and not questions); None for all.
 
     Returns:
         A scalar, float32, or float64 for a model of that dtype.
 
     Raises:
-        ValueError: a shape does not fit. TypeError: ``tokens`` are no integers, or ``mask`` or ``states`` no
+        ValueError: a shape is wrong. TypeError: ``tokens`` are not integers, or ``mask`` or ``states`` not
             numbers.
 
     Example:
@@ -132,33 +138,32 @@ def state_loss(
 
 
 def tune_states(
-    model: Any,
-    params: Any,
-    batches: Iterable[Any],
+    model: nn.Module,
+    params: PyTree,
+    batches: Iterable[PyTree],
     steps: int,
     *,
     learning_rate: optax.ScalarOrSchedule | None = None,
-    states: jax.Array | None = None,
-) -> tuple[jax.Array, np.ndarray]:
-    """Tunes initial states; the parameters are read and never written.
+    states: Float[Array, "L H K V"] | None = None,
+) -> tuple[Float[Array, "L H K V"], Float[np.ndarray, " steps"]]:
+    """Tunes initial states; the parameters do not change.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         params: its parameters, as plain arrays.
         batches: at least ``steps`` batches, each tokens [B, T + 1] or a tuple ``(tokens, mask)`` as
-            `state_loss` takes them; one shape for all compiles once.
+            `state_loss` takes them, compiled once for each shape.
         steps: optimiser steps.
         learning_rate: a number or an optax schedule; None for the official one, from 1 along a cosine to
-            0.01. States need far larger steps than weights do: 0.01 throughout learns next to nothing in a
-            hundred.
+            0.01. States need far larger steps than weights.
         states: [L, H, K, V] to start from; None for zeros.
 
     Returns:
         ``(states, losses)``: the tuned states [L, H, K, V], and the loss [steps] before each step.
 
     Raises:
-        ValueError, TypeError: an argument or a batch does not fit, a token is not one of the model's, or
-            there are fewer batches than ``steps``; the message names it.
+        ValueError, TypeError: an argument or a batch has the wrong shape or dtype, a token is outside of the
+            vocabulary, or there are fewer batches than ``steps``; the message names it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -188,8 +193,8 @@ def tune_states(
 
     @jax.jit
     def step(
-        states: jax.Array, opt_state: Any, params: Any, tokens: jax.Array, mask: jax.Array | None
-    ) -> Any:
+        states: jax.Array, opt_state: PyTree, params: PyTree, tokens: jax.Array, mask: jax.Array | None
+    ) -> PyTree:
         loss, grads = jax.value_and_grad(state_loss, 2)(model, params, states, tokens, mask)
         updates, opt_state = optimizer.update(grads, opt_state, states)
         return optax.apply_updates(states, updates), opt_state, loss
@@ -198,13 +203,13 @@ def tune_states(
     for i in range(steps):
         batch = next(source, None)
         if batch is None:
-            raise ValueError(f"batches hold {i} batches, fewer than steps = {steps}")
+            raise ValueError(f"batches must have at least steps = {steps} batches, got {i}")
         if isinstance(batch, tuple) and len(batch) != 2:
             raise ValueError(f"batches[{i}] must be tokens or (tokens, mask), got a tuple of {len(batch)}")
         tokens, mask = batch if isinstance(batch, tuple) else (batch, None)
         where = f"batches must hold tokens or (tokens, mask); of batches[{i}] "
         _check_batch(where, tokens, mask)
-        values = np.asarray(tokens)  # on the host: there the check waits for no earlier step
+        values = np.asarray(tokens)  # on the host, so that the check waits for no earlier step
         low, high = values.min(), values.max()
         if low < 0 or high >= model.config.vocab_size:
             span = f"from 0 to {model.config.vocab_size - 1}"
@@ -214,15 +219,15 @@ def tune_states(
     return states, np.asarray(jnp.stack(losses))
 
 
-def save_states(path: str | os.PathLike[str], states: jax.Array) -> None:
-    """Writes states, and nothing else, as a ``.pth`` that RWKV-PEFT and what is built on ``rwkv`` read.
+def save_states(path: str | os.PathLike[str], states: Float[Array, "L H K V"]) -> None:
+    """Writes states as a ``.pth`` file that RWKV-PEFT and programs around ``rwkv`` read.
 
     Args:
         path: of the file.
         states: [L, H, K, V], stored as ``blocks.{i}.att.time_state`` [H, V, K] in float32.
 
     Raises:
-        ValueError: ``states`` do not have four axes. TypeError: they are no array of numbers.
+        ValueError: ``states`` does not have four axes. TypeError: it is not an array of numbers.
 
     Example:
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
@@ -239,19 +244,19 @@ def save_states(path: str | os.PathLike[str], states: jax.Array) -> None:
     write_pth(path, {f"blocks.{i}.att.time_state": np.ascontiguousarray(x) for i, x in enumerate(transposed)})
 
 
-def load_states(path: str | os.PathLike[str], model: Any) -> jax.Array:
+def load_states(path: str | os.PathLike[str], model: nn.Module) -> Float[Array, "L H K V"]:
     """Reads states from a ``.pth`` of `save_states`, of RWKV-PEFT, or of a whole model with states in it.
 
     Args:
-        path: of the file; nothing in it is run.
-        model: the model that they are for.
+        path: of the file; no code in it is executed.
+        model: the model of the states.
 
     Returns:
         [L, H, K, V] float32.
 
     Raises:
-        ValueError: the file holds no states, or not those of this model's layers and shapes; the message
-            names the file and the tensor.
+        ValueError: the file has no states, or those of other layers and shapes; the message names the file
+            and the tensor.
 
     Example:
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM

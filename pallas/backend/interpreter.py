@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .call import TritonCall
 from .dtypes import TRITON_DTYPES
-from .triton import TritonCall
 
 # the interpreter patches triton.language while it runs; several devices call at once
 _LOCK = threading.Lock()

@@ -29,8 +29,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_manager
 
+from .call import TritonCall
 from .dtypes import TRITON_DTYPES
-from .triton import TritonCall
 
 _CACHE_FILE = "fla-jax-call"
 _ALIGNMENT = 16  # bytes, of every array that XLA allocates

@@ -18,8 +18,9 @@ from typing import Any
 import jax
 
 from ...core.context import Context
-from ...core.gpu import gpu_missing, unfit_inputs
-from ...core.sharding import vary, varying_axes
+from ...core.gpu import gpu_missing
+from ...core.implementation import Unsupported, unfit_inputs
+from ...core.mesh import vary, varying_axes
 
 
 def is_interpreting() -> bool:
@@ -29,7 +30,7 @@ def is_interpreting() -> bool:
     return os.environ.get("FLA_JAX_PALLAS_INTERPRET") == "1"
 
 
-def supports(ctx: Context) -> str | None:
+def supports(ctx: Context) -> Unsupported | None:
     """None where Pallas kernels can serve ``call``, else the reason."""
     return why_not(ctx.platform) or unfit_inputs(ctx)
 
@@ -39,7 +40,7 @@ def preferred(ctx: Context) -> bool:
     return not is_interpreting()
 
 
-def why_not(platform: str) -> str | None:
+def why_not(platform: str) -> Unsupported | None:
     """None where Pallas kernels can be called on ``platform`` (``"gpu"``, ``"cpu"``, ...), else the
     reason.
     """
@@ -48,7 +49,7 @@ def why_not(platform: str) -> str | None:
     reason = gpu_missing(platform)
     if reason is not None and platform != "gpu":
         reason += " (FLA_JAX_PALLAS_INTERPRET=1 runs Pallas' interpreter, slowly)"
-    return reason
+    return None if reason is None else Unsupported(reason)
 
 
 def pallas_call(

@@ -11,67 +11,18 @@ runs on the host instead, in Triton's interpreter (`interpreter`).
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 
 from ...core.context import Context
-from ...core.gpu import Fixable, current_gpu, gpu_missing, unfit_inputs
+from ...core.gpu import current_gpu, gpu_missing
+from ...core.implementation import Unsupported, unfit_inputs
+from .call import Launch, TritonCall
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 Out = TypeVar("Out")
-
-
-class Launch(NamedTuple):
-    """How a kernel's programs are compiled.
-
-    Attributes:
-        num_warps: warps of a program.
-        num_stages: depth of the pipeline that loads ahead in loops.
-        max_registers: registers of a thread, 0 for as many as ptxas wants.
-    """
-
-    num_warps: int
-    num_stages: int = 1
-    max_registers: int = 0
-
-
-class TritonCall(NamedTuple):
-    """The static half of a call.
-
-    Attributes:
-        kernel: a `triton.jit` function.
-        groups: tree of the kernel's input parameters.
-        scalars: the ints among the leaves of ``groups``; None where the leaf is an array.
-        outputs: tree of the kernel's output parameters.
-        shapes: of the leaves of ``outputs``.
-        constants: names and values of the parameters that are compile-time constants.
-        grid: programs along three axes.
-        launch: how programs are compiled.
-        capability: of the GPU, 90 for 9.0.
-        aliases: pairs of an array among the operands and an output that takes over its memory.
-    """
-
-    kernel: Any
-    groups: Any
-    scalars: tuple[int | None, ...]
-    outputs: Any
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    constants: tuple[tuple[str, Hashable], ...]
-    grid: tuple[int, int, int]
-    launch: Launch
-    capability: int
-    aliases: tuple[tuple[int, int], ...]
-
-    def parameters(self, arrays: Iterable[Any], outputs: Iterable[Any]) -> dict[str, Any]:
-        """The kernel's parameters but its constants, by name, of arrays and outputs (or of what stands for
-        them).
-        """
-        rest = iter(arrays)
-        leaves = [next(rest) if scalar is None else scalar for scalar in self.scalars]
-        groups = (*jax.tree.unflatten(self.groups, leaves), *jax.tree.unflatten(self.outputs, outputs))
-        return dict(zip(self.kernel.arg_names, groups, strict=False))
 
 
 def triton_call(
@@ -200,7 +151,7 @@ def launch(
     return dict(zip(outputs, results, strict=True))
 
 
-def supports(ctx: Context) -> str | None:
+def supports(ctx: Context) -> Unsupported | None:
     """None where Triton kernels can serve the call, else the reason."""
     return why_not(ctx.platform) or unfit_inputs(ctx)
 
@@ -210,15 +161,17 @@ def preferred(ctx: Context) -> bool:
     return not INTERPRET
 
 
-def why_not(platform: str) -> str | None:
+def why_not(platform: str) -> Unsupported | None:
     """None where Triton kernels run on ``platform`` (``"gpu"``, ``"cpu"``, ...), else the reason."""
     if INTERPRET:
         return None
     reason = gpu_missing(platform)
     if reason is not None:
-        return reason
+        return Unsupported(reason)
     try:
         from . import lowering  # noqa: F401
     except Exception as error:  # whatever Triton and jaxlib raise at import where versions do not fit
-        return Fixable(f"Triton kernels cannot be compiled ({type(error).__name__}: {error})")
+        return Unsupported(
+            f"Triton kernels cannot be compiled ({type(error).__name__}: {error})", fixable=True
+        )
     return None

@@ -1,95 +1,59 @@
-"""What a program of the chunked Triton kernels knows of its work: how it was compiled, which tokens are its
-own, where a chunk's tiles and its head's state lie, and which pairs of a chunk's tokens see each other.
+"""What the chunked Triton kernels of RWKV-6 and RWKV-7 share: their config, the index of their tokens, and
+the tiles and masks of a chunk.
 
-Both ops open a chunk with these. Names that end in ``_`` are pointers.
+A program takes one block of values of one head of one split: a sequence, or one of the pieces of equal length
+into which sequences are cut. It scans the split's chunks of 16 tokens with the state [V, K] in registers.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-C = tl.constexpr(16)  # tokens of a chunk, in all kernels and launchers
+C = tl.constexpr(16)  # tokens of a chunk
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What a launch is compiled for. The launcher makes it; inside a kernel it is one constant.
+UNSAFE_GATE = tl.constexpr(-256)  # the gate of an unsafe program with a cotangent scale of 2^0
+
+
+class Index(NamedTuple):
+    """Where the tokens of each program are. Fields that a call does not need are None.
 
     Attributes:
-        H: heads.
-        K: keys of a head.
-        V: values of a head.
-        BK: keys that a program holds, a power of two.
-        BV: values that a program holds, a power of two.
-        splits: stretches that each row is cut into; 1 where sequences are packed.
-        scale: factor of r.
-        operand: dtype of the large products' operands, bfloat16 for inputs of 16 bits, else float32.
-        in_parts: whether products of float32 operands are made of their TF32 parts.
-        any_decay: whether rows and heads may need the form for any decay; False in the bounded form.
-        segments: whether rows have segments, before which the state restarts.
-        packed: whether sequences are packed into one row.
-        even: whether no element of any tile is missing.
-        scored: whether a kernel has made the scores of all chunks beforehand (RWKV-7's scores.py).
-        gauge: powers of two by which rows of the bounded form are too large, columns and the state too small.
+        segment_bits: [B, chunks] int32, where segments begin (`chunk_segments`).
+        cu_seqlens: [N + 1] int32, the first token of each packed sequence.
+        chunk_offsets: [N + 1] int32, the first chunk of each packed sequence.
+        chunk_indices: [programs] int32, the packed sequence of each program of `chunks_of_program`.
+        gates: [splits, H] int32, see `load_gate`.
+        T: tokens of a row of the batch.
+        split_len: tokens of a split.
     """
 
-    H: int
-    K: int
-    V: int
-    BK: int
-    BV: int
-    num_splits: int
-    scale: float
-    operand: Any
-    tf32x3: bool
-    unsafe_gate: bool
-    segments: bool
-    packed: bool
-    unmasked: bool
-    precomputed_A: bool
-    safe_gate_exponent: int
-
-    def replaced(self, **changes: Any) -> "Config":
-        """The same with other values."""
-        return dataclasses.replace(self, **changes)
-
-
-@triton.constexpr_function
-def with_safe_gate(c):
-    """The mode of a program whose decays are bounded."""
-    return c.replaced(unsafe_gate=False)
-
-
-@triton.constexpr_function
-def with_square_state(c):
-    """The mode of a walk with a matrix [K, K] in place of the state."""
-    return c.replaced(V=c.K)
-
-
-UNSAFE_GATE = tl.constexpr(-256)  # what `load_gate` says of the form for any decay, at a scale of 2^0
+    segment_bits: Any
+    cu_seqlens: Any
+    chunk_offsets: Any
+    chunk_indices: Any
+    gates: Any
+    T: Any
+    split_len: Any
 
 
 @triton.jit
-def load_gate(gate_, number, c: tl.constexpr):
-    """Which form sequence ``number`` and the program's head take, from an array [sequences, H].
+def load_gate(index, number, c: tl.constexpr):
+    """The gate of split ``number`` and the program's head.
 
-    In the bounded form it is the gauge: by how many powers of two rows are too large there, columns and the
-    state too small. In the form for any decay it is below 0: ANY_DECAY, in a backward and the exponent of
-    `cotangent_scale`.
+    0 and above: the safe gate, centred: q side times 2^gate, k side and state divided by it. Below 0: the
+    unsafe gate, UNSAFE_GATE plus the exponent of `cotangent_scale`.
     """
     if c.unsafe_gate:
-        return tl.load(gate_ + number * c.H + tl.program_id(1))
+        return tl.load(index.gates + number * c.H + tl.program_id(1))
     else:
         return tl.full((), c.safe_gate_exponent, tl.int32)
 
 
 @triton.jit
 def has_unsafe_gate(gate, c: tl.constexpr):
-    """The choice of body. Where the mode rules the form for any decay out it is a constant, and only one body
-    is compiled.
-    """
+    """Selects the body. Where the config excludes the unsafe gate only one body is compiled."""
     if c.unsafe_gate:
         return gate < 0
     else:
@@ -104,36 +68,23 @@ def power_of_two(n):
 
 @triton.jit
 def cotangent_scale(gate):
-    """In the form for any decay, the powers of two that cotangents are multiplied with on their way in, and
-    gradients on their way out (common/cotangent_scale.py).
+    """Under an unsafe gate, the powers of two that multiply loaded cotangents and stored gradients
+    (`cotangent_scale_kernel`).
     """
     n = gate - UNSAFE_GATE
     return power_of_two(n), power_of_two(-n)
 
 
-class Index(NamedTuple):
-    """The kernels' arguments that say where tokens are.
+class Split(NamedTuple):
+    """The tokens of a program.
 
     Attributes:
-        seg_: [B, chunks] where segments begin, as `chunk_segments` reads it; unused without segments.
-        cu_: [N + 1] first token of each packed sequence; unused without.
-        chunk0_: [N] first chunk of each packed sequence; unused without.
-        T: tokens of a row.
-        span: tokens of a stretch.
-        form: see `load_gate`.
-    """
-
-    segment_bits_: Any
-    cu_seqlens_: Any
-    chunk_offsets_: Any
-    T: Any
-    split_len: Any
-    gate: Any
-
-
-class Split(NamedTuple):
-    """What a program walks: its number among packed sequences or stretches, its row, the row's first token,
-    its own first token, its number of tokens, and its first chunk among all chunks.
+        index: number among all splits or packed sequences.
+        row: in the batch.
+        base: first token of the row, counted through the batch.
+        first: first token of the split, likewise.
+        length: tokens of the split.
+        first_chunk: first chunk of the split, counted through all rows or packed sequences.
     """
 
     index: Any
@@ -146,22 +97,22 @@ class Split(NamedTuple):
 
 @triton.jit
 def program_split(index, c: tl.constexpr):
-    """The program's sequence: program axis 2 counts packed sequences, else the stretches of all rows."""
+    """The split of program axis 2, which counts packed sequences, or the splits of all rows."""
     return nth_split(tl.program_id(2), index, c)
 
 
 @triton.jit
 def nth_split(p, index, c: tl.constexpr):
-    """Packed sequence or stretch ``p``."""
+    """Packed sequence or split ``p``."""
     if c.packed:
-        first = tl.load(index.cu_seqlens_ + p)
+        first = tl.load(index.cu_seqlens + p)
         return Split(
             p,
             0,
             first.to(tl.int64),
             first.to(tl.int64),
-            tl.load(index.cu_seqlens_ + p + 1) - first,
-            tl.load(index.chunk_offsets_ + p).to(tl.int64),
+            tl.load(index.cu_seqlens + p + 1) - first,
+            tl.load(index.chunk_offsets + p).to(tl.int64),
         )
     else:
         row, sees_h0 = p // c.num_splits, (p % c.num_splits) * index.split_len
@@ -177,33 +128,34 @@ def nth_split(p, index, c: tl.constexpr):
 
 
 @triton.jit
-def split_of_program(number, chunk_indices_, c: tl.constexpr):
-    """Whose chunks program ``number`` takes: which packed sequence, or which of all stretches."""
+def split_of_program(number, index, c: tl.constexpr):
+    """The number of the split whose chunks program ``number`` takes."""
     if c.packed:
-        return tl.load(chunk_indices_ + number)
+        return tl.load(index.chunk_indices + number)
     else:
         return tl.program_id(2)
 
 
 @triton.jit
-def chunks_of_program(number, chunk_indices_, index, CHUNKS_PER_STATE: tl.constexpr, c: tl.constexpr):
-    """The sequence of program ``number``, which takes ``EVERY`` of its chunks (`ChunkPlan.by_chunks`), and
-    the first of them; there may be none.
+def chunks_of_program(number, index, c: tl.constexpr):
+    """The split of program ``number`` and the first of its ``chunks_per_state`` chunks
+    (`ChunkPlan.by_chunks`).
+
+    A packed sequence may have fewer chunks than programs.
     """
     if c.packed:
-        split = nth_split(split_of_program(number, chunk_indices_, c), index, c)
+        split = nth_split(split_of_program(number, index, c), index, c)
         before = (
-            split.first_chunk + split.index * (CHUNKS_PER_STATE - 1)
-        ) // CHUNKS_PER_STATE  # as `state_offset` counts them
-        return split, (number - before).to(tl.int32) * CHUNKS_PER_STATE
+            split.first_chunk + split.index * (c.chunks_per_state - 1)
+        ) // c.chunks_per_state  # as `state_offset` counts them
+        return split, (number - before).to(tl.int32) * c.chunks_per_state
     else:
-        return program_split(index, c), number * CHUNKS_PER_STATE
+        return program_split(index, c), number * c.chunks_per_state
 
 
 class Axes(NamedTuple):
-    """The axes of a program's tiles: a chunk's tokens [16], keys [BK], values [BV], and which of the keys and
-    values there are.
-    """
+    """The axes of a program's tiles: tokens [16], keys [BK], values [BV], and whether keys and values
+    exist."""
 
     token: Any
     key: Any
@@ -221,8 +173,8 @@ def tile_axes(block_k, block_v, c: tl.constexpr):
 
 
 class Offsets(NamedTuple):
-    """Where a chunk's tiles lie from its first token on: keys [16, BK], keys as `token_sums` divides them
-    [BK / 16, 16, 16], values [16, BV], values held transposed [BV, 16].
+    """Offsets of a chunk's tiles from its first token: keys [16, BK], keys in batches of 16 [BK / 16, 16,
+    16], values [16, BV], values transposed [BV, 16].
     """
 
     key: Any
@@ -233,7 +185,7 @@ class Offsets(NamedTuple):
 
 @triton.jit
 def token_offsets(axes, c: tl.constexpr):
-    """The same for all chunks."""
+    """The offsets, equal in all chunks."""
     key = axes.token[:, None] * (c.H * c.K) + axes.key[None, :]
     spread = axes.token[None, :, None] * (c.H * c.K) + batched16_keys(c)
     value = axes.token[:, None] * (c.H * c.V) + axes.value[None, :]
@@ -242,12 +194,12 @@ def token_offsets(axes, c: tl.constexpr):
 
 @triton.jit
 def batched16_keys(c: tl.constexpr):
-    """The keys of a tile that is divided as `token_sums` divides it, [BK / 16, 1, 16]."""
+    """The keys of a tile in batches of 16, [BK / 16, 1, 16], as `token_sums` takes it."""
     return tl.arange(0, c.BK // 16)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
 
 
 class Mask(NamedTuple):
-    """Which elements of a chunk's tiles there are: tokens [16], keys [16, BK], values [16, BV]."""
+    """Whether elements of a chunk's tiles exist: tokens [16], keys [16, BK], values [16, BV]."""
 
     token: Any
     key: Any
@@ -256,20 +208,20 @@ class Mask(NamedTuple):
 
 @triton.jit
 def chunk_mask(left, axes):
-    """Of the chunk before whose first token ``left`` tokens remain."""
+    """The mask of a chunk, ``left`` tokens before the end of the split."""
     m = axes.token < left
     return Mask(m, m[:, None] & axes.has_key[None, :], m[:, None] & axes.has_value[None, :])
 
 
 @triton.jit
 def batched16_mask(mask, c: tl.constexpr):
-    """Which elements of a tile of keys divided as `token_sums` divides it there are, [BK / 16, 16, 16]."""
+    """Whether elements of a tile of keys in batches of 16 exist, [BK / 16, 16, 16]."""
     return mask.token[None, :, None] & (batched16_keys(c) < c.K)
 
 
 @triton.jit
 def transposed_mask(mask, axes):
-    """Which elements of a tile of values held transposed there are, [BV, 16]."""
+    """Whether elements of a transposed tile of values exist, [BV, 16]."""
     return mask.token[None, :] & axes.has_value[:, None]
 
 
@@ -281,12 +233,12 @@ def causal_masks(axes):
 
 
 class Segments(NamedTuple):
-    """Where segments begin in a chunk, from which all masks follow: segments are contiguous.
+    """Where segments begin in a chunk. Segments are contiguous, so all masks follow from it.
 
     Attributes:
-        bits: one for each token; bit 16 is set in every chunk. Those above are of no meaning.
-        first: the first token that begins a segment, 16 where none does.
-        last: the last one, 0 where none does.
+        bits: a bit for each token that begins a segment; bit 16 is always set, higher bits are undefined.
+        first: the first token that begins a segment, 16 if none.
+        last: the last one, 0 if none.
     """
 
     bits: Any
@@ -296,10 +248,9 @@ class Segments(NamedTuple):
 
 @triton.jit
 def chunk_segments(segment_bits_, split, n):
-    """Of the sequence's chunk ``n``, from the one number that says it (`plan.chunked.segment_bits`).
+    """The segments of the split's chunk ``n``, from one integer (`chunk_host.segment_bits`).
 
-    Numbers of all tokens would be loaded once for each layout of a mask. One number is copied ahead in the
-    background, and a mask is one operation with what is the same in all chunks.
+    One integer is copied ahead in the background; ids of all tokens would be loaded once for each layout.
     """
     word = tl.load(segment_bits_ + split.first_chunk + n)
     return Segments(word, (word >> 17) & 31, word >> 22)
@@ -307,49 +258,47 @@ def chunk_segments(segment_bits_, split, n):
 
 @triton.jit
 def has_no_restart(segments, i, t, pairs):
-    """Those of ``pairs`` of tokens i <= t between which no segment begins: bits of the tokens after i up to
-    t, and the bit that is always set for other pairs.
+    """Those of ``pairs`` of tokens i <= t between which no segment begins: no bit of the tokens after i up to
+    t is set. Other pairs test the bit that is always set.
     """
     return (segments.bits & tl.where(pairs, (2 << t) - (2 << i), 0x10000)) == 0
 
 
 @triton.jit
 def in_one_segment(segments, pairs):
-    """Those of ``pairs`` t, i with i <= t that lie in one segment, [16, 16]."""
+    """Those of ``pairs`` t, i with i <= t in one segment, [16, 16]."""
     return has_no_restart(segments, tl.arange(0, C)[None, :], tl.arange(0, C)[:, None], pairs)
 
 
 @triton.jit
 def tokens_seeing_h0(segments):
-    """Tokens that the entering state reaches, [16, 1]."""
+    """Tokens before the first restart of the chunk, [16, 1]."""
     return tl.arange(0, C)[:, None] < segments.first
 
 
 @triton.jit
 def tokens_reaching_ht(segments):
-    """Tokens that reach the leaving state, [16, 1]."""
+    """Tokens from the last restart of the chunk on, [16, 1]."""
     return tl.arange(0, C)[:, None] >= segments.last
 
 
 @triton.jit
 def does_h0_reach_ht(segments):
-    """Whether the entering state reaches the leaving one."""
+    """Whether the chunk has no restart."""
     return segments.first == C
 
 
 @triton.jit
-def masked(x, keep, segments):
-    """``x`` where ``keep``, else zero, in x's dtype, behind a branch: for masks that keep all of ``x`` where
-    no segment begins in the chunk, as in most chunks.
-    """
+def masked(x, mask, segments):
+    """``x`` where ``mask``, else zero, behind a branch that chunks without a restart skip."""
     if segments.first < C:
-        x = tl.where(keep, x, 0.0).to(x.dtype)
+        x = tl.where(mask, x, 0.0).to(x.dtype)
     return x
 
 
 @triton.jit
 def state_scale(gate, c: tl.constexpr, GRADIENT: tl.constexpr):
-    """The factor that a state, or its gradient, has while chunks are walked."""
+    """The factor of a state, or of its gradient, during the scan."""
     if not c.unsafe_gate:
         return power_of_two(gate if GRADIENT else -gate)
     elif GRADIENT:
@@ -360,7 +309,7 @@ def state_scale(gate, c: tl.constexpr, GRADIENT: tl.constexpr):
 
 @triton.jit
 def inverse_state_scale(gate, c: tl.constexpr):
-    """The factor that takes the gradient of a state back."""
+    """The factor that undoes `state_scale` of a state's gradient."""
     if c.unsafe_gate:
         return cotangent_scale(gate)[1]
     else:
@@ -368,8 +317,8 @@ def inverse_state_scale(gate, c: tl.constexpr):
 
 
 class StateTile(NamedTuple):
-    """Where the program's part of a state lies in an array [.., K, V], held transposed [BV, BK], and which of
-    its elements there are.
+    """Offsets of the program's block of a state in an array [.., K, V], transposed to [BV, BK], and whether
+    its elements exist.
     """
 
     offsets: Any
@@ -378,21 +327,21 @@ class StateTile(NamedTuple):
 
 @triton.jit
 def state_tile(axes, c: tl.constexpr):
-    """The same for all states."""
+    """The tile, equal for all states."""
     offsets = axes.key[None, :] * c.V + axes.value[:, None]
     return StateTile(offsets, axes.has_key[None, :] & axes.has_value[:, None])
 
 
 @triton.jit
 def load_state(ptr, head, tile, gate, c: tl.constexpr, GRADIENT: tl.constexpr = False):
-    """The program's part of state ``head``, or of its gradient, float32, with the factor of the form."""
+    """The program's block of state ``head``, or of its gradient, float32, times `state_scale`."""
     h = tl.load(ptr + head * (c.K * c.V) + tile.offsets, mask=tile.mask, other=0.0).to(tl.float32)
     return h * state_scale(gate, c, GRADIENT)
 
 
 @triton.jit
 def store_state(ptr, head, h, tile, gate, c: tl.constexpr, GRADIENT: tl.constexpr = False):
-    """Stores what `load_state` would load."""
+    """Stores what `load_state` loads."""
     if GRADIENT:
         h *= inverse_state_scale(gate, c)
     tl.store(ptr + head * (c.K * c.V) + tile.offsets, h, mask=tile.mask)
@@ -400,6 +349,6 @@ def store_state(ptr, head, h, tile, gate, c: tl.constexpr, GRADIENT: tl.constexp
 
 @triton.jit
 def partial_sums(block, T, c: tl.constexpr):
-    """Where the sums of value block ``block`` begin in an array [blocks, B, T, H, K]."""
+    """Offset of value block ``block`` in an array [blocks, B, T, H, K] of partial sums."""
     before = block.to(tl.int64) * (1 if c.packed else tl.num_programs(2) // c.num_splits)
     return before * T * (c.H * c.K)

@@ -1,118 +1,106 @@
-"""What the launchers of the chunked Triton kernels share: runtime arguments, constants, launch options,
-shapes of what the forward keeps.
-"""
+"""What the chunked ops' host code shares: splits, one planned pass, the scale of cotangents."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import triton.language as tl
 
-from ...core.context import Context, RecurrenceConfig
-from ...core.gpu import current_gpu
-from ..backend.triton import INTERPRET, launch
-from .chunk import UNSAFE_GATE, C, Config
-from .cotangent_scale import cotangent_scale_kernel
-from .shapes import like, tile, unused
+from ...core.context import Context
+from ...core.types import RecurrenceConfig
+from ..backend.triton import INTERPRET, Launch, triton_call
+from .chunk import UNSAFE_GATE, C, Index
+from .chunk_config import Config
+from .cotangent_scale import Cotangents, Scaled, cotangent_scale_kernel
+from .shapes import like, tile
+from .variants import SAFE_GATE_BOUND, BlockLaunch
 
 CHUNK = C.value
-SAFE_GATE_BOUND = -2.0  # the bounded form makes factors from exp(-8 * 2) to exp(8 * 2)
-# times the lowest log decay: half of what a chunk may decay, in powers of two (`device.chunk.load_gate`)
-SAFE_GATE_EXPONENT = -CHUNK / 2 / math.log(2)
+SAFE_GATE_EXPONENT = -CHUNK / 2 / math.log(2)  # times the lowest log decay: log2 of half a chunk's decay
 
-# (value block, warps, pipeline stages) by pass and padded K, for 16-bit inputs on compute capability 9.0 and
-# 10.x; an entry with a third part is for another kind of call: "float32" inputs, "small" GPUs, or both. See
-# `launch_options`.
-LaunchTable = Mapping[tuple[str, int] | tuple[str, int, str], tuple[int, int, int]]
-
-
-# Programs that fill an H200 (132 multiprocessors, about four programs each), the most of them at which
-# cutting rows still pays for walking them again (by padded K: with 128, one program fills a multiprocessor),
-# and the fewest tokens that are worth a stretch of their own.
+# Programs that fill an H200; the most programs, by padded K, at which splits pay for scanning twice; the
+# fewest tokens of a split
 FULL_GPU, MAX_SPLIT_PROGRAMS, MIN_SPLIT_LEN = 512, {64: 132, 128: 100}, 256
 
 
-class ChunkPlan(NamedTuple):
-    """One launch.
+@dataclasses.dataclass(frozen=True)
+class ChunkPlan:
+    """One pass over all chunks.
 
     Attributes:
-        ranges: the kernels' arguments seg_, cu_, chunk0_, any_decay_, T, span, by name.
-        options: what `launch` takes besides arrays: grid, num_warps, num_stages, mode.
-        parts: value blocks.
-        chunks: leading axes of what is kept by chunk: rows, chunks.
-        sequences: rows, stretches of them or packed sequences.
+        index: where tokens are.
+        config: what the kernel is compiled for.
+        grid: blocks of values, heads, splits (or packed sequences).
+        launch: how programs are compiled.
+        chunks: leading axes of arrays that have an entry a chunk.
     """
 
-    ranges: dict[str, jax.Array | int]
-    options: dict[str, Any]
-    NV: int
+    index: Index
+    config: Config
+    grid: tuple[int, int, int]
+    launch: Launch
     chunks: tuple[int, int]
-    sequences: int
 
-    def state_shape(self, every: int) -> tuple[int, int]:
-        """Leading axes of what is kept for every ``every`` chunks: as common/state_buffers.py counts them."""
+    def states(self, chunks_per_state: int) -> tuple[int, int]:
+        """Leading axes of arrays that have an entry for ``chunks_per_state`` chunks (`state_offset`)."""
         rows, chunks = self.chunks
-        more = self.sequences if self.config.packed else 1
-        return rows, (chunks + more * (every - 1)) // every
+        sequences = self.grid[2] if self.config.packed else 1
+        return rows, (chunks + sequences * (chunks_per_state - 1)) // chunks_per_state
 
-    def by_chunks(self, every: int) -> tuple[tuple[int, int, int], jax.Array]:
-        """The grid of programs that take ``every`` chunks each: these, heads, stretches; and the kernels'
-        argument owner_, the sequence of each where sequences are packed. These share the first axis: with one
-        of their own each would start programs for all chunks there are.
+    def by_chunks(self, chunks_per_state: int) -> tuple[tuple[int, int, int], Index]:
+        """The grid of programs that take ``chunks_per_state`` chunks each (these, heads, splits), and its
+        index.
+
+        The programs of all packed sequences share the first axis, so that a short one starts none in vain.
         """
-        _, H, sequences = self.options["grid"]
+        _, H, splits = self.grid
         if not self.config.packed:
-            return (-(-self.ranges["split_len"] // (every * CHUNK)), H, sequences), unused()
-        count, chunk_offsets = self.state_shape(every)[1], cast(jax.Array, self.ranges["chunk_offsets_"])
-        first = (chunk_offsets[:-1] + jnp.arange(sequences) * (every - 1)) // every
-        owner = jnp.searchsorted(first, jnp.arange(count), side="right") - 1
-        return (count, H, 1), owner.astype(jnp.int32)
+            return (-(-self.index.split_len // (chunks_per_state * CHUNK)), H, splits), self.index
+        count = self.states(chunks_per_state)[1]
+        first = (
+            self.index.chunk_offsets[:-1] + jnp.arange(splits) * (chunks_per_state - 1)
+        ) // chunks_per_state
+        sequences = jnp.searchsorted(first, jnp.arange(count), side="right") - 1
+        return (count, H, 1), self.index._replace(chunk_indices=sequences.astype(jnp.int32))
 
     @property
-    def config(self) -> Config:
-        """What the kernel is compiled for."""
-        return self.options["c"]
-
-    @property
-    def store(self) -> Any:
-        """Dtype of what is kept, of operands."""
-        return store_dtype(self.config.operand == tl.bfloat16)
+    def store_dtype(self) -> Any:
+        """Of stored states and of operands."""
+        return jnp.bfloat16 if self.config.operand == tl.bfloat16 else jnp.float32
 
 
-def num_splits_of(ctx: Context[RecurrenceConfig], passes: int = 1) -> int:
-    """Into how many stretches to cut each whole row: 1 where rows and heads alone keep the GPU busy, and as
-    many on each of the devices that share rows. So many ``walks`` of each stretch run at once.
-
-    Packed sequences are not cut: there are usually many.
+def num_splits_of(ctx: Context[Any, RecurrenceConfig], passes: int = 1) -> int:
+    """Splits of each sequence: 1 if sequences and heads alone keep the GPU busy, and equally many on each
+    device of a sequence axis. ``passes`` scans of a split run at once. Packed sequences are not split.
     """
-    B, T, H, K = ctx.inputs.r.shape
-    T //= ctx.cp_size
-    programs = max(1, B * H * ctx.cp_size // ctx.devices)
-    if ctx.inputs.cu_seqlens is not None or programs > MAX_SPLIT_PROGRAMS.get(max(64, tile(K)), 0):
-        return ctx.cp_size
+    B, T, H, K = ctx.shapes.r.shape
+    T //= ctx.cp.size
+    programs = max(1, B * H * ctx.cp.size // ctx.num_devices)
+    if ctx.shapes.cu_seqlens is not None or programs > MAX_SPLIT_PROGRAMS.get(max(64, tile(K)), 0):
+        return ctx.cp.size
     wanted = min(-(-FULL_GPU // (passes * programs)), T // MIN_SPLIT_LEN)
-    return ctx.cp_size * -(-T // _split_len(T, max(1, wanted)))
+    return ctx.cp.size * -(-T // _split_len(T, max(1, wanted)))
 
 
-def local_num_splits(ctx: Context[RecurrenceConfig], passes: int = 1) -> int:
-    """How many of `num_splits_of` the tokens are that an implementation sees."""
-    return num_splits_of(ctx, passes) // (1 if ctx.sequence is None else ctx.cp_size)
+def local_num_splits(ctx: Context[Any, RecurrenceConfig], passes: int = 1) -> int:
+    """Splits of the tokens that one device has."""
+    return num_splits_of(ctx, passes) // (1 if ctx.cp.axis is None else ctx.cp.size)
 
 
 def _split_len(T: int, num_splits: int) -> int:
-    """Tokens of a stretch: whole chunks, and two of them that share a state are in one."""
+    """Tokens of a split: whole pairs of chunks, which may share a state."""
     return -(-T // (num_splits * 2 * CHUNK)) * 2 * CHUNK
 
 
 def segment_bits(segment_ids: jax.Array) -> jax.Array:
-    """[B, chunks] int32: which tokens of a chunk begin a segment, a bit each, then a bit that is always set,
-    the first of them (16 without one) in five bits and the last (0 without one) above.
+    """[B, chunks] int32 for `chunk_segments`: a bit for each token that begins a segment, bit 16 set, then
+    the first such token (16 if none) in five bits and the last (0 if none) above.
 
-    A row's first token begins none: the row's initial state is its segment's.
+    The first token of a sequence begins none: its segment starts from the initial state.
     """
     change = segment_ids[:, 1:] != segment_ids[:, :-1]
     change = jnp.pad(change, ((0, 0), (1, -segment_ids.shape[1] % CHUNK)))
@@ -124,85 +112,46 @@ def segment_bits(segment_ids: jax.Array) -> jax.Array:
     return bits | 1 << CHUNK | first << CHUNK + 1 | last << CHUNK + 6
 
 
-def launch_options(table: LaunchTable, launch_pass: str, K: int, bf16_dots: bool) -> tuple[int, int, int]:
-    """(value block, warps, pipeline stages) of a pass for this GPU, from its record and never by trial.
-
-    Without ``large_tiles`` ptxas spills up to 15 KB a thread on the usual blocks of values; smaller ones
-    compile well.
-    """
-    small = "" if current_gpu().large_tiles else "small"
-    kind = " ".join(filter(None, [small, "" if bf16_dots else "float32"]))
-    key = launch_pass, max(64, tile(K))
-    return table[(*key, kind)] if (*key, kind) in table else table[key]
-
-
-def has_bf16_dots(x: Any) -> bool:
-    """Whether products have bfloat16 operands: all token arrays of a recurrence's inputs, the decay apart,
-    have 16 bits.
-    """
-    tokens = [array for name, array in x._asdict().items() if name in "rkvab"]
-    return all(array.dtype in (jnp.bfloat16, jnp.float16) for array in tokens)
-
-
-def has_wgmma() -> bool:
-    """Whether the GPU has products of a warp group, which key-major tiles (common/key_major.py) are made for.
-    Elsewhere these tiles spill up to 800 bytes.
-    """
-    return current_gpu().wgmma
-
-
-def can_be_key_major(x: Any, do: jax.Array) -> bool:
-    """Whether a backward may take tiles with keys as rows: they also take two parts of 8 bits in place of
-    float32, so that tokens are bfloat16 and decays that or float32.
-    """
-    tokens = [array for name, array in x._asdict().items() if name in "rkvab"]
-    bf16_dots = all(array.dtype == jnp.bfloat16 for array in (*tokens, do))
-    return bf16_dots and x.w.dtype != jnp.float16 and has_wgmma()
-
-
-def store_dtype(bf16_dots: bool) -> Any:
-    """Dtype of kept states, of operands."""
-    return jnp.bfloat16 if bf16_dots else jnp.float32
-
-
-def make_plan(
-    launch_pass: str,
-    table: LaunchTable,
-    ctx: Context[RecurrenceConfig],
+def plan_pass(
+    ctx: Context[Any, RecurrenceConfig],
     x: Any,
+    launch: BlockLaunch,
+    bf16_dots: bool,
     num_splits: int = 1,
-    precomputed_A: bool = False,
-    bf16_dots: bool | None = None,
+    **config: Any,
 ) -> ChunkPlan:
-    """Plans the pass ``which`` of a launch table for a recurrence's inputs ``x``, rows cut into ``splits``
-    stretches; ``scored`` as in `Config`. Operands have 16 bits where inputs have, or as ``half`` says.
+    """Plans one pass over the tokens of ``x``, RWKV6Inputs or RWKV7Inputs.
+
+    Args:
+        ctx: the call.
+        x: its arrays.
+        launch: a row of the launch table.
+        bf16_dots: whether products have bfloat16 operands.
+        num_splits: of each sequence.
+        config: further fields of `Config`.
     """
     B, T, H, K = x.r.shape
     V = x.v.shape[-1]
-    BK = tile(K)
-    bf16_dots = has_bf16_dots(x) if bf16_dots is None else bf16_dots
-    BV, num_warps, num_stages = launch_options(table, launch_pass, K, bf16_dots)
-    BV = min(tile(V), BV)
-    none = unused()
+    BK, BV = tile(K), min(tile(V), launch.block)
     if x.cu_seqlens is None:
-        rows, chunks, cu_seqlens, chunk_offsets = B * num_splits, (B, -(-T // CHUNK)), none, none
+        splits, chunks, cu_seqlens, chunk_offsets = B * num_splits, (B, -(-T // CHUNK)), None, None
     else:
-        rows = x.cu_seqlens.shape[0] - 1
-        chunks = (1, (T + rows * (CHUNK - 1)) // CHUNK)
+        splits = x.cu_seqlens.shape[0] - 1
+        chunks = (1, (T + splits * (CHUNK - 1)) // CHUNK)
         cu_seqlens = x.cu_seqlens.astype(jnp.int32)
-        chunk_offsets = jnp.concatenate([none, jnp.cumsum(-(-jnp.diff(cu_seqlens) // CHUNK))])
-    lower_bound = ctx.settings.lower_bound
-    unsafe_gate = lower_bound is None or lower_bound < SAFE_GATE_BOUND
-    needs = none
-    if unsafe_gate:
-        lowest = jnp.min(x.w, (1, 3)).astype(jnp.float32)
-        needs = jnp.where(
-            lowest < SAFE_GATE_BOUND,
-            UNSAFE_GATE.value,
-            jnp.round(SAFE_GATE_EXPONENT * jnp.minimum(lowest, 0)).astype(jnp.int32),
-        )
-        needs = jnp.repeat(needs, rows // B, 0)  # one of each stretch or packed sequence
-    NV = -(-V // BV)
+        ends = jnp.cumsum(-(-jnp.diff(cu_seqlens) // CHUNK))
+        chunk_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    bound = ctx.settings.lower_bound
+    unsafe_gate = bound is None or bound < SAFE_GATE_BOUND
+    index = Index(
+        segment_bits=None if x.segment_ids is None else segment_bits(x.segment_ids),
+        cu_seqlens=cu_seqlens,
+        chunk_offsets=chunk_offsets,
+        chunk_indices=None,
+        gates=jnp.repeat(_gates(x.w), splits // B, 0) if unsafe_gate else None,
+        T=T,
+        split_len=_split_len(T, num_splits),
+    )
     c = Config(
         H=H,
         K=K,
@@ -212,56 +161,50 @@ def make_plan(
         num_splits=num_splits,
         scale=ctx.settings.scale,
         operand=tl.bfloat16 if bf16_dots else tl.float32,
-        tf32x3=not bf16_dots and not INTERPRET,  # Triton's interpreter multiplies float32 numbers as they are
+        tf32x3=not bf16_dots and not INTERPRET,  # the interpreter computes float32 products exactly
         unsafe_gate=unsafe_gate,
+        safe_gate_exponent=0 if bound is None or unsafe_gate else round(SAFE_GATE_EXPONENT * min(bound, 0.0)),
         segments=x.segment_ids is not None,
         packed=x.cu_seqlens is not None,
         unmasked=T % CHUNK == 0 and x.cu_seqlens is None and K == BK and V % BV == 0,
-        precomputed_A=precomputed_A,
-        safe_gate_exponent=0
-        if unsafe_gate
-        else round(SAFE_GATE_EXPONENT * min(cast(float, lower_bound), 0.0)),
+        **config,
     )
-    seg = none if x.segment_ids is None else segment_bits(x.segment_ids)
-    ranges = dict(
-        segment_bits_=seg,
-        cu_seqlens_=cu_seqlens,
-        chunk_offsets_=chunk_offsets,
-        gate_=needs,
-        T=T,
-        split_len=_split_len(T, num_splits),
-    )
-    options = dict(grid=(NV, H, rows), num_warps=num_warps, num_stages=num_stages, c=c)
-    return ChunkPlan(ranges, options, NV, chunks, rows)
+    return ChunkPlan(index, c, (-(-V // BV), H, splits), launch.launch, chunks)
 
 
-def with_cotangent_scale(plan: ChunkPlan, x: Any, do: jax.Array, ds: jax.Array) -> ChunkPlan:
-    """``plan`` for kernels that take cotangents, ``do`` of outputs and ``ds`` of last states, [.., H, K, V],
-    of each sequence or more of them for one: at which scale, says `cotangent_scale_kernel`. In the bounded
-    form they are taken as they are.
+def _gates(w: jax.Array) -> jax.Array:
+    """[B, H] int32, the gate of each sequence and head by its lowest log decay (`load_gate`)."""
+    lowest = jnp.min(w, (1, 3)).astype(jnp.float32)
+    exponent = jnp.round(SAFE_GATE_EXPONENT * jnp.minimum(lowest, 0)).astype(jnp.int32)
+    return jnp.where(lowest < SAFE_GATE_BOUND, UNSAFE_GATE.value, exponent)
+
+
+def with_cotangent_scale(plan: ChunkPlan, x: Any, do: jax.Array, dht: jax.Array) -> ChunkPlan:
+    """The plan of a backward pass with the scale of its cotangents in the gates (`cotangent_scale_kernel`).
+
+    ``do`` [B, T, H, V] are cotangents of outputs, ``dht`` [n splits, H, K, V] of final states. The safe gate
+    needs no scale.
     """
-    if not plan.config.unsafe_gate:
+    gates = plan.index.gates
+    if gates is None:
         return plan
-    names, needs = (
-        ("cu_seqlens_", "chunk_offsets_", "gate_", "T", "split_len"),
-        cast(jax.Array, plan.ranges["gate_"]),
-    )
-    top = jnp.max(jnp.abs(ds.astype(jnp.float32)), (2, 3))
-    top = jnp.max(top.reshape(needs.shape[0], -1, needs.shape[1]), 1)
-    made = launch(
+    dht_max = jnp.max(jnp.abs(dht.astype(jnp.float32)), (2, 3))
+    dht_max = jnp.max(dht_max.reshape(gates.shape[0], -1, gates.shape[1]), 1)
+    c = plan.config
+    made = triton_call(
         cotangent_scale_kernel,
-        dict(do_=do, top_=top, r_=x.r, k_=x.k, v_=x.v) | {name: plan.ranges[name] for name in names},
-        dict(scaled_gate_=like(needs)),
-        grid=(1, *plan.options["grid"][1:]),
-        num_warps=4,
-        num_stages=1,
-        c=plan.config.replaced(BK=tile(plan.config.K), BV=tile(plan.config.V)),
+        Cotangents(do, dht_max, x.r, x.k, x.v),
+        plan.index,
+        out=Scaled(like(gates)),
+        config=c.replaced(BK=tile(c.K), BV=tile(c.V)),
+        grid=(1, *plan.grid[1:]),
+        launch=Launch(num_warps=4),
     )
-    return plan._replace(ranges=plan.ranges | dict(gate_=made["scaled_gate_"]))
+    return dataclasses.replace(plan, index=plan.index._replace(gates=made.gates))
 
 
-def partial_shapes(NV: int, *arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of gradients that every value block contributes to: float32 where they must be summed."""
+def partial_shapes(NV: int, *arrays: jax.Array) -> list[Any]:
+    """Shapes of gradients with an axis of value blocks in front: float32 if more than one are summed."""
     return [jax.ShapeDtypeStruct((NV, *x.shape), x.dtype if NV == 1 else jnp.float32) for x in arrays]
 
 

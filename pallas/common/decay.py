@@ -1,18 +1,17 @@
-"""Decay factors of a chunk and the scores made with them, shared by the chunked Triton kernels.
+"""Decay factors of a chunk, and the A matrices that they make.
 
-In the bounded form exp(G) and exp(-G) from the chunk's start on, times the form's gauge and divided by it,
-serve scores and state alike. In the form for any decay (docs/maths.md, section 7) decays may be as strong as
-they like:
+Under a safe gate exp(G) and exp(-G), with G summed from the chunk's start and centred by the gate, serve A
+and the state alike. Under an unsafe gate (docs/maths.md, section 7) decays may be arbitrarily strong:
 
-* Exact is what the entering state hands to the chunk's tokens and to the leaving state, and what their
-  gradients hand back to it: exponentials of sums of the log decays themselves, LOG_ZERO in place of -inf.
-* Clamped is what tokens of one chunk hand to each other and to the leaving state: it is the product of a row
-  and a column factor, of which one may take decays back. Rows refer to the middle of their own block of 8
-  tokens and columns to both middles, so that at most four log decays are taken back: counted down to LOG_MIN
-  only, that is at most exp(64), and no less than exp(-64) shows in a score or in the gradient of a decay.
-* The tokens of RWKV-7 write what they read of the state, so that their writes may be as large as it. With
-  ``DELTA`` log decays are counted down to LOG_FEW, 7e-13, where few of the four in a quarter of the chunk are
-  strong: one or two, or the first of three. Exponents are at most 69 then.
+* Factors between the state at the start, the chunk's tokens and the state at the end are exact: exponentials
+  of sums of the log decays, with LOG_ZERO for -inf.
+* Factors between tokens of the chunk, and from tokens to the state at the end, are clamped: each is the
+  product of a q and a k factor, of which one may undo decays. Queries refer to the middle of their half of
+  the chunk and keys to both middles, so at most four log decays are undone, clamped at LOG_MIN: no factor
+  exceeds exp(64), and none below exp(-64) shows in A or in the gradient of a decay.
+* In RWKV-7 (``DELTA``) tokens write what they read from the state, so writes may be as large as the state.
+  There a quarter of the chunk with few strong decays is clamped at LOG_FEW = log 7e-13; exponents stay below
+  69.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from .chunk import state_scale
 from .dots import dot, token_sums
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOG_ZERO = tl.constexpr(-128.0)  # exp is 0 in float32; unlike -inf it may be multiplied by 0
+LOG_ZERO = tl.constexpr(-128.0)  # exp is 0 in float32, and unlike -inf times 0 is 0
 LOG_MIN = tl.constexpr(-16.0)  # exp(-16) = 1.1e-7 is the spacing of float32
 LOG_FEW = tl.constexpr(-28.0)
 
@@ -32,18 +31,16 @@ LOG_FEW = tl.constexpr(-28.0)
 class DecayFactors(NamedTuple):
     """Decay factors of a chunk, [16, K], and of the state, [K].
 
-    ``incl`` is for rows that read the state after their token's decay, ``excl`` for rows that read it before.
+    ``gi`` is for queries of the state after their token's decay (r of RWKV-7), ``ge`` for queries before it.
 
     Attributes:
-        score_incl: of rows, for the scores.
-        score_excl: of rows, for the scores.
-        low: of columns, for the scores of rows 0..7.
-        high: of columns, for the scores of rows 8..15 and for the leaving state.
-        state_incl: of rows, for what they read of the entering state.
-        state_excl: of rows, for what they read of the entering state.
-        pre: decay of the state before the chunk's writes; in the bounded form nothing of use.
-        post: decay of the state after the chunk's writes; in the bounded form all of it.
-        cut: what clamping took from each token's decay, a factor; in the bounded form nothing of use.
+        score_gi, score_ge: of queries, for A.
+        first_half: of keys, for A of the queries of the first half (`in_first_half`).
+        second_half: of keys, for A of the other queries and for the state at the end.
+        state_gi, state_ge: of queries, for the state at the start.
+        decay_pre: of the state before the chunk's writes; undefined under a safe gate.
+        decay_post: of the state after the chunk's writes; under a safe gate the whole decay.
+        clamp_ratio: each token's decay divided by its clamped decay; undefined under a safe gate.
     """
 
     score_gi: Any
@@ -65,12 +62,12 @@ def at_least(w, lowest):
 
 @triton.jit
 def lowest_logs(w, c: tl.constexpr, BATCHED16: tl.constexpr):
-    """Down to where RWKV-7 counts the log decays ``w`` [16, K] in scores: LOG_FEW or LOG_MIN, a tile.
+    """Where RWKV-7 clamps the log decays ``w`` [16, K] in A: LOG_FEW or LOG_MIN, a tile.
 
-    The sums below are over the four tokens of a quarter, of log decays counted down to LOG_MIN, of which
-    later ones count 21 / 32. With n strong ones the sums of these are -26.5 and -32 (n = 2), -37, -42.5 and
-    -48 (n = 3), -47.5 or less (n = 4), and less by what the mild ones add. So down to LOG_FEW are counted one
-    or two strong ones and the first of three, and of four not one, so that exponents stay below 69.
+    The sum is over the four tokens of a quarter, of log decays clamped at LOG_MIN, with weight 21 / 32 for
+    later tokens. With n strong decays it is -26.5 or -32 (n = 2), -37, -42.5 or -48 (n = 3), at most -47.5
+    (n = 4), and lower by the mild ones. So LOG_FEW holds for one or two strong decays and the first of
+    three, and for none of four: exponents stay below 69.
     """
     t, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     quarter = tl.where(j // 4 == t // 4, tl.where(j <= t, 1.0, 0.65625), 0.0)
@@ -79,38 +76,36 @@ def lowest_logs(w, c: tl.constexpr, BATCHED16: tl.constexpr):
 
 @triton.jit
 def safe_gate_factors(gi, ge, back, total):
-    """The factors of the bounded form, from the chunk's start on: with and without the token's own decay, its
-    inverse, and the decay of the whole chunk.
-    """
+    """Safe factors from the chunk's start: with and without the token's decay, the inverse, and the whole
+    decay."""
     return DecayFactors(gi, ge, back, back, gi, ge, decay_pre=total, decay_post=total, clamp_ratio=total)
 
 
 @triton.jit
 def sums_to_middles(i, s):
-    """Matrices of 0 and +-1, by which log decays of tokens ``i`` sum up for token ``s``: from the middle of
-    its half to it, and from it to the second middle.
+    """Matrices of 0 and +-1 that sum log decays of tokens ``i`` for token ``s``: from the middle of its half
+    to it, and from it to the second middle.
     """
     middle = tl.where(s < 8, 4, 12)
-    to_row = tl.where((middle <= i) & (i <= s), 1.0, tl.where((s < i) & (i < middle), -1.0, 0.0))
-    return to_row, tl.where((s < i) & (i < 12), 1.0, tl.where((i >= 12) & (i <= s), -1.0, 0.0))
+    to_query = tl.where((middle <= i) & (i <= s), 1.0, tl.where((s < i) & (i < middle), -1.0, 0.0))
+    return to_query, tl.where((s < i) & (i < 12), 1.0, tl.where((i >= 12) & (i <= s), -1.0, 0.0))
 
 
 @triton.jit
 def in_first_half(t, EXCLUSIVE):
-    """Which rows refer to the first middle: of tokens 0..7, and of token 8 where rows are without their own
-    decay (``EXCL``, 1 or 0). So no factor holds more than four decays.
+    """Whether the query of token ``t`` refers to the first middle: tokens 0 to 7, and token 8 if queries
+    precede their decay (``EXCLUSIVE`` 1, else 0), so that no factor has more than four decays.
     """
     return t < 8 + EXCLUSIVE
 
 
 @triton.jit
 def decay_factors(w, gate, c: tl.constexpr, DELTA: tl.constexpr, BATCHED16: tl.constexpr = False, last=False):
-    """The factors for log decays ``w`` [16, K]; all sums over tokens are products with constant triangles.
+    """The factors of log decays ``w`` [16, K]. Sums over tokens are products with constant triangles.
 
-    Forward and carry kernel make them with ``SPREAD``, see `token_sums`, of ``w`` [K / 16, 16, 16], loaded as
-    they want it: Triton copies the next chunks' tiles into shared memory in the background only where their
-    order in memory is the order in which a product reads them. It goes into products only, with the identity
-    in place of a cast.
+    With ``BATCHED16`` (`token_sums`) ``w`` is [K / 16, 16, 16], loaded in the layout in which products read
+    it: only then Triton copies the next chunk's tile in the background. So products alone read it, here with
+    the identity. ``last`` is whether the chunk is the last of the split.
     """
     o = tl.arange(0, 16)
     t, j = o[:, None], o[None, :]
@@ -125,16 +120,16 @@ def decay_factors(w, gate, c: tl.constexpr, DELTA: tl.constexpr, BATCHED16: tl.c
         lowest = lowest_logs(w, c, BATCHED16) if DELTA else LOG_MIN
         counted = tl.maximum(plain, lowest).to(w.dtype)
         counted_g = counted.to(tl.float32) * LOG2E
-        # sums from the middles on: differences of sums from the chunk's start are too large to be exact
+        # summed from the middles: differences of sums from the chunk's start are not exact
         before, _ = sums_to_middles(j, t - 1)
-        to_row, to_middle = sums_to_middles(j, t)
+        to_query, to_middle = sums_to_middles(j, t)
         Rx = token_sums(before, counted, c, BATCHED16) * LOG2E
-        # with its own decay token 8 is the first of the second half, without the last of the first one
-        R = token_sums(to_row, counted, c, BATCHED16) * LOG2E if DELTA else Rx + counted_g
+        # after its decay token 8 is the first of the second half, before it the last of the first half
+        R = token_sums(to_query, counted, c, BATCHED16) * LOG2E if DELTA else Rx + counted_g
         second_half = tl.exp2(token_sums(to_middle, counted, c, BATCHED16) * LOG2E)
         Gx = token_sums(tl.where(j < t, 1.0, 0.0), whole, c, BATCHED16) * LOG2E
         G = Gx + g
-        decay_post = tl.sum(tl.where(t == 15, R, 0.0), 0)  # as the columns, whose way it ends
+        decay_post = tl.sum(tl.where(t == 15, R, 0.0), 0)  # to the second middle, as the keys
         decay_pre = tl.sum(tl.where(t == 15, G, 0.0), 0) - decay_post
         return DecayFactors(
             score_gi=tl.exp2(R),
@@ -160,9 +155,7 @@ def decay_factors(w, gate, c: tl.constexpr, DELTA: tl.constexpr, BATCHED16: tl.c
 
 @triton.jit
 def safe_gate_factors_by_cumsum(w, gate, last):
-    """The factors of the bounded form by scans, which are shorter than products where there is little besides
-    that waits for them: in the forward of RWKV-6.
-    """
+    """`decay_factors` under a safe gate by scans, which are faster than products in the forward of RWKV-6."""
     w = w.to(tl.float32)
     start = tl.where(tl.arange(0, 16)[:, None] == 0, gate.to(tl.float32), 0.0)
     g = w * LOG2E + start
@@ -173,14 +166,15 @@ def safe_gate_factors_by_cumsum(w, gate, last):
 
 
 class Queries(NamedTuple):
-    """What reads, [16, K], times its decay factors: for the entering state and for the scores."""
+    """Queries [16, K] times their decay factors: for the state at the start, and for A."""
 
     state: Any
     score: Any
 
 
 class Keys(NamedTuple):
-    """What writes, [16, K], times its decay factors: for rows 0..7; for rows 8..15 and the leaving state."""
+    """Keys [16, K] times their decay factors: for the first half's queries; for the others and the state at
+    the end."""
 
     first_half: Any
     second_half: Any
@@ -188,9 +182,7 @@ class Keys(NamedTuple):
 
 @triton.jit
 def masked_A(queries, keys, mask, c: tl.constexpr, EXCLUSIVE: tl.constexpr):
-    """Masked products [16, 16] of rows and columns, each half of the rows with its own columns; ``EXCL`` says
-    that rows are without their own decay.
-    """
+    """A [16, 16], masked: products of queries with the keys of their half (`in_first_half`)."""
     A = dot(queries.score, tl.trans(keys.second_half), c)
     if c.unsafe_gate:
         first_half = in_first_half(tl.arange(0, 16)[:, None], EXCLUSIVE)

@@ -1,8 +1,8 @@
-"""Matrix products that the chunked Triton kernels share: those of operands, in float32 of TF32 parts, sums
-over a chunk's tokens, small inverses.
+"""Matrix products of the chunked kernels: of operands, in float32 from TF32 parts; sums over tokens; small
+inverses.
 
-A sum over the 16 tokens of a chunk is a product with a constant matrix, mostly of 0 and +-1: that takes a
-third of the instructions of `tl.cumsum`, and no barriers.
+A sum over the 16 tokens of a chunk is a product with a constant matrix of 0 and +-1: a third of the
+instructions of `tl.cumsum`, and no barriers.
 """
 
 import triton
@@ -13,9 +13,9 @@ import triton.language as tl
 def dot(x, y, c: tl.constexpr, acc=None):
     """``acc + x @ y``, in float32.
 
-    Float32 operands are two parts each, and all but the product of the smaller ones, 2^-22, is summed up.
-    Triton's own "tf32x3" cuts parts off and tests every number for NaN, a quarter of all instructions; here
-    what is infinite becomes NaN.
+    Float32 operands are two TF32 parts each; the product of the smaller parts, 2^-22, is dropped. Triton's
+    "tf32x3" truncates parts and tests every number for NaN, a quarter of all instructions; here infinities
+    become NaN.
     """
     if c.tf32x3:
         high_x, high_y = tf32_part(x), tf32_part(y)
@@ -28,19 +28,19 @@ def dot(x, y, c: tl.constexpr, acc=None):
 
 @triton.jit
 def tf32_part(x):
-    """float32 ``x`` rounded to the 11 bits of TF32, which also holds what is left, but for its last bit."""
+    """Float32 ``x`` rounded to the 11 bits of TF32. The remainder fits TF32 but for its last bit."""
     return ((x.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def token_sums(matrix, x, c: tl.constexpr, BATCHED16: tl.constexpr = False):
-    """``matrix`` [16, 16] of small multiples of 1 / 32 times ``x`` [16, K] in the dtype of memory, to float32
-    accuracy; float32 decays beside tokens of 16 bits to that of TF32.
+    """``matrix`` [16, 16] of small multiples of 1 / 32 times ``x`` [16, K] as loaded, to float32 accuracy
+    (TF32 for float32 decays beside 16-bit tokens).
 
-    A product of 16 rows has none to divide, so that every warp makes all of it and holds all of the result.
-    With ``SPREAD`` it is a batch of products of 16 columns, which warps do divide: less work where the result
-    goes on elementwise, as in the forward. The backward has other products' tiles of 16 rows to meet it, and
-    would convert them. ``x`` may be divided already then: [K / 16, 16, 16].
+    Warps do not divide a product with 16 rows: each computes all of it. With ``BATCHED16`` it is a batch of
+    products of 16 columns, which warps divide: less work where elementwise operations follow, as in the
+    forward. In the backward the result meets tiles of other products, which would be converted. ``x`` may be
+    [K / 16, 16, 16] then.
     """
     if BATCHED16:
         parts = x if len(x.shape) == 3 else to_batched16(x)
@@ -60,10 +60,10 @@ def to_batched16(x):
 
 @triton.jit
 def exact_dot(matrix, x, c: tl.constexpr):
-    """What `token_sums` makes of one product or of a batch."""
+    """`token_sums` of one product or a batch."""
     if x.dtype == tl.bfloat16:
         return tl.dot(matrix.to(tl.bfloat16), x)
-    elif x.dtype == tl.float16:  # its 11 bits are two bfloat16
+    elif x.dtype == tl.float16:  # its 11 bits fit two bfloat16
         hi, lo = bf16x2(x.to(tl.float32))
         return tl.dot(matrix.to(tl.bfloat16), lo, tl.dot(matrix.to(tl.bfloat16), hi))
     else:
@@ -72,10 +72,7 @@ def exact_dot(matrix, x, c: tl.constexpr):
 
 @triton.jit
 def token_sums_f32(matrix, x, acc, c: tl.constexpr):
-    """``acc + matrix @ x`` for float32 ``x`` [16, K].
-
-    Where products have bfloat16 operands, ``x`` goes in two halves of 8 bits each.
-    """
+    """``acc + matrix @ x`` for float32 ``x`` [16, K], as two bfloat16 where operands are bfloat16."""
     if c.operand == tl.bfloat16:
         hi, lo = bf16x2(x)
         m = matrix.to(tl.bfloat16)
@@ -86,7 +83,7 @@ def token_sums_f32(matrix, x, acc, c: tl.constexpr):
 
 @triton.jit
 def sums_bf16x2(matrix, x, c: tl.constexpr, acc=None):
-    """`dot` for a ``matrix`` that TF32 holds."""
+    """`dot` for a ``matrix`` that is exact in TF32."""
     if c.tf32x3:
         high = tf32_part(x)
         return tl.dot(
@@ -107,8 +104,8 @@ def bf16x2(x):
 def inverse16(A, c: tl.constexpr):
     """(I - A)^-1 for strictly lower triangular A [16, 16].
 
-    The 8 x 8 diagonal blocks come by the series (I + D)(I + D^2)(I + D^4), then one merge makes the rest.
-    Doubling over all 16 rows would lose everything where keys are nearly parallel.
+    The series (I + D)(I + D^2)(I + D^4) inverts the 8 x 8 diagonal blocks, and one merge completes it. The
+    series over all 16 rows would lose all digits for nearly parallel keys.
     """
     o = tl.arange(0, 16)
     same = (o[:, None] // 8) == (o[None, :] // 8)

@@ -1,7 +1,6 @@
-"""Device functions of kernels that work on each token and head by itself: tiles [tokens, heads, channels].
+"""Functions of kernels that treat every token and head separately: tiles [tokens, heads, channels].
 
-A program walks the tiles of its share of a row's tokens and of its heads. Channels are padded to a power
-of two.
+A program scans the tiles of a block of tokens, for some of the heads. Channels are padded to a power of two.
 """
 
 import dataclasses
@@ -10,10 +9,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .token_tiles import load_tokens, store_tokens
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadwiseConfig:
-    """What a launch is compiled for. The launcher makes it; inside a kernel it is one constant.
+    """Compile-time facts of a launch; a kernel's own config adds to them.
 
     Attributes:
         H: heads.
@@ -22,7 +23,7 @@ class HeadwiseConfig:
         BH: heads of a tile.
         BN: channels of a tile, a power of two.
         stages: depth of the load pipeline.
-        even: whether no element of any tile is missing.
+        unmasked: whether every tile is complete.
     """
 
     H: int
@@ -34,85 +35,115 @@ class HeadwiseConfig:
     unmasked: bool
 
 
-class TokenBlock(NamedTuple):
-    """The part of the work that a program has.
+class Dims(NamedTuple):
+    """Lengths that are known at run time: tokens of a sequence, and tokens of a program's block."""
 
-    Attributes:
-        row: of the tokens.
-        place: of its tokens among the row's shares.
-        head: the first of its heads.
-        start: the first of its tokens, in the row.
-        end: the first token after them.
-        T: tokens of a row.
-        span: tokens of a share.
+    T: Any
+    block_len: Any
+
+
+class TokenBlock(NamedTuple):
+    """The work of a program: tokens ``start`` to ``end`` of sequence ``batch``, its block number ``index``,
+    heads from ``head`` on.
     """
 
-    row: Any
-    place: Any
+    batch: Any
+    index: Any
     head: Any
     start: Any
     end: Any
-    T: Any
-    span: Any
 
 
 @triton.jit
-def token_block(T, span, tiling: tl.constexpr):
-    """The program's share, of ``span`` tokens of a row.
-
-    Programs that follow each other take the heads of the same tokens, which lie side by side in memory.
+def token_block(dims, c: tl.constexpr):
+    """The program's block. Consecutive programs take the heads of the same tokens, which are adjacent in
+    memory.
     """
-    BLOCKS: tl.constexpr = (tiling.H + tiling.BH - 1) // tiling.BH
-    program, shares = tl.program_id(0), tl.cdiv(T, span)
-    part = program // BLOCKS
-    row, place = part // shares, part % shares
-    head, start, end = (program % BLOCKS) * tiling.BH, place * span, tl.minimum((place + 1) * span, T)
-    return TokenBlock(row, place, head, start, end, T, span)
+    HEAD_BLOCKS: tl.constexpr = (c.H + c.BH - 1) // c.BH
+    program, count = tl.program_id(0), tl.cdiv(dims.T, dims.block_len)
+    block = program // HEAD_BLOCKS
+    batch, index = block // count, block % count
+    head = (program % HEAD_BLOCKS) * c.BH
+    start, end = index * dims.block_len, tl.minimum((index + 1) * dims.block_len, dims.T)
+    return TokenBlock(batch, index, head, start, end)
 
 
 class Channels(NamedTuple):
-    """The channels of a program's heads, [1, BH, BN]: their places in a token or vector [H, N], and which of
-    them there are.
+    """The channels of a program's heads, [1, BH, BN]: offsets in a token or vector [H, N], and whether they
+    exist.
     """
 
-    place: Any
-    there: Any
+    offsets: Any
+    mask: Any
 
 
 @triton.jit
-def channels(head, tiling: tl.constexpr):
-    """The channels of the heads from ``head`` on."""
-    h, n = head + tl.arange(0, tiling.BH)[None, :, None], tl.arange(0, tiling.BN)[None, None, :]
-    return Channels(h * tiling.N + n, (h < tiling.H) & (n < tiling.N))
+def head_channels(block, c: tl.constexpr):
+    """The channels of a program's heads."""
+    h, n = block.head + tl.arange(0, c.BH)[None, :, None], tl.arange(0, c.BN)[None, None, :]
+    return Channels(h * c.N + n, (h < c.H) & (n < c.N))
+
+
+class Tile(NamedTuple):
+    """A tile of tokens: offset of its first token, offsets from there, and which elements exist."""
+
+    base: Any
+    offsets: Any
+    mask: Any
 
 
 @triton.jit
-def vector(ptr, channel, tiling: tl.constexpr):
-    """A vector [H, N] at the program's channels, float32."""
-    if tiling.unmasked:
-        return tl.load(ptr + channel.place).to(tl.float32)
+def tile_offsets(channels, c: tl.constexpr):
+    """Offsets of a tile's elements from its first token."""
+    return tl.arange(0, c.BT)[:, None, None] * (c.H * c.N) + channels.offsets
+
+
+@triton.jit
+def token_tile(at, offsets, block, channels, dims, c: tl.constexpr):
+    """The tile that begins at token ``at``; ``offsets``: `tile_offsets`."""
+    base = (block.batch.to(tl.int64) * dims.T + at) * (c.H * c.N)
+    return Tile(base, offsets, channels.mask & (at + tl.arange(0, c.BT)[:, None, None] < block.end))
+
+
+@triton.jit
+def load(ptr, tile, c: tl.constexpr):
+    """A tile in the dtype of memory, ``ptr`` at its base."""
+    return load_tokens(ptr, tile.offsets, tile.mask, c.unmasked)
+
+
+@triton.jit
+def store(ptr, tile, x, c: tl.constexpr):
+    """Stores ``x`` in the dtype of memory, ``ptr`` at the tile's base."""
+    store_tokens(ptr, tile.offsets, x, tile.mask, c.unmasked)
+
+
+@triton.jit
+def load_vector(ptr, channels, c: tl.constexpr):
+    """A vector [H, N] at the program's channels, in float32."""
+    if c.unmasked:
+        return tl.load(ptr + channels.offsets).to(tl.float32)
     else:
-        return tl.load(ptr + channel.place, mask=channel.there, other=0.0).to(tl.float32)
+        return tl.load(ptr + channels.offsets, mask=channels.mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def zero_tile(tiling: tl.constexpr):
-    """A tile of zeros, float32."""
-    return tl.full((tiling.BT, tiling.BH, tiling.BN), 0.0, tl.float32)
+def zero_tile(c: tl.constexpr):
+    """A float32 tile of zeros."""
+    return tl.full((c.BT, c.BH, c.BN), 0.0, tl.float32)
 
 
 @triton.jit
-def partial_sum(ptr, index: tl.constexpr, count: tl.constexpr, sums, mine, channel, tiling: tl.constexpr):
-    """Stores a share's sum over tokens of ``sums`` [tokens, BH, BN], vector ``index`` of ``count``.
+def store_sum(ptr, i: tl.constexpr, count: tl.constexpr, tile, block, channels, dims, c: tl.constexpr):
+    """Stores the sum of ``tile`` over its tokens as vector ``i`` of [B, blocks, count, H, N].
 
-    ``ptr`` is [B, shares, count, H, N]; a second pass sums the shares in a fixed order.
+    A second pass sums over blocks in a fixed order, so that two runs give the same bits.
     """
-    which = ((mine.row * tl.cdiv(mine.T, mine.span) + mine.place) * count + index).to(tl.int64)
-    at = ptr + which * (tiling.H * tiling.N) + channel.place
-    tl.store(at, tl.sum(sums, 0, keep_dims=True), mask=channel.there)
+    block_of_all = block.batch * tl.cdiv(dims.T, dims.block_len) + block.index
+    at = ptr + (block_of_all * count + i).to(tl.int64) * (c.H * c.N) + channels.offsets
+    tl.store(at, tl.sum(tile, 0, keep_dims=True), mask=channels.mask)
 
 
 @triton.jit
 def sigmoid(x):
-    """Of float32."""
+    """The sigmoid of float32 ``x``."""
     return 1.0 / (1.0 + tl.exp(-x))

@@ -1,10 +1,9 @@
-"""What the chunked Triton kernels share where keys are rows: tiles of keys held transposed, [K, 16], and
-states as [K, V].
+"""Tiles of keys held transposed, [K, 16], with states as [K, V], in the chunked backward.
 
-Keys are then the rows of all large products, so that warps divide those without repeating an operand; for
-compute capability 9.0 they are products of a warp group, whose operands stay in shared memory or, as a result
-that goes on, where they are. What a key has one of, decays of the state and sums over tokens or values, lies
-with the key's row: no tile is converted for it and few lanes share it. On other GPUs these forms spill.
+Keys are then the rows of all large products, so warps divide them without repeating an operand. On compute
+capability 9.0 they are products of a warp group, whose operands stay in shared memory. Per-key values, such
+as decays of the state and sums over tokens, lie with the key's row, so no tile is converted for them. On
+other GPUs this layout spills.
 """
 
 import triton
@@ -23,7 +22,7 @@ def split2(x):
 
 @triton.jit
 def concat(x, y):
-    """What `split2` divides."""
+    """The inverse of `split2`."""
     return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (x.shape[0], 2 * x.shape[1]))
 
 
@@ -37,20 +36,19 @@ def tile2(x):
 
 @triton.jit
 def select_concat(x, y):
-    """`beside` for what becomes an operand of small products: after `tl.join` Triton orders those as if they
-    were to be made of numbers of 8 bits, and each instruction takes six moves.
+    """`concat` for operands of small products: after `tl.join` Triton lays those out as if for 8-bit
+    numbers, with six moves for each instruction.
     """
     return tl.where(tl.arange(0, 2 * x.shape[1])[None, :] < x.shape[1], tile2(x), tile2(y))
 
 
 @triton.jit
 def sums_over_tokens(x, matrix, c: tl.constexpr):
-    """``x`` [K, tokens] in the dtype of memory times ``matrix`` of small multiples of 1 / 32, as
-    exactly as `token_sums`, for tiles that are not transposed.
-    """
+    """`token_sums` in this layout: ``x`` [K, tokens] as loaded times ``matrix`` of small multiples of 1 /
+    32."""
     if x.dtype == tl.bfloat16:
         return tl.dot(x, matrix.to(tl.bfloat16))
-    elif x.dtype == tl.float16:  # its 11 bits are two bfloat16
+    elif x.dtype == tl.float16:  # its 11 bits fit two bfloat16
         return sums_over_tokens_f32(x.to(tl.float32), matrix, None, c)
     else:
         return dot(x, matrix, c)
@@ -58,7 +56,7 @@ def sums_over_tokens(x, matrix, c: tl.constexpr):
 
 @triton.jit
 def sums_over_tokens_f32(x, matrix, acc, c: tl.constexpr):
-    """``acc + x @ matrix`` for float32 ``x``: see `token_sums_f32`."""
+    """`token_sums_f32` in this layout: ``acc + x @ matrix``."""
     if c.operand == tl.bfloat16:
         hi, lo = bf16x2(x)
         m = matrix.to(tl.bfloat16)
@@ -69,26 +67,21 @@ def sums_over_tokens_f32(x, matrix, acc, c: tl.constexpr):
 
 @triton.jit
 def upper16(bits):
-    """The upper halves of float32 numbers' bits, as bfloat16: half an instruction. `to` takes one, and a slow
-    one where its result goes on as float32, too.
-    """
+    """The upper 16 bits of float32 numbers, as bfloat16, in half an instruction. `to` takes a whole one."""
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def bf16x2_concat(x):
-    """float32 ``x`` [K, 16] as two bfloat16 beside each other, which make 16 bits.
-
-    The first is rounded to the nearest, halves away from zero. Of NaN it may be anything: the second is NaN.
-    """
+    """Float32 ``x`` [K, 16] as two bfloat16 side by side, 16 bits in sum. Of NaN the second is NaN."""
     hi = upper16(x.to(tl.int32, bitcast=True) + 0x8000)
     return concat(hi, (x - hi.to(tl.float32)).to(tl.bfloat16))
 
 
 @triton.jit
 def sums_of_gradients():
-    """Matrices of 0 and 1 for `sums_of_pairs` [64, 16] and `sums_of_reads` [32, 16]: for token s, of the
-    first of two tiles the tokens after it, of the second the tokens before it, each tile in two parts.
+    """Matrices of 0 and 1 for `sums_of_pairs` [64, 16] and `sums_of_reads` [32, 16]: token s sums the tokens
+    after it of the first tile and the tokens before it of the second, each tile as two bfloat16.
     """
     i, s = tl.arange(0, 4 * C)[:, None], tl.arange(0, C)[None, :]
     of_pairs = tl.where(tl.where(i < 2 * C, i % C - s, s - i % C) > 0, 1.0, 0.0).to(tl.bfloat16)
@@ -98,7 +91,7 @@ def sums_of_gradients():
 
 @triton.jit
 def sums_of_pairs(pairs, through, acc, of_pairs, c: tl.constexpr):
-    """``acc``, ``pairs`` of the tokens after each and ``through`` of those before it, [K, 16] in float32."""
+    """``acc`` plus ``pairs`` of the tokens after each and ``through`` of those before it, float32 [K, 16]."""
     if c.operand == tl.bfloat16:
         return tl.dot(concat(bf16x2_concat(pairs), bf16x2_concat(through)), of_pairs, acc)
     else:
@@ -109,7 +102,7 @@ def sums_of_pairs(pairs, through, acc, of_pairs, c: tl.constexpr):
 
 @triton.jit
 def sums_of_reads(reads, acc, of_reads, c: tl.constexpr):
-    """``acc`` and ``reads`` of the tokens after each, [K, 16] in float32."""
+    """``acc`` plus ``reads`` of the tokens after each, float32 [K, 16]."""
     if c.operand == tl.bfloat16:
         return tl.dot(bf16x2_concat(reads), of_reads, acc)
     else:

@@ -1,11 +1,13 @@
-"""Sizes and shapes that launchers of all rooms share."""
+"""Sizes and shapes for host code."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+Record = TypeVar("Record", bound=Any)  # a named tuple
 
 
 def tile(n: int) -> int:
@@ -13,14 +15,14 @@ def tile(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def like(x: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    """The shape of ``x``, and its dtype unless another is given."""
+def shaped(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A `jax.ShapeDtypeStruct`, typed as the array that takes its place in a call's outputs."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def like(x: jax.Array, dtype: Any = None) -> Any:
+    """`shaped` of ``x``, with its dtype unless another is given."""
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
-
-
-def result(wanted: bool, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape of a kernel's result: one element where it will hold nothing."""
-    return jax.ShapeDtypeStruct(shape if wanted else (1,), dtype)
 
 
 def unused() -> jax.Array:
@@ -28,6 +30,7 @@ def unused() -> jax.Array:
     return jnp.zeros(1, jnp.int32)
 
 
-def given(x: jax.Array | None, instead: jax.Array) -> jax.Array:
-    """What a kernel gets for an array that may be missing: kernels take no None."""
-    return instead if x is None else x
+def like_fields(x: Record, *names: str) -> Record:
+    """The record of `like` of the named fields; None for the other fields and for what ``x`` lacks."""
+    fields = {name: array if name in names else None for name, array in x._asdict().items()}
+    return jax.tree.map(like, type(x)(**fields))

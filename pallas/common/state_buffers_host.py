@@ -1,19 +1,14 @@
-"""Where states that enter chunks, or gradients of states that leave them, are kept: in memory that gradients
-of tokens take over, where the shapes allow it.
+"""Where chunk states, or gradients of chunk states, are stored: in memory that token gradients overwrite,
+where shapes allow.
 
-A chunk's state [V, K] has as many numbers as ``n = V / 16`` token arrays [B, T, H, K] have in its 16 tokens,
-and the backward reads a chunk's state before it writes the chunk's gradients. So row v is kept at token
-``v // n`` of the chunk in array ``v % n``, and the backward writes gradients over them. At B8 T4096 H64 D64
-forward + backward need 1.96 in place of 3.04 GB. A jitted step does it in place; where someone else still
-needs the arrays (a backward called by itself, outside jit), JAX copies them first.
+A state [V, K] has as many numbers as ``n = V / 16`` token arrays [B, T, H, K] have in the 16 tokens of its
+chunk, and the backward reads a chunk's state before it writes the chunk's gradients. So value v of the state
+is stored at token ``v // n`` of the chunk in array ``v % n``, and the backward writes gradients over it:
+forward and backward at B8 T4096 H64 D64 take 1.96 GB, not 3.04. In a jitted step this happens in place; JAX
+copies arrays that are still needed elsewhere.
 
-Where RWKV-7's backward takes two kernels only the gradients of states lie there; states lie apart.
-
-Large heads of 16 bits keep a state for every two chunks, where it is as large as ``n = V / 32`` token arrays
-are in their 32 tokens.
-
-Kernels have four parameters for such arrays, states0_ to states3_ or dstates0_ to dstates3_;
-common/state_buffers.py finds a state there.
+Where two chunks share a state, it is as large as ``n = V / 32`` token arrays in their 32 tokens. Where
+RWKV-7's backward takes two kernels, only gradients of states are stored so.
 """
 
 from __future__ import annotations
@@ -25,83 +20,69 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .chunk_host import CHUNK, ChunkPlan, has_bf16_dots, store_dtype
-from .shapes import result, tile
+from .chunk_host import CHUNK, ChunkPlan
+from .shapes import tile
 
 
 @dataclasses.dataclass(frozen=True)
 class StateBuffers:
-    """How states are kept.
+    """How chunk states are stored.
 
     Attributes:
-        arrays: number of token arrays, 1, 2 or 4; 0 for one array of states [V, K] by chunks and heads.
-        taken: how many of them, the first ones, become gradients.
-        every: for how many chunks there is one state.
+        num_buffers: number of token-shaped arrays, 1, 2 or 4; 0 for one array of states [V, K].
+        num_aliased: how many of them, the first ones, become gradients.
+        chunks_per_state: chunks that share one state.
         dtype: of the arrays.
-        name: of the kernels' parameters, before their number.
     """
 
     num_buffers: int
     num_aliased: int
     chunks_per_state: int
     dtype: Any
-    name: str = "states"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The kernels' parameters."""
-        return tuple(f"{self.name}{i}_" for i in range(4))
 
     @property
     def axes(self) -> dict[str, str]:
-        """Names and axes of the arrays, as an op's ``kept_axes`` wants them."""
+        """Names of the arrays as residuals, and their axes."""
         if not self.num_buffers:
-            return {"states": "b kept h v k"}
+            return {"states": "b state h v k"}
         return {f"states{i}": "b t h k" for i in range(self.num_buffers)}
 
-    @property
-    def count(self) -> int:
-        """How many arrays there are in all."""
-        return max(1, self.num_buffers)
-
-    def shapes(
-        self, r: jax.Array, V: int, plan: ChunkPlan, keep: bool = True
-    ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Four results of the kernel that makes them."""
+    def shapes(self, r: jax.Array, V: int, plan: ChunkPlan) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arrays, as outputs of the kernel that stores states."""
         _, _, H, K = r.shape
-        shape = r.shape if self.num_buffers else (*plan.state_shape(self.chunks_per_state), H, V, K)
-        return {name: result(keep and i < self.count, shape, self.dtype) for i, name in enumerate(self.names)}
+        shape = r.shape if self.num_buffers else (*plan.states(self.chunks_per_state), H, V, K)
+        return (jax.ShapeDtypeStruct(shape, self.dtype),) * max(1, self.num_buffers)
 
-    def residuals(self, made: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Those of the forward kernel's results that the backward reads, as `axes` names them."""
-        return dict(zip(self.axes, (made[name] for name in self.names)))
+    def residuals(self, states: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        """The arrays as residuals, by the names of `axes`."""
+        return dict(zip(self.axes, states, strict=True))
 
-    def operands(self, residuals: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Four arguments of the backward kernel, with the leading axis of its results."""
-        buffers = [residuals[name][None] for name in self.axes]
-        return dict(zip(self.names, buffers + [jnp.zeros(1, self.dtype)] * (4 - self.count)))
+    def operands(self, residuals: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+        """The arrays for the backward kernel, with the axis of value blocks that its outputs have."""
+        return tuple(residuals[name][None] for name in self.axes)
 
-    def aliases(self, gradients: Sequence[str]) -> dict[str, str]:
-        """For `launch`: the arguments that become the kernel's results ``gradients``."""
-        return dict(zip(self.names[: self.num_aliased], gradients))
+    def aliases(self, path: str, gradients: Sequence[str]) -> dict[str, str]:
+        """The outputs ``gradients`` that overwrite the first arrays of ``path``, for `triton_call`."""
+        return {f"{path}.{i}": name for i, name in enumerate(gradients[: self.num_aliased])}
 
 
 def state_buffers(
-    x: Any, gradients: Sequence[str], most: int, chunks_per_state: int = 1, name: str = "states"
+    x: Any, gradients: Sequence[str], max_values: int, dtype: Any, chunks_per_state: int = 1
 ) -> StateBuffers:
-    """How to keep the states of a recurrence with inputs ``x`` (arrays, or their shapes), one for ``every``
-    chunks.
+    """Where to store the states of a recurrence.
 
-    ``gradients`` name the inputs whose gradients may take the memory over, in the order of the backward
-    kernel. They do where rows have whole chunks (by ``every``), the program that writes them holds all
-    values, of which it holds ``most``, four arrays are enough for them, and those gradients have the shape
-    and dtype of kept states.
+    Args:
+        x: RWKV6Inputs or RWKV7Inputs of arrays or shapes.
+        gradients: inputs whose gradients may overwrite states, in the order of the backward kernel's outputs.
+        max_values: values of a program of that kernel. It must have all values of a head.
+        dtype: of stored states.
+        chunks_per_state: chunks that share one state. Sequences must have whole groups of them.
     """
     T, V, tokens = x.r.shape[1], x.v.shape[-1], chunks_per_state * CHUNK
-    dtype = jnp.dtype(store_dtype(has_bf16_dots(x)))
+    dtype = jnp.dtype(dtype)
     num_buffers = tile(V) // tokens
-    results = [getattr(x, name) for name in gradients]
-    fit = [result.shape == x.r.shape and result.dtype == dtype for result in results[:num_buffers]]
+    arrays = [getattr(x, name) for name in gradients]
+    fit = [array.shape == x.r.shape and array.dtype == dtype for array in arrays[:num_buffers]]
     num_aliased = (fit + [False]).index(False)
-    fits = num_aliased > 0 and x.cu_seqlens is None and T % tokens == 0 and min(4 * tokens, most) >= V
-    return StateBuffers(num_buffers if fits else 0, num_aliased if fits else 0, chunks_per_state, dtype, name)
+    fits = num_aliased > 0 and x.cu_seqlens is None and T % tokens == 0 and min(4 * tokens, max_values) >= V
+    return StateBuffers(num_buffers if fits else 0, num_aliased if fits else 0, chunks_per_state, dtype)

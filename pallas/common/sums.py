@@ -1,4 +1,4 @@
-"""Several sums at once: one over what lies in several warps is a barrier for all of them, and so are many."""
+"""Several sums at once: a sum over several warps is a barrier, and so is a tuple of sums."""
 
 import triton
 import triton.language as tl
@@ -6,13 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def extended(items, item):
-    """The tuple ``items`` with one more at its end."""
+    """The tuple ``items`` with ``item`` appended."""
     return items + (item,)
 
 
 @triton.jit
 def add_two(a0, a1, b0, b1):
-    """Two sums at once: as many barriers as one."""
+    """Two sums at once."""
     return a0 + b0, a1 + b1
 
 

@@ -1,28 +1,28 @@
-"""Tiles of tokens in memory: what all Triton kernels load and store with."""
+"""Loads and stores of tiles of tokens."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def where_or_zero(x, keep):
-    """``x`` where ``keep``, else zero, in x's dtype."""
-    return tl.where(keep, x, 0.0).to(x.dtype)
+def where_or_zero(x, mask):
+    """``x`` where ``mask``, else zero, in x's dtype."""
+    return tl.where(mask, x, 0.0).to(x.dtype)
 
 
 @triton.jit
-def load_tokens(ptr, offsets, mask, even: tl.constexpr):
-    """A tile in the dtype of memory; ``even`` says that no element of any tile is missing."""
-    if even:
+def load_tokens(ptr, offsets, mask, unmasked: tl.constexpr):
+    """A tile as stored. ``unmasked``: every element of every tile exists."""
+    if unmasked:
         return tl.load(ptr + offsets)
     else:
         return tl.load(ptr + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_tokens(ptr, offsets, x, mask, even: tl.constexpr):
-    """Stores a tile in the dtype of memory."""
-    if even:
+def store_tokens(ptr, offsets, x, mask, unmasked: tl.constexpr):
+    """Stores a tile in the dtype of the array."""
+    if unmasked:
         tl.store(ptr + offsets, x.to(ptr.dtype.element_ty))
     else:
         tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=mask)
@@ -30,7 +30,7 @@ def store_tokens(ptr, offsets, x, mask, even: tl.constexpr):
 
 @triton.jit
 def store_gradient(ptr, offsets, x, factor, mask, c: tl.constexpr):
-    """`store_tokens` of ``x``, in the form for any decay times ``factor``."""
+    """`store_tokens` of ``x``, under an unsafe gate times ``factor``."""
     if c.unsafe_gate:
         x *= factor
     store_tokens(ptr, offsets, x, mask, c.unmasked)

@@ -1,1 +1,1 @@
-"""Triton kernels of a decoded token: products of few rows with what is around them, a step of a head."""
+"""Triton kernels of a decoded token: products, the step of a head, the choice of a token; their host code."""

@@ -1,25 +1,77 @@
-"""The pieces of a decoded token on NVIDIA GPUs, with the arguments of `fla_jax.ops.decode.plain`: the
-products (`products_launcher`), the step of every head, and the choice of a token.
+"""A decoded token on NVIDIA GPUs, with the arguments of `fla_jax.ops.decode.plain`: the products
+(`projections_host`), the step of every head, and the choice of a token.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..backend.triton import launch
-from ..common.shapes import unused
-from .projections_host import CODE_ROWS, FEW, layer_code, project
-from .sample import sample_choose_kernel, sample_draw_kernel, sample_survey_kernel
-from .steps import mix_delta_kernel, rwkv6_kernel, rwkv7_kernel
+from ..backend.triton import Launch, triton_call
+from .head_step import StepConfig, StepInputs, StepOut, StepState
+from .projections_host import CODE_ROWS, MAX_GEMV, layer_code, project
+from .rwkv6_step import (
+    MixDeltaConfig,
+    MixDeltaInputs,
+    MixDeltaOut,
+    RWKV6Params,
+    mix_delta_kernel,
+    rwkv6_kernel,
+)
+from .rwkv7_step import RWKV7Params, RWKV7StepConfig, rwkv7_kernel
+from .sample import (
+    Candidates,
+    ChooseOut,
+    DrawOut,
+    PartSums,
+    SampleConfig,
+    SampleInputs,
+    SurveyOut,
+    sample_choose_kernel,
+    sample_draw_kernel,
+    sample_survey_kernel,
+)
 
 __all__ = ["project", "rwkv6_mix", "rwkv6_step", "rwkv7_step", "sample_tokens"]
-_IN_PLACE = {"state_": "new_", "att_": "new_att_", "ffn_": "new_ffn_"}
-_PART = 2048  # tokens of the vocabulary for a program of `sample_survey_kernel` and `sample_draw_kernel`
-_GROUP_EPS, _KEY_EPS, _DECAY_SCALE = 64e-5, 1e-12, -math.exp(-0.5)
+PART = 2048  # tokens of the vocabulary for a program of `sample_survey_kernel` and `sample_draw_kernel`
+GROUP_EPS, KEY_EPS, DECAY_SCALE = 64e-5, 1e-12, -math.exp(-0.5)
+
+
+def _step_launch(B: int, H: int, few: int) -> Launch:
+    """``few`` warps where the kernel also computes the second low-rank stages; else two where that fills a
+    GPU: 4096 programs take 42 microseconds on an H200, with four warps 53.
+    """
+    if B <= MAX_GEMV:
+        return Launch(few)
+    return Launch(2 if H * B >= 2048 else 4)
+
+
+def _step(
+    kernel: Any, x: StepInputs, p: Any, state: Any, config: StepConfig, launch: Launch, dtype: Any
+) -> tuple[jax.Array, Any]:
+    """``(y [B, C], state)``; the states are written in place."""
+    arrays = StepState(state.wkv, state.att_shift, state.ffn_shift)
+    names = [f"state.{name}" for name in StepState._fields]
+    out = triton_call(
+        kernel,
+        x,
+        p,
+        arrays,
+        out=StepOut(jax.ShapeDtypeStruct((config.B, config.H * config.N), dtype), _shapes(arrays)),
+        config=config,
+        grid=(config.H, config.B, 1),
+        launch=launch,
+        aliases=dict(zip(names, names, strict=True)),
+    )
+    return out.y, state.replace(**out.state._asdict())
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def rwkv7_step(
@@ -35,105 +87,67 @@ def rwkv7_step(
 ) -> tuple[jax.Array, Any]:
     """See `fla_jax.ops.decode.plain.rwkv7_step`; the state is written in place."""
     R, (B, H, N) = p.second.shape[2], state.wkv.shape[1:4]
-    few, second = B <= FEW, unused()
-    if not few:
+    second, (att_shift, ffn_shift), has_first = None, new, layer > 0
+    if B > MAX_GEMV:
         second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
-    results = launch(
-        rwkv7_kernel,
-        _states(state, new)
-        | dict(
-            made_=made,
-            first_=first,
-            second_=second,
-            w2_=p.second,
-            w0_=p.w0,
-            a0_=p.a0,
-            v0_=p.v0,
-            k_k_=p.k_k,
-            k_a_=p.k_a,
-            r_k_=p.r_k,
-            scale_=p.group_norm[0],
-            bias_=p.group_norm[1],
-            active_=active,
-            layer=layer_code(layer),
-        ),
-        _step_results(state, dtype),
-        aliases=_IN_PLACE,
-        grid=(H, B),
-        num_warps=16 if few else _warps(H * B),
-        num_stages=1,
+    x = StepInputs(
+        projections=made,
+        first_projections=first if has_first else None,
+        second=second,
+        att_shift=att_shift,
+        ffn_shift=att_shift if ffn_shift is None else ffn_shift,
+        active=active,
+        layer=layer_code(layer),
+    )
+    params = RWKV7Params(
+        second=p.second if second is None else None,
+        w0=p.w0,
+        a0=p.a0,
+        v0=p.v0 if has_first else None,
+        k_k=p.k_k,
+        k_a=p.k_a,
+        r_k=p.r_k,
+        scale=p.group_norm[0],
+        bias=p.group_norm[1],
+    )
+    decay_rank, rate_rank, mix_rank, gate_rank = p.ranks
+    config = RWKV7StepConfig(
         B=B,
         H=H,
         N=N,
         R=R,
-        R_DECAY=p.ranks[0],
-        R_RATE=p.ranks[1],
-        R_MIX=p.ranks[2],
-        R_GATE=p.ranks[3],
         BR=CODE_ROWS,
-        WIDTH=made.shape[1],
-        FIRST=first.shape[1],
-        LOW_RANK=few,
-        RESIDUAL=layer > 0,
-        DECAY_SCALE=_DECAY_SCALE,
-        RATE_SCALE=float(rate_scale),
-        EPS=_KEY_EPS,
-        NORM_EPS=_GROUP_EPS,
+        width=made.shape[1],
+        norm_eps=GROUP_EPS,
+        decay_rank=decay_rank,
+        rate_rank=rate_rank,
+        mix_rank=mix_rank,
+        gate_rank=gate_rank,
+        first_width=first.shape[1],
+        decay_scale=DECAY_SCALE,
+        rate_scale=float(rate_scale),
+        key_eps=KEY_EPS,
     )
-    return results["y_"], _written(state, results)
-
-
-def _states(state: Any, new: Any) -> dict[str, jax.Array]:
-    """The stacked states, and the shifts that are put into them."""
-    shift, before = new
-    arrays = dict(state_=state.wkv, att_=state.att_shift, ffn_=state.ffn_shift)
-    return arrays | dict(shift_=shift, before_=shift if before is None else before)
-
-
-def _step_results(state: Any, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of a head's step: outputs [B, C], and the stacked states, written in place."""
-    _, B, H, N, _ = state.wkv.shape
-    arrays = dict(new_=state.wkv, new_att_=state.att_shift, new_ffn_=state.ffn_shift)
-    results = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-    return dict(y_=jax.ShapeDtypeStruct((B, H * N), dtype)) | results
-
-
-def _written(state: Any, results: dict[str, jax.Array]) -> Any:
-    """``state`` after a head's step."""
-    return state.replace(wkv=results["new_"], att_shift=results["new_att_"], ffn_shift=results["new_ffn_"])
-
-
-def _warps(programs: int) -> int:
-    """For a head's step with many rows: two where there are programs enough to fill a GPU with them, measured
-    on an H200 (4096 programs: 42 microseconds, with four 53).
-    """
-    return 2 if programs >= 2048 else 4
+    return _step(rwkv7_kernel, x, params, state, config, _step_launch(B, H, few=16), dtype)
 
 
 def rwkv6_mix(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.Array:
     """See `fla_jax.ops.decode.plain.rwkv6_mix`."""
     (_, R, C), B = p.moves.shape, x.shape[0]
-    if B > FEW:
+    if B > MAX_GEMV:
         low = z[:, : 5 * R].reshape(B, 5, R).astype(p.moves.dtype)
-        by = jnp.einsum("bpr,prc->pbc", low, p.moves, preferred_element_type=jnp.float32)
+        delta = jnp.einsum("bpr,prc->pbc", low, p.moves, preferred_element_type=jnp.float32)
         x, before = x.astype(jnp.float32), last[layer].astype(jnp.float32)
-        return (x + (before - x) * (p.mixes.astype(jnp.float32)[:, None] + by)).astype(dtype)
-    BC = 128
-    made = launch(
+        return (x + (before - x) * (p.mixes.astype(jnp.float32)[:, None] + delta)).astype(dtype)
+    config = MixDeltaConfig(B, C, R, z.shape[1], 128, 1 << (R - 1).bit_length())
+    return triton_call(
         mix_delta_kernel,
-        dict(x_=x, last_=last, z_=z, w_=p.moves, mixes_=p.mixes, layer=layer_code(layer)),
-        dict(planes_=jax.ShapeDtypeStruct((5, B, C), dtype)),
-        grid=(-(-C // BC), 5, B),
-        num_warps=4,
-        num_stages=1,
-        B=B,
-        C=C,
-        R=R,
-        WIDTH=z.shape[1],
-        BC=BC,
-        BR=1 << (R - 1).bit_length(),
-    )
-    return made["planes_"]
+        MixDeltaInputs(x, last, z, p.moves, p.mixes, layer_code(layer)),
+        out=MixDeltaOut(jax.ShapeDtypeStruct((5, B, C), dtype)),
+        config=config,
+        grid=(-(-C // config.BC), 5, B),
+        launch=Launch(4),
+    ).planes
 
 
 def rwkv6_step(
@@ -141,46 +155,28 @@ def rwkv6_step(
 ) -> tuple[jax.Array, Any]:
     """See `fla_jax.ops.decode.plain.rwkv6_step`; the state is written in place."""
     (C, R), (B, H, N) = p.second.shape, state.wkv.shape[1:4]
-    few, second = B <= FEW, unused()
-    if not few:
+    second, (att_shift, ffn_shift) = None, new
+    if B > MAX_GEMV:
         low = made[:, 4 * C :].astype(p.second.dtype)
         second = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32)
-    results = launch(
-        rwkv6_kernel,
-        _states(state, new)
-        | dict(
-            made_=made,
-            second_=second,
-            w2_=p.second,
-            base_=p.base,
-            bonus_=p.bonus,
-            scale_=p.group_norm[0],
-            bias_=p.group_norm[1],
-            active_=active,
-            layer=layer_code(layer),
-        ),
-        _step_results(state, dtype),
-        aliases=_IN_PLACE,
-        grid=(H, B),
-        num_warps=4 if few else _warps(H * B),
-        num_stages=1,
-        B=B,
-        H=H,
-        N=N,
-        R=R,
-        BR=CODE_ROWS,
-        WIDTH=made.shape[1],
-        LOW_RANK=few,
-        NORM_EPS=_GROUP_EPS,
+    x = StepInputs(
+        projections=made,
+        first_projections=None,
+        second=second,
+        att_shift=att_shift,
+        ffn_shift=att_shift if ffn_shift is None else ffn_shift,
+        active=active,
+        layer=layer_code(layer),
     )
-    return results["y_"], _written(state, results)
+    params = RWKV6Params(p.second if second is None else None, p.base, p.bonus, *p.group_norm)
+    config = StepConfig(B, H, N, R, CODE_ROWS, made.shape[1], GROUP_EPS)
+    return _step(rwkv6_kernel, x, params, state, config, _step_launch(B, H, few=4), dtype)
 
 
 def sample_tokens(
     rules: Any, logits: jax.Array, seen: jax.Array, count: jax.Array, keys: jax.Array, undefined: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The next token of each row, and what has occurred with it, see `sample_choose_kernel`. All that is [B,
-    V] is written in place.
+    """The next token of each batch element, see `sample`. All arrays [B, V] are written in place.
 
     Args:
         rules: a `fla_jax.generation.sampling.SamplingParams`.
@@ -188,92 +184,66 @@ def sample_tokens(
         seen: [B, V] booleans, the tokens that have occurred.
         count: [B, V] float32, how often; 0 where they have not.
         keys: [B, 2] uint32, Threefry keys.
-        undefined: instead of a token where there is no finite largest logit, or NaN.
+        undefined: the result where the largest logit is infinite or a logit is NaN.
 
     Returns:
         ``(tokens [B] int32, seen, count)``.
     """
-    (B, V), one = logits.shape, lambda x: jnp.asarray(x).reshape(1)
-    # a token for every thread: two with the same one would take penalties off twice
-    part = min(_PART, max(128, 1 << (V - 1).bit_length()))
-    parts = -(-V // part)
-    of_parts = jax.ShapeDtypeStruct((B, parts), jnp.float32)
-    numbers = jax.ShapeDtypeStruct((B, parts), jnp.int32)
-    sizes: dict[str, Any] = dict(V=V, P=parts, BV=part)
-    padded = 1 << (parts - 1).bit_length()
-    surveyed = launch(
+    (B, V), scalar = logits.shape, lambda x: jnp.asarray(x).reshape(1)
+    # a token for every thread: two threads with one token would apply its penalties twice
+    part = min(PART, max(128, 1 << (V - 1).bit_length()))
+    P = -(-V // part)
+    padded = 1 << (P - 1).bit_length()
+    config = SampleConfig(V=V, P=P, BP=padded, BV=part, BK=min(128, part), undefined=undefined)
+    floats, ints = (jax.ShapeDtypeStruct((B, P), dtype) for dtype in (jnp.float32, jnp.int32))
+    of_tokens = lambda dtype: jax.ShapeDtypeStruct((B, V), dtype)
+    survey = triton_call(
         sample_survey_kernel,
-        dict(
-            logits_=logits,
-            seen_=seen,
-            count_=count,
-            banned_=jnp.asarray(rules.banned),
-            presence_=one(rules.presence_penalty),
-            frequency_=one(rules.frequency_penalty),
-            decay_=one(rules.penalty_decay),
+        SampleInputs(
+            logits=logits,
+            seen=seen,
+            count=count,
+            banned=jnp.asarray(rules.banned),
+            presence=scalar(rules.presence_penalty),
+            frequency=scalar(rules.frequency_penalty),
+            decay=scalar(rules.penalty_decay),
         ),
-        dict(
-            high_=of_parts,
-            mass_=of_parts,
-            roots_=of_parts,
-            x_=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-            decayed_=jax.ShapeDtypeStruct(count.shape, count.dtype),
-        ),
-        aliases={"logits_": "x_", "count_": "decayed_"},
-        grid=(parts, B),
-        num_warps=4,
-        num_stages=1,
-        **sizes,
+        out=SurveyOut(PartSums(floats, floats, floats), *_shapes((logits, count))),
+        config=config,
+        grid=(P, B, 1),
+        launch=Launch(4),
+        aliases={"x.logits": "logits", "x.count": "count"},
     )
-    x, count, roots = (surveyed.pop(name) for name in ("x_", "decayed_", "roots_"))
-    surveyed |= dict(top_p_=one(rules.top_p))
-    drawn = launch(
+    top_p = scalar(rules.top_p)
+    drawn = triton_call(
         sample_draw_kernel,
-        surveyed
-        | dict(
-            x_=x,
-            roots_=roots,
-            keys_=jax.lax.bitcast_convert_type(keys, jnp.int32),
-            temperature_=one(rules.temperature),
+        SampleInputs(
+            logits=survey.logits,
+            keys=jax.lax.bitcast_convert_type(keys, jnp.int32),
+            top_p=top_p,
+            temperature=scalar(rules.temperature),
         ),
-        dict(
-            token_=jax.ShapeDtypeStruct((B, V), jnp.int32),
-            kept_=jax.ShapeDtypeStruct((B, V), jnp.float32),
-            score_=jax.ShapeDtypeStruct((B, V), jnp.float32),
-            number_=numbers,
-            best_=of_parts,
-            found_=of_parts,
-            place_=numbers,
-        ),
-        grid=(parts, B),
-        num_warps=4,
-        num_stages=1,
-        BP=padded,
-        BK=min(128, part),
-        **sizes,
+        survey.parts,
+        out=DrawOut(Candidates(*map(of_tokens, ("int32", "float32", "float32"))), ints, floats, floats, ints),
+        config=config,
+        grid=(P, B, 1),
+        launch=Launch(4),
     )
-    made = launch(
+    chosen = triton_call(
         sample_choose_kernel,
-        surveyed
-        | drawn
-        | dict(
-            top_k_=one(rules.top_k),
-            uncounted_=jnp.asarray(rules.uncounted),
-            seen_=seen,
-            count_=count,
+        SampleInputs(
+            seen=seen,
+            count=survey.count,
+            uncounted=jnp.asarray(rules.uncounted),
+            top_p=top_p,
+            top_k=scalar(rules.top_k),
         ),
-        dict(
-            chosen_=jax.ShapeDtypeStruct((B,), jnp.int32),
-            new_seen_=jax.ShapeDtypeStruct(seen.shape, seen.dtype),
-            new_count_=jax.ShapeDtypeStruct(count.shape, count.dtype),
-        ),
-        aliases={"seen_": "new_seen_", "count_": "new_count_"},
-        grid=(B,),
-        num_warps=8,
-        num_stages=1,
-        BP=padded,
-        BK=max(1, min(part, 2048 // padded)),
-        UNDEFINED=undefined,
-        **sizes,
+        drawn,
+        survey.parts,
+        out=ChooseOut(jax.ShapeDtypeStruct((B,), jnp.int32), *_shapes((seen, count))),
+        config=dataclasses.replace(config, BK=max(1, min(part, 2048 // padded))),
+        grid=(B, 1, 1),
+        launch=Launch(8),
+        aliases={"x.seen": "seen", "x.count": "count"},
     )
-    return made["chosen_"], made["new_seen_"], made["new_count_"]
+    return chosen.token, chosen.seen, chosen.count

@@ -1,102 +1,135 @@
-"""Products of a decoded token on NVIDIA GPUs: `project`, with the arguments of `fla_jax.ops.decode.plain`.
+"""Products of a decoded token on NVIDIA GPUs, with the arguments of `fla_jax.ops.decode.plain.project`.
 
-Up to `MAX_SPLIT_PROGRAMS` rows the vector units do what there is to do while the weights come from memory,
-and the whole input stage is one kernel. From there on tensor cores do: mixes are made once, by a kernel of
-their own, and the products are one launch for all matrices of a stage or, where one input meets one matrix
-and there are more than `TILED` rows, the library's.
-
-What is chosen here was tried on one H200 with six layers of 2048 channels, in milliseconds a token: with one
-row 16 KB of weights a program 0.401, 32 KB 0.419, 8 KB 0.453, 2 warps 0.46; with 32 rows the library from 16
-rows on 0.548, tiles everywhere 0.588.
+Up to four batch elements the vector units keep up with the memory that the weights come from, and one kernel
+does the whole input stage (`gemv`). Above, tensor cores do: mixes are computed once, and the products are one
+launch for all matrices of a stage (`gemm`) or, where one input meets one matrix, the library's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..backend.triton import launch
-from ..common.shapes import unused
-from .projections import gemm_kernel, gemv_kernel, mix_kernel
+from ..backend.triton import Launch, triton_call
+from ..common.shapes import tile
+from .gemm import GemmConfig, GemmOut, MixTokensConfig, MixTokensOut, gemm_kernel, mix_kernel
+from .gemv import Epilogue, GemvConfig, GemvOut, Tokens, Weights, gemv_kernel
 
-FEW, TILED = 4, 16
-_PROGRAMS = 264  # two for each multiprocessor of an H200
-CODE_ROWS = 64
-_NORM_EPS = 1e-5
-
-
-def _as_it_is(x: jax.Array) -> jax.Array:
-    return x
+PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H200
+CODE_ROWS = 64  # rows of a matrix that have one code
+NORM_EPS = 1e-5
 
 
-def _square(x: jax.Array) -> jax.Array:
-    return jnp.square(jax.nn.relu(x))
+class ProductKey(NamedTuple):
+    """The facts that select the kernel of a product: batch elements, segments of the matrix."""
+
+    B: int
+    segments: int
 
 
-# What the library's products are finished with, by kind: see `finish` in projections.py.
-_FINISH = (_as_it_is, jnp.tanh, jax.nn.sigmoid, _square)
+class Variant(NamedTuple):
+    """One way to compute a product, and whether it serves a call."""
+
+    name: str
+    when: Callable[[ProductKey], bool]
 
 
-class Tile(NamedTuple):
-    """Launch options of `gemm_kernel`: rows of a block, results, terms, warps, stages."""
+MAX_GEMV, MAX_GEMM = 4, 16  # batch elements; with 32 a token takes 0.548 ms, without the library 0.588
+VARIANTS = (
+    Variant("gemv", lambda key: key.B <= MAX_GEMV),
+    Variant("library", lambda key: key.segments == 1 and key.B > MAX_GEMM),
+    Variant("gemm", lambda key: True),
+)
 
-    rows: int
-    results: int
-    terms: int
-    warps: int
+
+def select(key: ProductKey) -> str:
+    """The name of the first variant that serves the call; the last one serves all."""
+    return next(variant.name for variant in VARIANTS if variant.when(key))
+
+
+class GemmLaunch(NamedTuple):
+    """A launch of `gemm_kernel`: batch elements, rows of the matrix and channels of a tile; warps, stages."""
+
+    BB: int
+    BN: int
+    BK: int
+    num_warps: int
     stages: int
 
 
-# By the number of rows, up to which; then for matrices of few rows: half as many a program, so that every
-# multiprocessor has one, and twice as many terms, so that as many bytes are on their way. Those of 32 rows
-# are measured.
-TILES = {
-    16: (Tile(16, 32, 128, 4, 4), Tile(16, 16, 256, 4, 4)),
-    32: (Tile(32, 32, 128, 4, 4), Tile(32, 16, 256, 4, 4)),
-    64: (Tile(64, 32, 64, 4, 4), Tile(64, 16, 128, 4, 4)),
-    1 << 30: (Tile(128, 64, 64, 8, 3), Tile(128, 64, 64, 8, 3)),
+# By padded batch, and whether the matrix has few rows: then half as many a program, so that every
+# multiprocessor has one, and twice as many channels, so that as many bytes are loaded at once. 32 is measured
+# on an H200.
+GEMM_LAUNCHES: dict[tuple[int, bool], GemmLaunch] = {
+    (16, False): GemmLaunch(16, 32, 128, 4, 4),
+    (16, True): GemmLaunch(16, 16, 256, 4, 4),
+    (32, False): GemmLaunch(32, 32, 128, 4, 4),
+    (32, True): GemmLaunch(32, 16, 256, 4, 4),
+    (64, False): GemmLaunch(64, 32, 64, 4, 4),
+    (64, True): GemmLaunch(64, 16, 128, 4, 4),
+    (128, False): GemmLaunch(128, 64, 64, 8, 3),
+    (128, True): GemmLaunch(128, 64, 64, 8, 3),
 }
 
 
+class GemvLaunch(NamedTuple):
+    """A launch of `gemv_kernel`: rows of the matrix for a program, padded channels, warps."""
+
+    BN: int
+    BK: int
+    num_warps: int
+
+
+def gemv_launch(K: int, N: int, has_norm: bool) -> GemvLaunch:
+    """16 KB of bfloat16 weights for a program, half of it without a norm, which every program recomputes, and
+    less where rows are few, down to 4 KB. Of 8, 16 and 32 KB, 16 are fastest on an H200.
+    """
+    BK = 1 << (K - 1).bit_length()
+    warps = _warps(BK)
+    most = warps * (2048 if has_norm else 1024) // BK
+    return GemvLaunch(
+        max(1, 2048 // BK, min(most, 16, 1 << max(N // PROGRAMS, 1).bit_length() - 1)), BK, warps
+    )
+
+
+def _warps(BK: int) -> int:
+    return 4 if BK <= 2048 else 8
+
+
+def gemm_launch(B: int, N: int) -> GemmLaunch:
+    """The launch for a batch and a matrix.
+
+    Raises:
+        KeyError: the table lacks the row.
+    """
+    padded = min(tile(B), 128)
+    has_few_rows = N // GEMM_LAUNCHES[padded, False].BN < PROGRAMS // 2
+    return GEMM_LAUNCHES[padded, has_few_rows]
+
+
 def layer_code(layer: int) -> int:
-    """A layer's index as the kernels take it, see `gemv_kernel`."""
+    """A layer's index as the kernels take it, see `Tokens`."""
     return 2 * layer + 3
 
 
-def _pieces(K: int, N: int, norm: bool) -> tuple[int, int, int]:
-    """Padded K, rows of a matrix for a program, warps: 16 KB of bfloat16 weights, less where rows are few,
-    down to 4 KB.
-
-    Half as many where no norm comes first, which every program computes again.
-    """
-    BK = 1 << (K - 1).bit_length()
-    warps = 4 if BK <= 2048 else 8
-    most = warps * (2048 if norm else 1024) // BK
-    return BK, max(1, 2048 // BK, min(most, 16, 1 << max(N // _PROGRAMS, 1).bit_length() - 1)), warps
-
-
-@dataclasses.dataclass(frozen=True)
-class Segments:
-    """Of a matrix, for `code_of`.
-
-    Attributes:
-        starts: the first row of each.
-        codes: of each.
-    """
-
-    starts: tuple[int, ...]
-    codes: tuple[int, ...]
-
-
-def _segments(matrix: Any) -> Segments:
+def _product_facts(matrix: Any, x: jax.Array, gate: Any, gate_at: int) -> dict[str, Any]:
+    """Fields of `ProductConfig` that do not depend on the launch."""
+    N, K = matrix.weight.shape
     rows = [0, *(rows for rows, _, _ in matrix.segments)]
-    return Segments(
-        tuple(itertools.accumulate(rows[:-1])), tuple(plane + 16 * kind for _, plane, kind in matrix.segments)
+    return dict(
+        B=x.shape[-2],
+        K=K,
+        N=N,
+        x_stride=x.shape[-1],
+        gate_stride=1 if gate is None else gate.shape[-1],
+        gate_at=gate_at,
+        starts=tuple(itertools.accumulate(rows[:-1])),
+        codes=tuple(plane + 16 * kind for _, plane, kind in matrix.segments),
     )
 
 
@@ -115,152 +148,116 @@ def project(
     dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, Any]:
     """See `fla_jax.ops.decode.plain.project`."""
-    options = dict(add=add, gate=gate, gate_at=gate_at, dtype=dtype)
-    if x.shape[-2] <= FEW:
-        return _few(matrix, x, norm, mixes, last, layer, active, **options)
-    shift = None
-    if norm is not None and mixes is not None:
-        x, shift = _mixed(x, norm, mixes, last, layer, active, dtype)
+    variant = select(ProductKey(x.shape[-2], len(matrix.segments)))
+    tokens = Tokens(x, *(norm or (None, None)))
+    if mixes is not None:
+        tokens = tokens._replace(mixes=mixes, last=last, active=active, layer=layer_code(layer))
+    epilogue = Epilogue(gate, add)
+    if variant == "gemv":
+        return _gemv(matrix, tokens, epilogue, gate_at, dtype)
+    shift, (_, K) = None, matrix.weight.shape
+    if mixes is not None:
+        x, shift = _mix(tokens)
     elif norm is not None:
         x = _layer_norm(x, norm).astype(x.dtype)
-    return _many(matrix, x, **options), shift
+    if x.shape[-1] != K:
+        x = x[..., :K]
+    product = _library if variant == "library" else _gemm
+    return product(matrix, x, epilogue, gate_at, dtype), shift
 
 
-def _few(
-    matrix: Any,
-    x: Any,
-    norm: Any,
-    mixes: Any,
-    last: Any,
-    layer: int,
-    active: Any,
-    *,
-    add: Any,
-    gate: Any,
-    gate_at: int,
-    dtype: Any,
-) -> tuple[jax.Array, Any]:
-    """One kernel for all of it."""
-    (N, K), B = matrix.weight.shape, x.shape[-2]
-    BK, BN, warps = _pieces(K, N, norm is not None)
-    none = unused()
-    scale, bias = (none, none) if norm is None else norm
-    scaled = matrix.scale is not None
-    shift = jax.ShapeDtypeStruct(
-        (1,) if mixes is None else (B, K), jnp.int32 if mixes is None else last.dtype
+def _gemv(matrix: Any, x: Tokens, epilogue: Epilogue, gate_at: int, dtype: Any) -> tuple[jax.Array, Any]:
+    """``(y [B, N], shift [B, K])`` from one kernel."""
+    (N, K), B = matrix.weight.shape, x.x.shape[-2]
+    launch = gemv_launch(K, N, x.scale is not None)
+    config = GemvConfig(
+        BN=launch.BN,
+        BK=launch.BK,
+        group=launch.BK if matrix.scale is None else K // matrix.scale.shape[1],
+        has_planes=x.x.ndim == 3,
+        eps=NORM_EPS,
+        **_product_facts(matrix, x.x, epilogue.gate, gate_at),
     )
-    inputs = dict(
-        x_=x,
-        last_=last,
-        scale_=scale,
-        bias_=bias,
-        mixes_=mixes,
-        active_=active,
-        w_=matrix.weight,
-        w_scale_=matrix.scale,
-        add_=add,
-        gate_=gate,
-    )
-    made = launch(
+    shift = None if x.mixes is None else jax.ShapeDtypeStruct((B, K), x.last.dtype)
+    out = triton_call(
         gemv_kernel,
-        {name: none if x is None else x for name, x in inputs.items()} | {"layer": layer_code(layer)},
-        dict(y_=jax.ShapeDtypeStruct((B, N), dtype), shift_=shift),
-        grid=(-(-N // BN),),
-        num_warps=warps,
-        num_stages=1,
-        B=B,
-        K=K,
-        N=N,
-        BK=BK,
-        BN=BN,
-        XS=x.shape[-1],
-        GS=1 if gate is None else gate.shape[-1],
-        G=K // matrix.scale.shape[1] if scaled else BK,
-        SCALED=scaled,
-        NORM=norm is not None,
-        MIX=mixes is not None,
-        PLANES=x.ndim == 3,
-        ADD=add is not None,
-        GATE=gate is not None,
-        GATE_AT=gate_at,
-        SEGMENTS=_segments(matrix),
-        EPS=_NORM_EPS,
+        x,
+        Weights(matrix.weight, matrix.scale),
+        epilogue,
+        out=GemvOut(jax.ShapeDtypeStruct((B, N), dtype), shift),
+        config=config,
+        grid=(-(-N // launch.BN), 1, 1),
+        launch=Launch(launch.num_warps),
     )
-    return made["y_"], None if mixes is None else made["shift_"]
+    return out.y, out.shift
 
 
-def _mixed(x: Any, norm: Any, mixes: Any, last: Any, layer: int, active: Any, dtype: Any) -> Any:
-    """Planes [M, B, K] and shift [B, K]."""
-    (B, K), M = x.shape, mixes.shape[0]
+def _mix(x: Tokens) -> tuple[jax.Array, jax.Array]:
+    """Planes [mixes, B, K] and shift [B, K]."""
+    (B, K), M = x.x.shape, x.mixes.shape[0]
     BK = 1 << (K - 1).bit_length()
-    made = launch(
+    out = triton_call(
         mix_kernel,
-        dict(
-            x_=x,
-            last_=last,
-            scale_=norm[0],
-            bias_=norm[1],
-            mixes_=mixes,
-            active_=active,
-            layer=layer_code(layer),
+        x,
+        out=MixTokensOut(
+            jax.ShapeDtypeStruct((M, B, K), x.x.dtype), jax.ShapeDtypeStruct((B, K), x.last.dtype)
         ),
-        dict(
-            planes_=jax.ShapeDtypeStruct((M, B, K), x.dtype), shift_=jax.ShapeDtypeStruct((B, K), last.dtype)
-        ),
-        grid=(B, M),
-        num_warps=4 if BK <= 2048 else 8,
-        num_stages=1,
-        B=B,
-        K=K,
-        BK=BK,
-        EPS=_NORM_EPS,
+        config=MixTokensConfig(B, K, BK, NORM_EPS),
+        grid=(B, M, 1),
+        launch=Launch(_warps(BK)),
     )
-    return made["planes_"], made["shift_"]
+    return out.planes, out.shift
 
 
 def _layer_norm(x: jax.Array, norm: Any) -> jax.Array:
     x = x.astype(jnp.float32)
     x = x - jnp.mean(x, -1, keepdims=True)
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + _NORM_EPS)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + NORM_EPS)
     return x * norm[0].astype(jnp.float32) + norm[1].astype(jnp.float32)
 
 
-def _many(matrix: Any, x: jax.Array, *, add: Any, gate: Any, gate_at: int, dtype: Any) -> jax.Array:
-    """Products on tensor cores: planes [M, B, K] or [B, K] -> [B, N]."""
+# of the library's products, by kind: see `activation` in gemv.py
+_ACTIVATIONS: tuple[Callable[[jax.Array], jax.Array], ...] = (
+    lambda x: x,
+    jnp.tanh,
+    jax.nn.sigmoid,
+    lambda x: jnp.square(jax.nn.relu(x)),
+)
+
+
+def _library(matrix: Any, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype: Any) -> jax.Array:
+    """y [B, N] of one input and one matrix."""
     (N, K), B = matrix.weight.shape, x.shape[-2]
     weight = matrix.dense(x.dtype)
-    if x.shape[-1] != K:
-        x = x[..., :K]
-    if len(matrix.segments) == 1 and B > TILED:
-        y = jnp.einsum("bk,nk->bn", x.reshape(B, K), weight, preferred_element_type=jnp.float32)
-        y = _FINISH[matrix.segments[0][2]](y)
-        y = y if gate is None else y * gate[:, gate_at : gate_at + N].astype(jnp.float32)
-        y = y if add is None else y + add.astype(jnp.float32)
-        return y.astype(dtype)
-    many, few = next(tiles for rows, tiles in TILES.items() if rows >= B)
-    one = few if N // many.results < _PROGRAMS // 2 else many
-    none = unused()
-    inputs = dict(x_=x, w_=weight, add_=add, gate_=gate)
-    made = launch(
-        gemm_kernel,
-        {name: none if x is None else x for name, x in inputs.items()},
-        dict(y_=jax.ShapeDtypeStruct((B, N), dtype)),
-        grid=(-(-N // one.results), -(-B // one.rows)),
-        num_warps=one.warps,
-        num_stages=one.stages,
-        B=B,
-        K=K,
-        N=N,
-        BB=one.rows,
-        BN=one.results,
-        BK=math.gcd(K, one.terms),
-        XS=K,
-        GS=1 if gate is None else gate.shape[-1],
-        STAGES=one.stages,
-        ADD=add is not None,
-        GATE=gate is not None,
-        GATE_AT=gate_at,
-        SEGMENTS=_segments(matrix),
-        PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
+    y = jnp.einsum("bk,nk->bn", x.reshape(B, K), weight, preferred_element_type=jnp.float32)
+    y = _ACTIVATIONS[matrix.segments[0][2]](y)
+    if epilogue.gate is not None:
+        y = y * epilogue.gate[:, gate_at : gate_at + N].astype(jnp.float32)
+    if epilogue.add is not None:
+        y = y + epilogue.add.astype(jnp.float32)
+    return y.astype(dtype)
+
+
+def _gemm(matrix: Any, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype: Any) -> jax.Array:
+    """y [B, N] of planes [mixes, B, K] or [B, K], on tensor cores."""
+    (N, K), B = matrix.weight.shape, x.shape[-2]
+    launch = gemm_launch(B, N)
+    config = GemmConfig(
+        BB=launch.BB,
+        BN=launch.BN,
+        BK=math.gcd(K, launch.BK),
+        stages=launch.stages,
+        precision="ieee" if x.dtype == jnp.float32 else "tf32",
+        **_product_facts(matrix, x, epilogue.gate, gate_at),
     )
-    return made["y_"]
+    out = triton_call(
+        gemm_kernel,
+        Tokens(x),
+        Weights(matrix.dense(x.dtype)),
+        epilogue,
+        out=GemmOut(jax.ShapeDtypeStruct((B, N), dtype)),
+        config=config,
+        grid=(-(-N // launch.BN), -(-B // launch.BB), 1),
+        launch=Launch(launch.num_warps, launch.stages),
+    )
+    return out.y

@@ -1,49 +1,142 @@
-"""Kernels that choose the next token under penalties, top-p and top-k without sorting the vocabulary.
+"""Chooses the next token under penalties, top-p and top-k without sorting the vocabulary.
 
-The token is the one with the best score of those that may come; a score is the logit over the temperature
-plus random numbers. Three kernels, the first two for parts of the vocabulary, all at the same time:
+The token has the best score of those that are allowed; a score is the logit over the temperature plus Gumbel
+noise. Three kernels, the first two with a program for each part of the vocabulary:
 
-* `sample_survey_kernel` takes the penalties off the logits and sums up the parts. Few tokens have been
-  generated: only their logits are written, and only their counts touched.
-* `sample_draw_kernel` looks at the tokens that are probable enough: what has less than a certain logit
-  cannot come under top-p. It makes lists of the others and their random numbers, and finds the best.
-* `sample_choose_kernel`, one program for a row, puts the parts together: it takes the token with the best
-  score and looks whether it may come, which is when those that are more probable have less than top-p
-  together and are fewer than top-k. If not, all that are as probable or less cannot come either, and the
-  best of the others is next. Most rows need one round, and a round reads the lists alone.
+* `sample_survey_kernel` subtracts penalties from the logits and sums over its part. Few tokens have been
+  generated: only their logits and counts are written.
+* `sample_draw_kernel` lists its candidates, the tokens whose logits reach a threshold below which top-p
+  allows none, with their scores, and finds the best.
+* `sample_choose_kernel`, one program a batch element, takes the best candidate of all parts and accepts it
+  if more probable tokens have less than top-p together and are fewer than top-k. If not, no token that is at
+  most as probable is allowed either, and the best of the others is next. Most need one round.
 
-Which logit is enough follows from two sums over the vocabulary, of e^x and of e^(x/2). Tokens up to a logit
-t have a sum of e^x of at most e^(t/2) times the second; where that is less than 1 - top_p of the first, those
-above t have more than top-p. No choice depends on how many rows there are.
+The threshold follows from the sums of e^x and e^(x/2) over the vocabulary: tokens with logits up to t have a
+sum of e^x of at most e^(t/2) times the second. Where that is less than 1 - top_p of the first, the tokens
+above t have more than top-p. No choice depends on the batch size.
 """
+
+import dataclasses
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """Compile-time facts.
+
+    Attributes:
+        V: tokens of the vocabulary.
+        P: parts of it.
+        BP: parts, padded to a power of two.
+        BV: tokens of a part.
+        BK: candidates of a part that are read at once.
+        undefined: the result where the largest logit is infinite or a logit is NaN.
+    """
+
+    V: int
+    P: int
+    BP: int
+    BV: int
+    BK: int
+    undefined: int
+
+
+class SampleInputs(NamedTuple):
+    """Inputs of the kernels, None where one does not read them; float32 where nothing else is said.
+
+    Attributes:
+        logits: [B, V]; the survey subtracts penalties in place.
+        seen: [B, V] booleans, the tokens that have occurred, and count: [B, V], how often; written in place.
+        banned: [V], tokens that are forbidden, and uncounted: [V], those that are not counted.
+        presence, frequency, decay: [1] each, penalties and what they decay by.
+        keys: [B, 2] int32, Threefry keys.
+        top_p, top_k, temperature: [1] each.
+    """
+
+    logits: Any = None
+    seen: Any = None
+    count: Any = None
+    banned: Any = None
+    uncounted: Any = None
+    presence: Any = None
+    frequency: Any = None
+    decay: Any = None
+    keys: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    temperature: Any = None
+
+
+class PartSums(NamedTuple):
+    """Of each part, [B, P] float32: the largest logit, the sums of exp(logit - high) and of its square root,
+    NaN where a logit is.
+    """
+
+    high: Any
+    mass: Any
+    root_mass: Any
+
+
+class SurveyOut(NamedTuple):
+    """Outputs of the survey; logits and count are the inputs' memory."""
+
+    parts: Any
+    logits: Any
+    count: Any
+
+
+class Candidates(NamedTuple):
+    """Lists [B, V]; a part's begin where the part does."""
+
+    token: Any
+    logit: Any
+    score: Any
+
+
+class DrawOut(NamedTuple):
+    """The candidates, and of each part, [B, P], their number and the first of the best ones."""
+
+    candidates: Any
+    number: Any
+    best_score: Any
+    best_logit: Any
+    best_token: Any
+
+
+class ChooseOut(NamedTuple):
+    """Token [B]; seen and count are the inputs' memory."""
+
+    token: Any
+    seen: Any
+    count: Any
+
+
 @triton.jit
-def tokens_at(ptr, tokens, V: tl.constexpr, EVEN: tl.constexpr, other: tl.constexpr):
-    """Numbers of some tokens, ``other`` behind the last one."""
-    if EVEN:
+def tokens_at(ptr, tokens, V: tl.constexpr, UNMASKED: tl.constexpr, other: tl.constexpr):
+    """Values of some tokens, ``other`` past the last one."""
+    if UNMASKED:
         return tl.load(ptr + tokens)
     else:
         return tl.load(ptr + tokens, mask=tokens < V, other=other)
 
 
 @triton.jit
-def largest_of(x):
-    """Of all in two dimensions."""
+def max_of(x):
+    """Over both axes."""
     return tl.max(tl.max(x, 1), 0)
 
 
 @triton.jit
 def sum_of(x):
-    """Of all in two dimensions."""
+    """Over both axes."""
     return tl.sum(tl.sum(x, 1), 0)
 
 
 @triton.jit
-def mixed(a, b, by: tl.constexpr):
+def threefry_round(a, b, by: tl.constexpr):
     """A round of Threefry-2x32."""
     a += b
     return a, ((b << by) | (b >> (32 - by))) ^ a
@@ -51,18 +144,18 @@ def mixed(a, b, by: tl.constexpr):
 
 @triton.jit
 def four_rounds(a, b, r0: tl.constexpr, r1: tl.constexpr, r2: tl.constexpr, r3: tl.constexpr):
-    """Of Threefry-2x32, which turn the second word by so many bits."""
-    a, b = mixed(a, b, r0)
-    a, b = mixed(a, b, r1)
-    a, b = mixed(a, b, r2)
-    return mixed(a, b, r3)
+    """Four rounds of Threefry-2x32, with the rotations of the second word in bits."""
+    a, b = threefry_round(a, b, r0)
+    a, b = threefry_round(a, b, r1)
+    a, b = threefry_round(a, b, r2)
+    return threefry_round(a, b, r3)
 
 
 @triton.jit
-def gumbel(keys_, row, tokens):
-    """The random numbers of some tokens of a row: those of `jax.random.categorical` over the vocabulary."""
-    k0 = tl.load(keys_ + 2 * row).to(tl.uint32, bitcast=True)
-    k1 = tl.load(keys_ + 2 * row + 1).to(tl.uint32, bitcast=True)
+def gumbel(keys, b_index, tokens):
+    """Gumbel noise of some tokens of a batch element: that of `jax.random.categorical`."""
+    k0 = tl.load(keys + 2 * b_index).to(tl.uint32, bitcast=True)
+    k1 = tl.load(keys + 2 * b_index + 1).to(tl.uint32, bitcast=True)
     k2 = k0 ^ k1 ^ 0x1BD11BDA
     a, b = tl.zeros_like(tokens).to(tl.uint32) + k0, tokens.to(tl.uint32) + k1
     a, b = four_rounds(a, b, 13, 15, 26, 6)
@@ -77,135 +170,126 @@ def gumbel(keys_, row, tokens):
 
 @triton.jit
 def scores(x, noise, highest, temperature):
-    """What the largest is drawn: logits below ``highest`` over the temperature, plus noise; x itself at 0."""
+    """Scores, whose largest is drawn: (x - highest) / temperature + noise, and x at temperature 0."""
     greedy = temperature == 0.0
-    # what may not come stays that, whatever the temperature
+    # a forbidden token stays forbidden at every temperature
     tempered = tl.where(x > -float("inf"), (x - highest) / tl.where(greedy, 1.0, temperature) + noise, x)
     return tl.where(greedy, x, tempered)
 
 
 @triton.jit
-def sample_survey_kernel(
-    logits_, seen_, count_, banned_, presence_, frequency_, decay_,
-    high_, mass_, roots_, x_, decayed_,
-    V: tl.constexpr, P: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """Grid (P parts of BV tokens, rows). ``logits_`` become x, with penalties, -inf for what may not come,
-    and ``count_`` decays, both in place. Of each part, [B, P]: ``high_`` the largest x, ``mass_`` and
-    ``roots_`` the sums of exp(x - high) and of its square root, NaN with a NaN.
-    """
-    EVEN: tl.constexpr = V % BV == 0
-    part, row = tl.program_id(0), tl.program_id(1)
-    # four tokens for a thread, of whatever dtype
+def sample_survey_kernel(x, out, c: tl.constexpr):
+    """Grid: parts, batch elements. Subtracts penalties, decays counts and sums over the part."""
+    V: tl.constexpr = c.V
+    BV: tl.constexpr = c.BV
+    UNMASKED: tl.constexpr = V % BV == 0
+    part, b = tl.program_id(0), tl.program_id(1)
+    # four tokens a thread, for every dtype
     tokens = part * BV + 4 * tl.arange(0, BV // 4)[:, None] + tl.arange(0, 4)[None, :]
-    here, start = row * P + part, row.to(tl.int64) * V
-    x = tokens_at(logits_ + start, tokens, V, EVEN, -float("inf"))
-    seen = tokens_at(seen_ + start, tokens, V, EVEN, 0) != 0
-    banned = tokens_at(banned_, tokens, V, EVEN, 0) != 0
-    count = tl.load(count_ + start + tokens, mask=seen, other=0.0)
-    penalties = tl.load(presence_) + count * tl.load(frequency_)
-    # they must not add up to infinity, which is for what is forbidden
+    here, start = b * c.P + part, b.to(tl.int64) * V
+    logits = tokens_at(x.logits + start, tokens, V, UNMASKED, -float("inf"))
+    seen = tokens_at(x.seen + start, tokens, V, UNMASKED, 0) != 0
+    banned = tokens_at(x.banned, tokens, V, UNMASKED, 0) != 0
+    count = tl.load(x.count + start + tokens, mask=seen, other=0.0)
+    penalties = tl.load(x.presence) + count * tl.load(x.frequency)
+    # -inf is for forbidden tokens, so penalties stay finite
     penalties = tl.clamp(penalties, -3.4028234663852886e38, 3.4028234663852886e38)
-    x = tl.where(banned, -float("inf"), tl.where(seen, x - penalties, x))
-    tl.store(logits_ + start + tokens, x, mask=seen | banned)
-    tl.store(count_ + start + tokens, count * tl.load(decay_), mask=seen)
-    high = largest_of(x)
-    root = tl.exp2(0.7213475204444817 * (x - tl.where(high > -float("inf"), high, 0.0)))  # e^((x - high) / 2)
-    tl.store(high_ + here, high)
-    tl.store(mass_ + here, sum_of(root * root))
-    tl.store(roots_ + here, sum_of(root))
+    logits = tl.where(banned, -float("inf"), tl.where(seen, logits - penalties, logits))
+    tl.store(x.logits + start + tokens, logits, mask=seen | banned)
+    tl.store(x.count + start + tokens, count * tl.load(x.decay), mask=seen)
+    high = max_of(logits)
+    # e^((logit - high) / 2)
+    root = tl.exp2(0.7213475204444817 * (logits - tl.where(high > -float("inf"), high, 0.0)))
+    tl.store(out.parts.high + here, high)
+    tl.store(out.parts.mass + here, sum_of(root * root))
+    tl.store(out.parts.root_mass + here, sum_of(root))
 
 
 @triton.jit
-def sample_draw_kernel(
-    x_, keys_, top_p_, temperature_, high_, mass_, roots_,
-    token_, kept_, score_, number_, best_, found_, place_,
-    V: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Grid (P parts, rows). Of each part, [B, P]: the ``number_`` of tokens that may be probable enough,
-    ``best_`` the best score, ``place_`` its first token, ``found_`` the x of that. Lists of those tokens,
-    which begin where the part does in [B, V]: ``token_``, ``kept_`` with their x, ``score_``.
-    """
-    EVEN: tl.constexpr = V % BV == 0
-    # what the survey has read last is still in the cache
-    part, row = P - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    here, start, none = row * P + part, row.to(tl.int64) * V, -float("inf")
-    parts = tl.arange(0, BP)
-    there, parts = parts < P, row * P + parts
-    high = tl.load(high_ + parts, there, other=none)
-    mass, roots = tl.load(mass_ + parts, there, other=0.0), tl.load(roots_ + parts, there, other=0.0)
-    temperature = tl.load(temperature_)
+def sample_draw_kernel(x, sums, out, c: tl.constexpr):
+    """Grid: parts, batch elements. ``sums``: `PartSums`. Lists candidates and finds the best of each part."""
+    V: tl.constexpr = c.V
+    P: tl.constexpr = c.P
+    BV: tl.constexpr = c.BV
+    BK: tl.constexpr = c.BK
+    UNMASKED: tl.constexpr = V % BV == 0
+    # in reverse, because the survey's last loads are still in the cache
+    part, b = P - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    here, start, none = b * P + part, b.to(tl.int64) * V, -float("inf")
+    parts = tl.arange(0, c.BP)
+    exists, parts = parts < P, b * P + parts
+    high = tl.load(sums.high + parts, exists, other=none)
+    mass = tl.load(sums.mass + parts, exists, other=0.0)
+    root_mass = tl.load(sums.root_mass + parts, exists, other=0.0)
+    temperature = tl.load(x.temperature)
     largest = tl.max(high, 0)
     root = tl.where(high > none, tl.exp(0.5 * (high - largest)), 0.0)
-    share = tl.sum(mass * root * root, 0) / tl.sum(roots * root, 0)
-    # a little less than it is: sums are rounded
-    enough = largest + 2.0 * tl.log((1.0 - tl.load(top_p_)) * share * 0.999)
-    enough = tl.maximum(tl.where(temperature == 0.0, largest, enough), -3.4028234663852886e38)
-    best_of, best_x = tl.full((BK,), none, tl.float32), tl.full((BK,), none, tl.float32)
-    place, number = tl.full((BK,), V, tl.int32), tl.full((), 0, tl.int32)
-    if tl.load(high_ + here) >= enough:
+    ratio = tl.sum(mass * root * root, 0) / tl.sum(root_mass * root, 0)
+    # 0.999 covers the rounding of the sums
+    threshold = largest + 2.0 * tl.log((1.0 - tl.load(x.top_p)) * ratio * 0.999)
+    threshold = tl.maximum(tl.where(temperature == 0.0, largest, threshold), -3.4028234663852886e38)
+    best_score, best_logit = tl.full((BK,), none, tl.float32), tl.full((BK,), none, tl.float32)
+    best_token, number = tl.full((BK,), V, tl.int32), tl.full((), 0, tl.int32)
+    if tl.load(sums.high + here) >= threshold:
         tokens = part * BV + tl.arange(0, 4)[:, None] * (BV // 4) + tl.arange(0, BV // 4)[None, :]
-        x = tokens_at(x_ + start, tokens, V, EVEN, none)
-        keep = x >= enough
-        # those of a column follow each other: that is how they lie in the registers of a thread
-        column = tl.sum(keep.to(tl.int32), 0)
-        at = (tl.cumsum(column, 0) - column)[None, :] + tl.cumsum(keep.to(tl.int32), 0) - 1
+        logits = tokens_at(x.logits + start, tokens, V, UNMASKED, none)
+        is_candidate = logits >= threshold
+        # candidates of a column, which one thread has in registers, are adjacent in the list
+        column = tl.sum(is_candidate.to(tl.int32), 0)
+        at = (tl.cumsum(column, 0) - column)[None, :] + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
         number = tl.sum(column, 0)
-        token_ += start + part * BV
-        kept_ += start + part * BV
-        score_ += start + part * BV
-        tl.store(token_ + at, tokens, mask=keep)
+        list_token = out.candidates.token + (start + part * BV)
+        list_logit = out.candidates.logit + (start + part * BV)
+        list_score = out.candidates.score + (start + part * BV)
+        tl.store(list_token + at, tokens, mask=is_candidate)
         tl.debug_barrier()  # threads read what others have written
         for i in range(0, number, BK):
             lane = i + tl.arange(0, BK)
-            token = tl.load(token_ + lane, mask=lane < number, other=V)
-            kept = tl.load(x_ + start + token, mask=lane < number, other=none)
-            score = scores(kept, gumbel(keys_, row, token), largest, temperature)
-            tl.store(kept_ + lane, kept, mask=lane < number)
-            tl.store(score_ + lane, score, mask=lane < number)
-            better = (score > best_of) | ((score == best_of) & (token < place))
-            best_of, best_x = tl.where(better, score, best_of), tl.where(better, kept, best_x)
-            place = tl.where(better, token, place)
-    best = tl.max(best_of, 0)
-    first = tl.min(tl.where(best_of == best, place, V), 0)
-    tl.store(number_ + here, number)
-    tl.store(best_ + here, best)
-    tl.store(place_ + here, first)
-    tl.store(found_ + here, tl.max(tl.where(place == first, best_x, none), 0))
+            token = tl.load(list_token + lane, mask=lane < number, other=V)
+            logit = tl.load(x.logits + start + token, mask=lane < number, other=none)
+            score = scores(logit, gumbel(x.keys, b, token), largest, temperature)
+            tl.store(list_logit + lane, logit, mask=lane < number)
+            tl.store(list_score + lane, score, mask=lane < number)
+            better = (score > best_score) | ((score == best_score) & (token < best_token))
+            best_score, best_logit = tl.where(better, score, best_score), tl.where(better, logit, best_logit)
+            best_token = tl.where(better, token, best_token)
+    best = tl.max(best_score, 0)
+    first = tl.min(tl.where(best_score == best, best_token, V), 0)
+    tl.store(out.number + here, number)
+    tl.store(out.best_score + here, best)
+    tl.store(out.best_token + here, first)
+    tl.store(out.best_logit + here, tl.max(tl.where(best_token == first, best_logit, none), 0))
 
 
 @triton.jit
-def sample_choose_kernel(
-    token_, kept_, score_, number_, best_, found_, place_, high_, mass_, top_p_, top_k_, uncounted_,
-    seen_, count_,
-    chosen_, new_seen_, new_count_,
-    V: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    UNDEFINED: tl.constexpr,
-):  # fmt: skip
-    """Grid: rows. What the other kernels found, -> ``chosen_`` [B], which is put into ``seen_`` and
-    ``count_`` [B, V]. UNDEFINED for a row with NaN, or without a finite largest x.
-    """
-    row = tl.program_id(0)
-    none, part, start = -float("inf"), tl.arange(0, BP), row.to(tl.int64) * V
-    lists = start + part[:, None] * BV
-    known, part = part < P, row * P + part
-    high, mass = tl.load(high_ + part, known, other=none), tl.load(mass_ + part, known, other=0.0)
-    best, places = tl.load(best_ + part, known, other=none), tl.load(place_ + part, known, other=V)
-    found_x, numbers = tl.load(found_ + part, known, other=none), tl.load(number_ + part, known, other=0)
-    top_p, top_k = tl.load(top_p_), tl.load(top_k_)
+def sample_choose_kernel(x, drawn, sums, out, c: tl.constexpr):
+    """Grid: batch elements. ``drawn``: `DrawOut`, ``sums``: `PartSums`. Chooses, and counts the token."""
+    V: tl.constexpr = c.V
+    BP: tl.constexpr = c.BP
+    BK: tl.constexpr = c.BK
+    b = tl.program_id(0)
+    none, part, start = -float("inf"), tl.arange(0, BP), b.to(tl.int64) * V
+    lists = start + part[:, None] * c.BV
+    exists, part = part < c.P, b * c.P + part
+    high, mass = tl.load(sums.high + part, exists, other=none), tl.load(sums.mass + part, exists, other=0.0)
+    best = tl.load(drawn.best_score + part, exists, other=none)
+    best_tokens = tl.load(drawn.best_token + part, exists, other=V)
+    best_logits = tl.load(drawn.best_logit + part, exists, other=none)
+    numbers = tl.load(drawn.number + part, exists, other=0)
+    top_p, top_k = tl.load(x.top_p), tl.load(x.top_k)
     largest, longest = tl.max(high, 0), tl.max(numbers, 0)
     total = tl.sum(tl.where(high > none, tl.exp(high - largest), 0.0) * mass, 0)
-    first = tl.min(tl.where(best == tl.max(best, 0), places, V), 0)
-    found = tl.max(tl.where(places == first, found_x, none), 0)
+    first = tl.min(tl.where(best == tl.max(best, 0), best_tokens, V), 0)
+    found = tl.max(tl.where(best_tokens == first, best_logits, none), 0)
     searching = (total == total) & (largest > none) & (largest < float("inf"))
-    chosen = tl.full((), UNDEFINED, tl.int32)
+    chosen = tl.full((), c.undefined, tl.int32)
     while searching:
         above, number = tl.zeros((BP, BK), tl.float32), tl.zeros((BP, BK), tl.int32)
         for i in range(0, longest, BK):
             lane = i + tl.arange(0, BK)[None, :]
-            x = tl.load(kept_ + lists + lane, mask=lane < numbers[:, None], other=none)
-            above += tl.where(x > found, tl.exp(x - largest), 0.0)
-            number += (x > found).to(tl.int32)
+            logits = tl.load(drawn.candidates.logit + lists + lane, mask=lane < numbers[:, None], other=none)
+            above += tl.where(logits > found, tl.exp(logits - largest), 0.0)
+            number += (logits > found).to(tl.int32)
         before = sum_of(number)
         by_p = (top_p >= 1.0) | (sum_of(above) < top_p * total)
         accepted = (before == 0) | (by_p & (before < top_k))
@@ -213,21 +297,25 @@ def sample_choose_kernel(
         searching = accepted == 0
         if searching:
             bound = found
-            best_of, best_x = tl.full((BP, BK), none, tl.float32), tl.full((BP, BK), none, tl.float32)
-            place = tl.full((BP, BK), V, tl.int32)
+            best_score = tl.full((BP, BK), none, tl.float32)
+            best_logit = tl.full((BP, BK), none, tl.float32)
+            best_token = tl.full((BP, BK), V, tl.int32)
             for i in range(0, longest, BK):
                 lane = i + tl.arange(0, BK)[None, :]
-                there = lane < numbers[:, None]
-                x = tl.load(kept_ + lists + lane, mask=there, other=none)
-                score = tl.load(score_ + lists + lane, mask=there, other=none)
-                token = tl.load(token_ + lists + lane, mask=there, other=V)
-                better = (x > bound) & ((score > best_of) | ((score == best_of) & (token < place)))
-                best_of, best_x = tl.where(better, score, best_of), tl.where(better, x, best_x)
-                place = tl.where(better, token, place)
-            first = -largest_of(tl.where(best_of == largest_of(best_of), -place, -V))
-            found = largest_of(tl.where(place == first, best_x, none))
-    tl.store(chosen_ + row, chosen)
+                is_listed = lane < numbers[:, None]
+                logits = tl.load(drawn.candidates.logit + lists + lane, mask=is_listed, other=none)
+                score = tl.load(drawn.candidates.score + lists + lane, mask=is_listed, other=none)
+                token = tl.load(drawn.candidates.token + lists + lane, mask=is_listed, other=V)
+                is_left = logits > bound
+                better = (score > best_score) | ((score == best_score) & (token < best_token))
+                better = is_left & better
+                best_score = tl.where(better, score, best_score)
+                best_logit = tl.where(better, logits, best_logit)
+                best_token = tl.where(better, token, best_token)
+            first = -max_of(tl.where(best_score == max_of(best_score), -best_token, -V))
+            found = max_of(tl.where(best_token == first, best_logit, none))
+    tl.store(out.token + b, chosen)
     if chosen >= 0:
-        counted = tl.where(tl.load(uncounted_ + chosen) != 0, 0.0, 1.0)
-        tl.store(count_ + start + chosen, tl.load(count_ + start + chosen) + counted)
-        tl.store(seen_ + start + chosen, 1)
+        counted = tl.where(tl.load(x.uncounted + chosen) != 0, 0.0, 1.0)
+        tl.store(x.count + start + chosen, tl.load(x.count + start + chosen) + counted)
+        tl.store(x.seen + start + chosen, 1)

@@ -1,1 +1,1 @@
-"""Triton kernels of the pieces of a layer around its recurrence, and what launches them."""
+"""Triton kernels of a layer around its recurrence, and their host code."""

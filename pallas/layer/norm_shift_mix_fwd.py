@@ -1,37 +1,46 @@
-"""Forward kernels: mixes with the token before; statistics of tokens where mixes go by tiles of channels."""
+"""Norm, token shift and mixes, forward. With h = norm(x + y) and the previous token h_{t-1}::
+
+    o_n = h_t + (h_{t-1} - h_t) (mu_n + moves_nt)
+
+Grid: blocks of tokens of all sequences, tiles of channels.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ..common.sums import extended
-from .norm_shift_mix_tiles import begins, read, read_sum, statistics, token_block, write
+from .norm_shift_mix_tiles import read, read_sum, starts_segment, statistics, token_block, write
+
+
+class FwdOut(NamedTuple):
+    """Outputs of `mix_fwd_kernel`: the op's results (`Mixed`), and statistics that the backward needs."""
+
+    results: Any
+    stats: Any
+
+
+class StatisticsOut(NamedTuple):
+    """Outputs of `statistics_kernel`: `Stats`, and x + y, None without y."""
+
+    stats: Any
+    x: Any
 
 
 @triton.jit
-def normalised(
-    xs,
-    at,
-    mean_,
-    rstd_,
-    scale_,
-    bias_,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    WHOLE: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-):
-    """Tokens from line ``at`` on normalised, their means and one over their standard deviations: computed
-    with ``WHOLE``, else loaded."""
+def normalise(xs, at, x, stats, c: tl.constexpr):
+    """Tokens ``xs`` from token ``at`` on after the norm, and their statistics: loaded from ``stats``, else
+    computed."""
     hs, means, rstds = (), (), ()
-    if NORM:
-        if WHOLE:
-            means, rstds = statistics(xs, C, BC, EPS)
+    if x.scale is not None:
+        if stats is None:
+            means, rstds = statistics(xs, c)
         else:
             for u in tl.static_range(len(xs)):
-                means = extended(means, tl.load(mean_ + at + u))
-                rstds = extended(rstds, tl.load(rstd_ + at + u))
-        scale, bias = read(scale_, 0, C, BC), read(bias_, 0, C, BC)
+                means = extended(means, tl.load(stats.mean + at + u))
+                rstds = extended(rstds, tl.load(stats.rstd + at + u))
+        scale, bias = read(x.scale, 0, c), read(x.bias, 0, c)
         for u in tl.static_range(len(xs)):
             hs = extended(hs, (xs[u] - means[u]) * rstds[u] * scale + bias)
     else:
@@ -40,109 +49,53 @@ def normalised(
 
 
 @triton.jit
-def mix_fwd_kernel(
-    x_,
-    y_,
-    scale_,
-    bias_,
-    last_,
-    seg_,
-    moves_,
-    mean_,
-    rstd_,
-    mu0_,
-    mu1_,
-    mu2_,
-    mu3_,
-    mu4_,
-    mu5_,
-    B,
-    T,
-    span,
-    o0_,
-    o1_,
-    o2_,
-    o3_,
-    o4_,
-    o5_,
-    end_,
-    sum_,
-    h_,
-    kept_mean_,
-    kept_rstd_,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    M: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    ADD: tl.constexpr,
-    LAST: tl.constexpr,
-    SEG: tl.constexpr,
-    MOVES: tl.constexpr,
-    H: tl.constexpr,
-    KEEP: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Outputs ``h_t + (h_{t-1} - h_t) (mu_n + moves_nt)``, h being x (+ y) normalised."""
-    mu_, o_ = (mu0_, mu1_, mu2_, mu3_, mu4_, mu5_), (o0_, o1_, o2_, o3_, o4_, o5_)
-    row, base, start, end = token_block(T, span)
-    mus, before = (), tl.zeros([BC], tl.float32)
-    for n in tl.static_range(M):
-        mus = extended(mus, read(mu_[n], 0, C, BC))
+def mix_fwd_kernel(x, stats, dims, out, c: tl.constexpr):
+    """``x``: the op's inputs (`MixInputs`); ``stats``: of the norm, None where a program has whole tokens."""
+    TOKENS: tl.constexpr = c.tokens
+    batch, base, start, end = token_block(dims)
+    mus, before = (), tl.full((c.BC,), 0, tl.float32)
+    for n in tl.static_range(len(x.mixes)):
+        mus = extended(mus, read(x.mixes[n], 0, c))
     if start > 0:
         at = base + start - 1
-        x = read_sum(x_, y_, at, C, BC, ADD)
-        hs, _, _ = normalised((x,), at, mean_, rstd_, scale_, bias_, C, BC, WHOLE, NORM, EPS)
+        total = read_sum(x, at, c)
+        hs, _, _ = normalise((total,), at, x, stats, c)
         before = hs[0]
-    elif LAST:
-        before = read(last_, row, C, BC)
-    for i in tl.range(0, (end - start) // TOKENS, num_stages=STAGES):
+    elif x.last is not None:
+        before = read(x.last, batch, c)
+    for i in tl.range(0, (end - start) // TOKENS, num_stages=c.stages):
         first, xs = start + i * TOKENS, ()
         for u in tl.static_range(TOKENS):
-            xs = extended(xs, read_sum(x_, y_, base + first + u, C, BC, ADD))
-        hs, means, rstds = normalised(xs, base + first, mean_, rstd_, scale_, bias_, C, BC, WHOLE, NORM, EPS)
+            xs = extended(xs, read_sum(x, base + first + u, c))
+        hs, means, rstds = normalise(xs, base + first, x, stats, c)
         for u in tl.static_range(TOKENS):
             t = first + u
             at, h = base + t, hs[u]
-            if ADD:
-                write(sum_, at, xs[u], C, BC)
-            if KEEP:
-                tl.store(kept_mean_ + at, means[u])
-                tl.store(kept_rstd_ + at, rstds[u])
-            if H:
-                write(h_, at, h, C, BC)
-            difference = tl.where(begins(seg_, base, t, SEG), 0.0, before) - h
-            for n in tl.static_range(M):
-                mu = mus[n] + read(moves_, (n * B + row) * T + t, C, BC) if MOVES else mus[n]
-                write(o_[n], at, h + difference * mu, C, BC)
+            if out.results.x is not None:
+                write(out.results.x, at, xs[u], c)
+            if out.stats is not None:
+                tl.store(out.stats.mean + at, means[u])
+                tl.store(out.stats.rstd + at, rstds[u])
+            if out.results.normalised is not None:
+                write(out.results.normalised, at, h, c)
+            delta = tl.where(starts_segment(x.segment_ids, base, t), 0.0, before) - h
+            for n in tl.static_range(len(x.mixes)):
+                offset = (n * dims.B + batch) * dims.T + t
+                mu = mus[n] if x.moves is None else mus[n] + read(x.moves, offset, c)
+                write(out.results.mixed[n], at, h + delta * mu, c)
             before = h
-    if end == T:
-        write(end_, row, before, C, BC)
+    if end == dims.T:
+        write(out.results.last, batch, before, c)
 
 
 @triton.jit
-def statistics_kernel(
-    x_,
-    y_,
-    T,
-    span,
-    mean_,
-    rstd_,
-    sum_,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    STAGES: tl.constexpr,
-    EPS: tl.constexpr,
-    ADD: tl.constexpr,
-):
-    """Mean and one over the standard deviation of every token of x (+ y), and the sum itself."""
-    _, base, start, end = token_block(T, span)
-    for t in tl.range(start, end, num_stages=STAGES):
-        x = read_sum(x_, y_, base + t, C, BC, ADD)
-        if ADD:
-            write(sum_, base + t, x, C, BC)
-        means, rstds = statistics((x,), C, BC, EPS)
-        tl.store(mean_ + base + t, means[0])
-        tl.store(rstd_ + base + t, rstds[0])
+def statistics_kernel(x, dims, out, c: tl.constexpr):
+    """Statistics of every token of x (+ y), and the sum itself."""
+    _, base, start, end = token_block(dims)
+    for t in tl.range(start, end, num_stages=c.stages):
+        total = read_sum(x, base + t, c)
+        if out.x is not None:
+            write(out.x, base + t, total, c)
+        means, rstds = statistics((total,), c)
+        tl.store(out.stats.mean + base + t, means[0])
+        tl.store(out.stats.rstd + base + t, rstds[0])

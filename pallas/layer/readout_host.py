@@ -1,76 +1,48 @@
-"""The readouts on NVIDIA GPUs: what the ops load (fla_jax/core/op.py); it launches the Triton kernels."""
+"""The readouts on NVIDIA GPUs: the rule of the ops' Triton implementation (fla_jax/core/op.py)."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-
 from ...core.context import Context
-from ..backend.triton import launch
-from ..common.headwise_host import (
-    HeadwisePlan,
-    Tile,
-    arguments,
-    headwise_plan,
-    no_residuals,
-    partial_sums,
-    sums_by_row,
-    token_gradients,
-)
-from ..common.shapes import like
-from .readout_kernels import readout_bwd_kernel, readout_fwd_kernel
+from ...core.implementation import Residuals
+from ...core.types import Readout, ReadoutInputs, ReadoutSettings
+from ..common.headwise_host import HeadwiseLaunch, headwise_plan, no_residuals, sum_over_blocks
+from ..common.shapes import like, like_fields
+from .readout_kernels import ReadoutConfig, ReadoutGrads, readout_bwd_kernel, readout_fwd_kernel
 
-# Heads of 64: the fastest of those tried on an H200 (pallas/DESIGN.md, "Layer kernels"). Other sizes follow
-# them, the backward with 8 elements a thread: 16 would spill.
-LAUNCH: dict[tuple[str, int], Tile] = {
-    ("fwd", 16): Tile(32, 4, 4, 3, 4224),
-    ("fwd", 32): Tile(32, 2, 4, 3, 4224),
-    ("fwd", 64): Tile(32, 1, 4, 3, 4224),
-    ("fwd", 128): Tile(16, 1, 4, 3, 4224),
-    ("fwd", 256): Tile(8, 1, 4, 3, 4224),
-    ("bwd", 16): Tile(16, 4, 4, 3, 4224),
-    ("bwd", 32): Tile(16, 2, 4, 3, 4224),
-    ("bwd", 64): Tile(32, 1, 4, 3, 4224),
-    ("bwd", 128): Tile(8, 1, 4, 3, 4224),
-    ("bwd", 256): Tile(4, 1, 4, 3, 4224),
+# Heads of 64 are measured on an H200, for both readouts. The backward of the other sizes has 8 elements a
+# thread: 16 spill.
+LAUNCHES: dict[tuple[str, int], HeadwiseLaunch] = {
+    ("fwd", 16): HeadwiseLaunch(32, 4, 4, 3, 2, 4224),
+    ("fwd", 32): HeadwiseLaunch(32, 2, 4, 3, 2, 4224),
+    ("fwd", 64): HeadwiseLaunch(32, 1, 4, 3, 2, 4224),
+    ("fwd", 128): HeadwiseLaunch(16, 1, 4, 3, 2, 4224),
+    ("fwd", 256): HeadwiseLaunch(8, 1, 4, 3, 2, 4224),
+    ("bwd", 16): HeadwiseLaunch(16, 4, 4, 3, 2, 4224),
+    ("bwd", 32): HeadwiseLaunch(16, 2, 4, 3, 2, 4224),
+    ("bwd", 64): HeadwiseLaunch(32, 1, 4, 3, 2, 4224),
+    ("bwd", 128): HeadwiseLaunch(8, 1, 4, 3, 2, 4224),
+    ("bwd", 256): HeadwiseLaunch(4, 1, 4, 3, 2, 4224),
 }
-
 
 residual_axes = no_residuals
 
 
-def _launched(
-    kernel: Any, plan: HeadwisePlan, ctx: Context[Any], x: Any, more: dict[str, Any], out: dict[str, Any]
-):
-    """The results of a kernel that takes the op's arrays and ``more``."""
-    return launch(
-        kernel,
-        arguments(x) | more | plan.lengths,
-        out,
-        BONUS=x.r is not None,
-        SILU=ctx.settings.silu,
-        EPS=ctx.settings.eps,
-        **plan.options,
-    )
-
-
-def fwd(ctx: Context[Any], x: Any) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+def fwd(ctx: Context[ReadoutInputs, ReadoutSettings], x: ReadoutInputs) -> tuple[Readout, Residuals]:
     """y."""
-    plan = headwise_plan(LAUNCH, "fwd", x.o)
-    made = _launched(readout_fwd_kernel, plan, ctx, x, {}, dict(y_=like(x.o)))
-    return (made["y_"],), {}
+    run, s = headwise_plan(LAUNCHES, "fwd", x.o), ctx.settings
+    out = Readout(like(x.o))
+    return run(readout_fwd_kernel, x, out=out, config=ReadoutConfig, silu=s.silu, eps=s.eps), {}
 
 
-def bwd(ctx: Context[Any], x: Any, residuals: dict[str, jax.Array], cotangents: Any) -> Any:
-    """Gradients of all inputs, of vectors by row."""
-    plan, bonus = headwise_plan(LAUNCH, "bwd", x.o), x.r is not None
-    tokens = ("o", "gate", "r", "k", "v")
-    out = token_gradients(x, tokens, tokens if bonus else tokens[:2])
-    out |= dict(sums_=partial_sums(plan, 3 if bonus else 2))
-    made = _launched(readout_bwd_kernel, plan, ctx, x, dict(dy_=cotangents[0]), out)
-    scale, bias, *r_k = sums_by_row(made["sums_"])
-    gradients = x._replace(o=made["do_"], gate=made["dgate_"], scale=scale, bias=bias)
-    if not bonus:
-        return gradients
-    return gradients._replace(r=made["dr_"], k=made["dk_"], v=made["dv_"], r_k=r_k[0])
+def bwd(
+    ctx: Context[ReadoutInputs, ReadoutSettings],
+    x: ReadoutInputs,
+    residuals: Residuals,
+    cotangents: Readout,
+) -> ReadoutInputs:
+    """Gradients of all inputs, those of vectors for each sequence."""
+    run, s = headwise_plan(LAUNCHES, "bwd", x.o), ctx.settings
+    out = ReadoutGrads(like_fields(x, "o", "gate", "r", "k", "v"), run.sums_shape(2 if x.r_k is None else 3))
+    out = run(readout_bwd_kernel, x, cotangents, out=out, config=ReadoutConfig, silu=s.silu, eps=s.eps)
+    scale, bias, *r_k = sum_over_blocks(out.sums)
+    return out.x._replace(scale=scale, bias=bias, r_k=r_k[0] if r_k else None)

@@ -1,6 +1,5 @@
-"""RWKV-6, chunked backward in Triton with keys as rows, for bfloat16 and compute capability 9.0:
-`walk_backward` of chunk_bwd.py with tiles of keys held transposed, [K, 16], and the state as [K, V]
-(common/key_major.py says why).
+"""RWKV-6, chunked backward with tiles of keys transposed, [K, 16], and the state as [K, V], for products of
+a warp group with bfloat16 operands: `chunk_bwd` in the layout of `key_major`.
 """
 
 import triton
@@ -36,9 +35,9 @@ from ..common.token_tiles import load_tokens, store_gradient, where_or_zero
 
 @triton.jit
 def sums_of_decays():
-    """Matrices [16, 32] of sums over tokens i for column s, two beside each other: of decays (the identity,
-    and up to the token before s), and of those counted in scores (from the middle of its half to the token
-    before s, and from s to the second middle).
+    """Matrices [16, 32] that sum decays over tokens i for token s, two side by side: the identity and the
+    tokens before s; and for A, from the middle of its half to the token before s, and from s to the second
+    middle.
     """
     i, o = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :]
     first, s = o < C, o % C
@@ -54,7 +53,7 @@ def decays_of_queries(w, of_whole, of_counted, c: tl.constexpr):
     columns for scores and of rows for the state; the state's decays [K, 1]: see `decay_factors`.
 
     ``w`` goes into products only, with the identity in place of a cast: loads are copied in the background
-    where all that reads a tile wants one order.
+    where all that state_terms a tile wants one order.
     """
     j = tl.arange(0, C)[None, :]
     plain, Gx = split2(sums_over_tokens(at_least(w, LOG_ZERO), of_whole, c))
@@ -67,10 +66,8 @@ def decays_of_queries(w, of_whole, of_counted, c: tl.constexpr):
 
 
 @triton.jit
-def chunk_bwd_key_major(
-    tokens, index, do_, dht_, states, gradients, dh0_, c: tl.constexpr, NUM_BUFFERS: tl.constexpr
-):
-    """All chunks of one stretch, head and block of values, from the last to the first; both forms."""
+def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
+    """Scans the chunks of a split, for one head and block of values."""
     block, i_h = tl.program_id(0), tl.program_id(1)
     split = program_split(index, c)
     axes = tile_axes(0, block, c)
@@ -80,14 +77,14 @@ def chunk_bwd_key_major(
     head = (tl.program_id(2) * c.H + i_h).to(tl.int64) * (c.K * c.V)
     at_state = axes.key[:, None] * c.V + axes.value[None, :]
     has_both = axes.has_key[:, None] & axes.has_value[None, :]
-    dh = tl.load(dht_ + head + at_state, mask=has_both, other=0.0).to(tl.float32) * state_scale(
-        index.gate, c, True
+    dh = tl.load(saved.dht + head + at_state, mask=has_both, other=0.0).to(tl.float32) * state_scale(
+        gate, c, True
     )
-    u = tl.load(tokens.u_ + (split.row * c.H + i_h) * c.K + axes.key, mask=axes.has_key, other=0.0)
+    u = tl.load(x.u + (split.row * c.H + i_h) * c.K + axes.key, mask=axes.has_key, other=0.0)
     u = u.to(tl.float32)[:, None]
     du = tl.full([c.BK], 0.0, tl.float32)
     if c.unsafe_gate:
-        do_scale, grad_scale = cotangent_scale(index.gate)
+        do_scale, grad_scale = cotangent_scale(gate)
     else:
         grad_scale = 1.0
     at_k = axes.token[None, :] * (c.H * c.K) + axes.key[:, None]
@@ -97,22 +94,22 @@ def chunk_bwd_key_major(
     pk = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
     pv = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
     part = partial_sums(block, index.T, c)
-    buffer = state_pointers(states, 0, axes, c, NUM_BUFFERS)
-    there_kept = axes.has_key[None, :] & axes.has_value[:, None]
+    buffer = state_pointers(saved.states, 0, axes, c.num_buffers, c)
+    mask_state = axes.has_key[None, :] & axes.has_value[:, None]
     for step in range(0, count):
         n = count - 1 - step
         left = split.length - n * C
         is_token = axes.token < left
-        there_k = axes.has_key[:, None] & is_token[None, :]
-        there_v = is_token[:, None] & axes.has_value[None, :]
-        there_vt = is_token[None, :] & axes.has_value[:, None]
-        w = load_tokens(tokens.w_ + pk, at_k, there_k, c.unmasked)
-        r = load_tokens(tokens.r_ + pk, at_k, there_k, c.unmasked)
-        k = load_tokens(tokens.k_ + pk, at_k, there_k, c.unmasked)
-        v = load_tokens(tokens.v_ + pv, at_v, there_v, c.unmasked).to(c.operand)
-        do = load_tokens(do_ + pv, at_v, there_v, c.unmasked).to(c.operand)
-        place = state_offset(index, split, n, pk, c, NUM_BUFFERS, 1)
-        h = tl.trans(tl.load(buffer + place, mask=there_kept, other=0.0).to(c.operand))
+        mask_k = axes.has_key[:, None] & is_token[None, :]
+        mask_v = is_token[:, None] & axes.has_value[None, :]
+        mask_vt = is_token[None, :] & axes.has_value[:, None]
+        w = load_tokens(x.w + pk, at_k, mask_k, c.unmasked)
+        r = load_tokens(x.r + pk, at_k, mask_k, c.unmasked)
+        k = load_tokens(x.k + pk, at_k, mask_k, c.unmasked)
+        v = load_tokens(x.v + pv, at_v, mask_v, c.unmasked).to(c.operand)
+        do = load_tokens(saved.do + pv, at_v, mask_v, c.unmasked).to(c.operand)
+        at = state_offset(index, split, n, pk, c.num_buffers, c)
+        h = tl.trans(tl.load(buffer + at, mask=mask_state, other=0.0).to(c.operand))
 
         if c.unsafe_gate:
             plain, counted, Rx, second_half, Gx, total, decay_post = decays_of_queries(
@@ -125,7 +122,7 @@ def chunk_bwd_key_major(
             plain, Gx = split2(sums_over_tokens(w, of_whole, c) * LOG2E)
             decay_post = tl.exp2(tl.sum(plain, 1))[:, None]
             total = decay_post
-            Gx += index.gate
+            Gx += gate
             score_excl, second_half = tl.exp2(Gx), tl.exp2(-plain - Gx)
         rf, kf = r.to(tl.float32) * c.scale, k.to(tl.float32)
         score_r, high_k = (rf * score_excl).to(c.operand), (kf * second_half).to(c.operand)
@@ -134,12 +131,12 @@ def chunk_bwd_key_major(
         else:
             state_r, low_k = score_r, high_k
         strict = t > j
-        read, written = state_r, high_k
+        qg, kg = state_r, high_k
         if c.segments:
-            segments = chunk_segments(index.segment_bits_, split, n)
+            segments = chunk_segments(index.segment_bits, split, n)
             strict = in_one_segment(segments, strict)
             sees_h0, reaches_ht = j < segments.first, j >= segments.last
-            read, written = where_or_zero(read, sees_h0), where_or_zero(written, reaches_ht)
+            qg, kg = where_or_zero(qg, sees_h0), where_or_zero(kg, reaches_ht)
         A = dot(tl.trans(score_r), high_k, c)
         if c.unsafe_gate:
             A = tl.where(in_first_half(t, 1), dot(tl.trans(score_r), low_k, c), A)
@@ -149,8 +146,8 @@ def chunk_bwd_key_major(
             A *= do_scale
         A = A.to(c.operand)
 
-        # The order of what follows decides how many registers there must be: the state's gradient first
-        dstate = (dh * decay_post).to(c.operand)  # the gradient of S pre + V^T K
+        # This order takes the fewest registers: the state's gradient first
+        dstate = (dh * decay_post).to(c.operand)  # of h decay_pre + v^T kg
         dh *= total
         dg_pass = tl.sum(h.to(tl.float32) * dh, 1)[:, None]
         if c.segments:
@@ -159,46 +156,45 @@ def chunk_bwd_key_major(
                 tl.where(does_h0_reach_ht(segments), dh, 0.0),
             )
         if c.unsafe_gate:
-            read *= do_scale.to(c.operand)
-        dh = dot(read, do, c, dh)
-        dV = dot(tl.trans(do), A, c)
-        dV = dot(tl.trans(dstate), written, c, dV)
-        store_gradient(gradients.v_ + pv, at_vt, dV, grad_scale, there_vt, c)
+            qg *= do_scale.to(c.operand)
+        dh = dot(qg, do, c, dh)
+        dv = dot(tl.trans(do), A, c)
+        dv = dot(tl.trans(dstate), kg, c, dv)
+        store_gradient(grads.v + pv, at_vt, dv, grad_scale, mask_vt, c)
 
         dA = dot(do, tl.trans(v), c)
         if c.unsafe_gate:
             dA *= do_scale
-        own = tl.sum(where_or_zero(dA, t == j), 0)[None, :]  # dY_t . V_t
+        diagonal = tl.sum(where_or_zero(dA, t == j), 0)[None, :]  # do_t . v_t
         dA = where_or_zero(dA, strict)
         if c.unsafe_gate:
             undecayed_pairs = where_or_zero(dA, t == j + 1).to(c.operand)
             dA = where_or_zero(dA, t > j + 1).to(c.operand)
             early = in_first_half(t, 1)
-            # pairs with high and with low columns
+            # pairs with the k side of the second and of the first half
             dA = concat(tl.where(early, 0.0, dA).to(dA.dtype), where_or_zero(dA, early))
             columns = concat(high_k, low_k)
         else:
             dA, columns = dA.to(c.operand), high_k
-        # rows, then columns: through the state, and with the pairs of the chunk
+        # the q side, then the k side: through the state, and through the pairs of the chunk
         by_state = dot(h, tl.trans(do), c)
         if c.segments:
-            # a branch here, in the bounded form, makes ptxas convert the one bit of `does_h0_reach_ht`
-            # for each number
+            # under a safe gate a branch makes ptxas convert the bit of `does_h0_reach_ht` for each number
             by_state = (
                 masked(by_state, sees_h0, segments) if c.unsafe_gate else where_or_zero(by_state, sees_h0)
             )
         by_pairs = dot(columns, tl.trans(dA), c)
         if c.unsafe_gate:
             by_state = by_state * state_excl * do_scale
-            reads, row_terms = rf * by_state, score_r.to(tl.float32) * by_pairs
+            state_terms, q_terms = rf * by_state, score_r.to(tl.float32) * by_pairs
             dr = (by_state + score_excl * by_pairs) * c.scale
             dr += dot(k.to(c.operand), tl.trans(undecayed_pairs), c) * c.scale
         else:
             by_pairs += by_state
-            row_terms = score_r.to(tl.float32) * by_pairs
+            q_terms = score_r.to(tl.float32) * by_pairs
             dr = score_excl * by_pairs * c.scale
-        dr += own * (u * kf) * c.scale
-        store_gradient(gradients.r_ + part + pk, at_k, dr, grad_scale, there_k, c)
+        dr += diagonal * (u * kf) * c.scale
+        store_gradient(grads.r + part + pk, at_k, dr, grad_scale, mask_k, c)
         by_state = dot(dstate, tl.trans(v), c) * second_half
         if c.segments:
             by_state = masked(by_state, reaches_ht, segments)
@@ -206,28 +202,28 @@ def chunk_bwd_key_major(
         by_pairs = dot(score_r, dA, c)
         if c.unsafe_gate:
             by_pairs, pairs_low = split2(by_pairs)
-            column_terms = high_k.to(tl.float32) * by_pairs + low_k.to(tl.float32) * pairs_low
-            dk = by_state + second_half * by_pairs + first_half * pairs_low + u * (own * rf)
+            k_terms = high_k.to(tl.float32) * by_pairs + low_k.to(tl.float32) * pairs_low
+            dk = by_state + second_half * by_pairs + first_half * pairs_low + u * (diagonal * rf)
             dk += dot(r.to(c.operand), undecayed_pairs, c) * c.scale
         else:
-            column_terms = high_k.to(tl.float32) * by_pairs
-            dk = by_state + second_half * by_pairs + u * (own * rf)
-        store_gradient(gradients.k_ + part + pk, at_k, dk, grad_scale, there_k, c)
-        du += tl.sum(own * rf * kf, 1)
+            k_terms = high_k.to(tl.float32) * by_pairs
+            dk = by_state + second_half * by_pairs + u * (diagonal * rf)
+        store_gradient(grads.k + part + pk, at_k, dk, grad_scale, mask_k, c)
+        du += tl.sum(diagonal * rf * kf, 1)
 
-        dg, pairs = -column_terms, row_terms - column_terms
+        dg, pairs = -k_terms, q_terms - k_terms
         if not c.unsafe_gate:
             dg += dg_pass
         dg = sums_of_pairs(pairs, dg_state, dg, of_pairs, c)
         if c.unsafe_gate:
-            # what has clamped factors gets the true one of the decay in question back
+            # replace the clamped decay by the exact one
             dg *= tl.exp2((plain - counted) * LOG2E)
-            dg = sums_of_reads(reads, dg + dg_pass, of_reads, c)
-        store_gradient(gradients.w_ + part + pk, at_k, dg, grad_scale, there_k, c)
+            dg = sums_of_reads(state_terms, dg + dg_pass, of_reads, c)
+        store_gradient(grads.w + part + pk, at_k, dg, grad_scale, mask_k, c)
         pk -= C * c.H * c.K
         pv -= C * c.H * c.V
     if c.unsafe_gate:
         du *= grad_scale
-    tl.store(dh0_ + head + at_state, dh * inverse_state_scale(index.gate, c), mask=has_both)
+    tl.store(grads.initial_state + head + at_state, dh * inverse_state_scale(gate, c), mask=has_both)
     at_du = ((block * tl.num_programs(2) + tl.program_id(2)) * c.H + i_h) * c.K
-    tl.store(gradients.u_ + at_du + axes.key, du, mask=axes.has_key)
+    tl.store(grads.u + at_du + axes.key, du, mask=axes.has_key)

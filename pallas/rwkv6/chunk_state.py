@@ -1,13 +1,16 @@
-"""RWKV-6, what a stretch of chunks makes of the state that enters it, before the forward walks all stretches
-at once: ``S_out = diag(M) S_in + N``, and what each token reads of S_in (common/state_passing_host.py).
+"""RWKV-6: what a split does to the state at its start, before all splits are scanned (`state_passing_host`):
+``ht = diag(transition) h0 + update``, and ``q_entry``, the queries of h0. Exact at any decay.
+
+Grid: blocks of values, heads, splits.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ..common.chunk import (
     C,
-    Index,
     batched16_mask,
     chunk_mask,
     chunk_segments,
@@ -24,15 +27,19 @@ from ..common.dots import dot, token_sums
 from ..common.token_tiles import load_tokens, store_tokens, where_or_zero
 
 
+class StateOut(NamedTuple):
+    """Outputs: q_entry like r; transition [splits, H, K] and update [splits, H, K, V], float32."""
+
+    q_entry: Any
+    transition: Any
+    update: Any
+
+
 @triton.jit
-def rwkv6_chunk_state_kernel(
-    r_, k_, v_, w_, segment_bits_, T, split_len, q_entry_, transition_, update_, c: tl.constexpr
-):
-    """Grid (value blocks, heads, stretches): ``M_`` [B * splits, H, K], ``N_`` [B * splits, H, K, V],
-    ``reads_`` like r; exact at any decay.
-    """
+def rwkv6_chunk_state_kernel(x, index, out, c: tl.constexpr):
+    """``x`` are the op's inputs."""
     block, i_h = tl.program_id(0), tl.program_id(1)
-    split = program_split(Index(segment_bits_, segment_bits_, segment_bits_, T, split_len, T), c)
+    split = program_split(index, c)
     axes = tile_axes(0, block, c)
     t, j = axes.token[:, None], axes.token[None, :]
     earlier, later = tl.where(j < t, 1.0, 0.0), tl.where(j > t, 1.0, 0.0)
@@ -40,33 +47,33 @@ def rwkv6_chunk_state_kernel(
     offsets = token_offsets(axes, c)
     pk, pv = (split.first * c.H + i_h) * c.K, (split.first * c.H + i_h) * c.V
     h = tl.full([c.BV, c.BK], 0.0, tl.float32)
-    gone = tl.full([c.BK], 0.0, tl.float32)  # log decays summed since the stretch began
+    g = tl.full([c.BK], 0.0, tl.float32)  # log decays summed from the split's start
     for n in range(0, tl.cdiv(split.length, C)):
         left = split.length - n * C
         mask = chunk_mask(left, axes)
-        w = load_tokens(w_ + pk, offsets.batched16, batched16_mask(mask, c), c.unmasked)
+        w = load_tokens(x.w + pk, offsets.batched16, batched16_mask(mask, c), c.unmasked)
         w = at_least(w, LOG_ZERO)
-        k = load_tokens(k_ + pk, offsets.key, mask.key, c.unmasked).to(tl.float32)
-        vt = load_tokens(v_ + pv, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(c.operand)
+        k = load_tokens(x.k + pk, offsets.key, mask.key, c.unmasked).to(tl.float32)
+        vt = load_tokens(x.v + pv, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(c.operand)
         total = tl.sum(tl.where(t == C - 1, token_sums(up_to, w, c, BATCHED16=True), 0.0), 0)
-        written = k * tl.exp2(token_sums(later, w, c, BATCHED16=True) * LOG2E)
-        read = tl.exp2((token_sums(earlier, w, c, BATCHED16=True) + gone[None, :]) * LOG2E)
+        kg = k * tl.exp2(token_sums(later, w, c, BATCHED16=True) * LOG2E)
+        qg = tl.exp2((token_sums(earlier, w, c, BATCHED16=True) + g[None, :]) * LOG2E)
         if c.segments:
-            segments = chunk_segments(segment_bits_, split, n)
-            written, read = (
-                where_or_zero(written, tokens_reaching_ht(segments)),
-                where_or_zero(read, tokens_seeing_h0(segments)),
+            segments = chunk_segments(index.segment_bits, split, n)
+            kg, qg = (
+                where_or_zero(kg, tokens_reaching_ht(segments)),
+                where_or_zero(qg, tokens_seeing_h0(segments)),
             )
             total = tl.where(does_h0_reach_ht(segments), total, float("-inf"))
         if block == 0:
-            r = load_tokens(r_ + pk, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
-            store_tokens(q_entry_ + pk, offsets.key, r * read, mask.key, c.unmasked)
-        h = dot(vt, written.to(c.operand), c, h * tl.exp2(total * LOG2E)[None, :])
-        gone += total
+            r = load_tokens(x.r + pk, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
+            store_tokens(out.q_entry + pk, offsets.key, r * qg, mask.key, c.unmasked)
+        h = dot(vt, kg.to(c.operand), c, h * tl.exp2(total * LOG2E)[None, :])
+        g += total
         pk += C * c.H * c.K
         pv += C * c.H * c.V
     head = (tl.program_id(2) * c.H + i_h).to(tl.int64)
     mask = axes.has_key[None, :] & axes.has_value[:, None]
-    at = update_ + head * (c.K * c.V) + axes.key[None, :] * c.V + axes.value[:, None]
+    at = out.update + head * (c.K * c.V) + axes.key[None, :] * c.V + axes.value[:, None]
     tl.store(at, h, mask=mask)
-    tl.store(transition_ + head * c.K + axes.key, tl.exp2(gone * LOG2E), mask=axes.has_key)
+    tl.store(out.transition + head * c.K + axes.key, tl.exp2(g * LOG2E), mask=axes.has_key)

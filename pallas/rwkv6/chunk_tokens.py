@@ -1,6 +1,6 @@
-"""The token arrays of RWKV-6 in its chunked kernels, and what they become times decay factors."""
+"""RWKV-6: r and k of a chunk times their decay factors."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -8,18 +8,8 @@ import triton.language as tl
 from ..common.decay import Keys, Queries
 
 
-class Tokens(NamedTuple):
-    """Pointers to the inputs, or to their gradients: r, k, w [B, T, H, K], v [B, T, H, V], u [B, H, K]."""
-
-    r_: Any
-    k_: Any
-    v_: Any
-    w_: Any
-    u_: Any
-
-
 class Scaled(NamedTuple):
-    """What reads and what writes in a chunk, as operands of products."""
+    """The q side and the k side of a chunk, as operands of products."""
 
     r: Queries
     k: Keys
@@ -29,7 +19,7 @@ class Scaled(NamedTuple):
 def scaled_tokens(r, k, factors, c: tl.constexpr):
     """``r`` (times its scale) and ``k``, float32 [16, K], times their decay factors.
 
-    The bounded form has one factor for scores and state, and one for all rows.
+    Under a safe gate one factor serves A and the state, and one k side serves all queries.
     """
     score_r, high_k = (r * factors.score_ge).to(c.operand), (k * factors.second_half).to(c.operand)
     if c.unsafe_gate:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Outputs, RecurrenceConfig, RWKV6Inputs
+from ...core.context import Context
+from ...core.implementation import Residuals
+from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ..backend.pallas import pallas_call
 from ..common.recurrent_host import RecurrentPlan, by_key_block, make_plan
 from ..common.value_sums_host import RATES, float32, sum_over_values
@@ -19,7 +21,7 @@ from .recurrent_kernels import rwkv6_gradients, rwkv6_scan
 SAVE_EVERY = 32  # with 16, states take twice the memory and the op 3 % more time on an H200
 
 
-def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
+def residual_axes(ctx: Context[RWKV6Inputs, RecurrenceConfig]) -> dict[str, str]:
     """The states that enter each window, padded."""
     return {"states": "b c h x y"}
 
@@ -56,21 +58,24 @@ def _scan(
     )
 
 
-def fwd(ctx: Context[RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+def fwd(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, Residuals]:
     """Outputs and what the backward reads."""
-    plan = make_plan(x, SAVE_EVERY, ctx.keep)
+    plan = make_plan(x, SAVE_EVERY, ctx.save_residuals)
     r, k, v, decay, u = _padded(plan, x)
     s0 = plan.state(x.initial_state)
     rates = (r, k, decay, u)
     o, final, states = _scan(
-        plan, rates, v, s0, x.v.dtype, reverse=False, keep=ctx.keep, scale=ctx.settings.scale
+        plan, rates, v, s0, x.v.dtype, reverse=False, keep=ctx.save_residuals, scale=ctx.settings.scale
     )
     outputs = Outputs(plan.untokens(o, x.v), plan.unstate(final, x.initial_state))
-    return outputs, {"states": plan.by_row(states)} if ctx.keep else {}
+    return outputs, {"states": plan.by_row(states)} if ctx.save_residuals else {}
 
 
 def bwd(
-    ctx: Context[RecurrenceConfig], x: RWKV6Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
+    ctx: Context[RWKV6Inputs, RecurrenceConfig],
+    x: RWKV6Inputs,
+    residuals: Residuals,
+    cotangents: Outputs,
 ) -> RWKV6Inputs:
     """Gradients of all inputs, that of u per row."""
     scale, plan = ctx.settings.scale, make_plan(x, SAVE_EVERY)

@@ -1,13 +1,12 @@
-"""RWKV-7, chunked backward in Triton: the gradients of r, w, k, a, b of one chunk from the states and their
-gradients at its ends.
+"""RWKV-7, chunked backward: gradients of r, w, k, a and b of one chunk from the states and state gradients
+at its ends.
 
-The gradient of the log decay adds only terms that contain the decay in question (docs/maths.md, section 6):
-rows through the entering state count for the tokens up to them, columns through the leaving state for the
-tokens after them; pairs inside the chunk as row terms minus column terms from token j on, both from the same
-rounded factors, so that what cancels, cancels to float32 rounding. In the form for any decay the pairs that
-are not decayed at all (r with its own token, a with the one before) are taken apart. There the factors of
-rows through the entering state are exact; all others are of clamped log decays, and their sum gets the true
-factor of the decay in question back.
+The gradient of a log decay sums only terms that contain that decay (docs/maths.md, section 6): the q side
+through the state at the start counts for the tokens up to it, the k side through the state at the end for
+the tokens after it, and pairs inside the chunk as q terms minus k terms from token j on, both from the same
+rounded factors, so that they cancel to float32 rounding. Under an unsafe gate, pairs that are not decayed (r
+with its own token, a with the one before) are computed apart, and the clamped factors of the other pairs are
+replaced by exact ones in the sum.
 """
 
 from typing import Any, NamedTuple
@@ -15,14 +14,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.chunk import cotangent_scale, with_safe_gate
+from ..common.chunk import cotangent_scale
+from ..common.chunk_config import with_safe_gate
 from ..common.decay import Keys, in_first_half
 from ..common.dots import dot, token_sums_f32
 from ..common.token_tiles import store_gradient, where_or_zero
 
 
 class TokenTiles(NamedTuple):
-    """A chunk's tokens as they lie in memory, [16, K]."""
+    """A chunk's tokens as loaded, [16, K]."""
 
     r: Any
     k: Any
@@ -31,13 +31,13 @@ class TokenTiles(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Which tokens of a chunk hand what to whom.
+    """Masks of a chunk.
 
     Attributes:
-        seen: [16, 16] pairs t, i with i <= t that lie in one segment.
-        below: [16, 16] those with i < t.
-        start: [16, 1] tokens that the entering state reaches.
-        end: [16, 1] tokens that reach the leaving state.
+        causal: [16, 16] pairs t, i of one segment with i <= t.
+        strict: [16, 16] those with i < t.
+        sees_h0: [16, 1] tokens before the first restart.
+        reaches_ht: [16, 1] tokens from the last restart on.
     """
 
     causal: Any
@@ -47,7 +47,7 @@ class Masks(NamedTuple):
 
 
 class Values(NamedTuple):
-    """A chunk's value-sided tiles: v and dY [16, V], U and dZ held transposed [V, 16]."""
+    """A chunk's tiles of values: v and do [16, V], v_new and da_read transposed [V, 16]."""
 
     v: Any
     do: Any
@@ -56,11 +56,9 @@ class Values(NamedTuple):
 
 
 @triton.jit
-def score_gradients(values, gate, c: tl.constexpr):
-    """Gradients of the scores of r with k and b, and of a with k and b, [16, 16], of all pairs of tokens.
-
-    Of ``values`` dY has no factor of the form yet.
-    """
+def A_gradients(values, gate, c: tl.constexpr):
+    """Gradients of A_qk, A_qb, A_ak and A_ab, [16, 16], unmasked. ``values.do`` has no cotangent scale
+    yet."""
     vt, da_read_t = tl.trans(values.v), tl.trans(values.da_read)
     qk = dot(values.do, vt, c)
     qb = dot(values.do, values.v_new, c)
@@ -72,7 +70,7 @@ def score_gradients(values, gate, c: tl.constexpr):
 
 @triton.jit
 def query_gradient(dk, db, k, b, acc, c: tl.constexpr, EXCLUSIVE: tl.constexpr):
-    """``acc`` + gradients of scores times the columns ``k``, ``b``, each half of the rows with its own."""
+    """``acc`` plus gradients of A times ``k`` and ``b``, each half of the queries with its own k side."""
     second_half = dot(db, b.second_half, c, dot(dk, k.second_half, c, acc))
     if c.unsafe_gate:
         first_half = dot(db, b.first_half, c, dot(dk, k.first_half, c, acc))
@@ -82,13 +80,14 @@ def query_gradient(dk, db, k, b, acc, c: tl.constexpr, EXCLUSIVE: tl.constexpr):
 
 
 @triton.jit
-def key_gradient(dr, da, r, a, LOW: tl.constexpr, c: tl.constexpr):
-    """Gradients of scores, transposed, times the rows ``r``, ``a`` [16, K]: of the first half of them with
-    ``LOW``, else the second; in the bounded form of all.
+def key_gradient(dr, da, r, a, FIRST: tl.constexpr, c: tl.constexpr):
+    """Transposed gradients of A times ``r`` and ``a`` [16, K]: under an unsafe gate of their first half if
+    ``FIRST``, else of their second.
     """
     if c.unsafe_gate:
         t = tl.arange(0, 16)[:, None]
-        dr, da = where_or_zero(dr, in_first_half(t, 0) == LOW), where_or_zero(da, in_first_half(t, 1) == LOW)
+        dr = where_or_zero(dr, in_first_half(t, 0) == FIRST)
+        da = where_or_zero(da, in_first_half(t, 1) == FIRST)
     x = dot(tl.trans(dr), r, c)
     return dot(tl.trans(da), a, c, x)
 
@@ -106,7 +105,7 @@ def token_gradients(
     h,
     dh,
     dg_pass,
-    gradients,
+    grads,
     gate,
     offsets,
     mask,
@@ -114,12 +113,14 @@ def token_gradients(
     READS_GIVEN: tl.constexpr = False,
     WRITES_GIVEN: tl.constexpr = False,
 ):
-    """Stores dr, dw, dk, da, db [16, K] of one chunk, from the gradients ``dA`` of its scores.
+    """Stores dr, dw, dk, da and db [16, K] of one chunk.
 
-    ``read_r`` and ``read_a`` are the rows r and a that reach the entering state ``S`` [V, K]; ``dS`` is the
-    gradient of ``S pre + V^T K + U^T B``. ``passed`` [K] is what reaches every decay through the state that
-    passes the chunk; ``form`` has the scale of the cotangents (`cotangent_scale`). With ``READ`` ``S`` is not
-    the state, but its products with (dY, dZ); with ``WRITTEN`` ``dS`` is those with (V, U).
+    Args:
+        dA: `A_gradients`, unmasked.
+        h: the state at the start [V, K]; if ``READS_GIVEN`` its products with do and da_read.
+        dh: the gradient of ``h decay_pre + v^T kg + v_new^T bg``; if ``WRITES_GIVEN`` its products with v,
+        v_new. dg_pass: [K], the gradient that every decay gets through the state that passes the chunk.
+        grads: pointers to the gradients of the chunk's first token.
     """
     t, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     from_here = tl.where(j >= t, 1.0, 0.0)  # sums over the tokens from t on
@@ -135,7 +136,7 @@ def token_gradients(
         where_or_zero(dAab, masks.strict).to(c.operand),
     )
     if c.unsafe_gate:
-        # pairs that are not decayed at all come apart: their size must not drown the rest of dw
+        # undecayed pairs apart: their size must not drown the rest of dw
         undecayed_qk, undecayed_qb = where_or_zero(dAqk, t == j), where_or_zero(dAqb, t == j)
         undecayed_ak, undecayed_ab = where_or_zero(dAak, t == j + 1), where_or_zero(dAab, t == j + 1)
         dAqk, dAqb = where_or_zero(dAqk, t > j), where_or_zero(dAqb, t > j)
@@ -143,7 +144,7 @@ def token_gradients(
         k_dots, b_dots = tokens.k.to(c.operand), tokens.b.to(c.operand)
         r_dots, a_dots = tokens.r.to(c.operand), tokens.a.to(c.operand)
 
-    # rows: through the state, then with the pairs of the chunk
+    # the q side: through the state, then through the pairs of the chunk
     if READS_GIVEN:
         state_r, state_a = h
     else:
@@ -173,12 +174,12 @@ def token_gradients(
         terms, terms_a = scaled.r.score.to(tl.float32) * pairs_r, scaled.a.score.to(tl.float32) * pairs_a
         dr, da = decays.score_gi * pairs_r, decays.score_ge * pairs_a
     grad_scale = cotangent_scale(gate)[1] if c.unsafe_gate else 1.0
-    store_gradient(gradients.r_, offsets, dr * c.scale, grad_scale, mask, c)
-    store_gradient(gradients.a_, offsets, da, grad_scale, mask, c)
+    store_gradient(grads.r, offsets, dr * c.scale, grad_scale, mask, c)
+    store_gradient(grads.a, offsets, da, grad_scale, mask, c)
     if not c.unsafe_gate:
         terms += terms_a
 
-    # columns: pairs of the chunk, then through the state
+    # the k side: through the pairs of the chunk, then through the state
     if WRITES_GIVEN:
         state_k, state_b = dh
     else:
@@ -187,23 +188,23 @@ def token_gradients(
     if c.segments:
         state_k, state_b = tl.where(masks.reaches_ht, state_k, 0.0), tl.where(masks.reaches_ht, state_b, 0.0)
     dg_state = scaled.k.second_half.to(tl.float32) * state_k + scaled.b.second_half.to(tl.float32) * state_b
-    pairs_k = key_gradient(dAqk, dAak, scaled.r.score, scaled.a.score, LOW=False, c=c)
+    pairs_k = key_gradient(dAqk, dAak, scaled.r.score, scaled.a.score, FIRST=False, c=c)
     terms -= scaled.k.second_half.to(tl.float32) * pairs_k
     dk = decays.second_half * (pairs_k + state_k)
-    pairs_b = key_gradient(dAqb, dAab, scaled.r.score, scaled.a.score, LOW=False, c=c)
+    pairs_b = key_gradient(dAqb, dAab, scaled.r.score, scaled.a.score, FIRST=False, c=c)
     terms -= scaled.b.second_half.to(tl.float32) * pairs_b
     db = decays.second_half * (pairs_b + state_b)
     if c.unsafe_gate:
-        pairs_k = key_gradient(dAqk, dAak, scaled.r.score, scaled.a.score, LOW=True, c=c)
+        pairs_k = key_gradient(dAqk, dAak, scaled.r.score, scaled.a.score, FIRST=True, c=c)
         terms -= scaled.k.first_half.to(tl.float32) * pairs_k
         dk += decays.first_half * pairs_k
-        pairs_b = key_gradient(dAqb, dAab, scaled.r.score, scaled.a.score, LOW=True, c=c)
+        pairs_b = key_gradient(dAqb, dAab, scaled.r.score, scaled.a.score, FIRST=True, c=c)
         terms -= scaled.b.first_half.to(tl.float32) * pairs_b
         db += decays.first_half * pairs_b
         dk += undecayed_grads(undecayed_qk, undecayed_ak, r_dots, a_dots, c)
         db += undecayed_grads(undecayed_qb, undecayed_ab, r_dots, a_dots, c)
-    store_gradient(gradients.k_, offsets, dk, grad_scale, mask, c)
-    store_gradient(gradients.b_, offsets, db, grad_scale, mask, c)
+    store_gradient(grads.k, offsets, dk, grad_scale, mask, c)
+    store_gradient(grads.b, offsets, db, grad_scale, mask, c)
 
     if c.unsafe_gate:
         dg = token_sums_f32(later, terms + terms_a, terms, c)
@@ -214,11 +215,11 @@ def token_gradients(
         dg -= terms_a
         dg = token_sums_f32(from_here, terms, dg, c)
         dg = token_sums_f32(earlier, dg_state, dg, c)
-    store_gradient(gradients.w_, offsets, dg, grad_scale, mask, c)
+    store_gradient(grads.w, offsets, dg, grad_scale, mask, c)
 
 
 @triton.jit
 def undecayed_grads(undecayed_r, undecayed_a, r, a, c: tl.constexpr):
-    """What a column gets from the rows that it is not decayed for."""
+    """Gradient of a key from the queries that it is not decayed for."""
     by_r = dot(tl.trans(undecayed_r), r, c) * c.scale
     return by_r + dot(tl.trans(undecayed_a), a, c)

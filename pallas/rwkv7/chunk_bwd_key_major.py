@@ -1,10 +1,8 @@
-"""RWKV-7, chunked backward in Triton with keys as rows, for bfloat16 and compute capability 9.0:
-`walk_backward` of chunk_bwd.py with tiles of keys held transposed and the state as [K, V]
-(common/key_major.py says why).
+"""RWKV-7, chunked backward with tiles of keys transposed and the state as [K, V], for products of a warp
+group with bfloat16 operands: `chunk_bwd` in the layout of `key_major`.
 
-A tile [K, 32] holds r beside a, which read, or k beside b, which write; [V, 32] holds dY beside dZ, or V
-beside U: all that reads is one operand, and all that writes. The maths is that of chunk_bwd.py and
-chunk_bwd_grads.py, the decay factors are those of common/decay.py.
+A tile [K, 32] holds r beside a, or k beside b; [V, 32] holds do beside da_read, or v beside v_new. So the
+whole q side is one operand, and the whole k side. The maths is that of `chunk_bwd` and `chunk_bwd_grads`.
 """
 
 import triton
@@ -43,12 +41,11 @@ from .chunk_A import NUM_A_TILES, tile_offsets
 
 @triton.jit
 def matrices_of_sums(c: tl.constexpr):
-    """Matrices of sums over tokens i for column s, [16, 16 n] for n sums beside each other.
+    """Matrices that sum decays over tokens i for token s, [16, 16 n] for n sums side by side.
 
-    The first is of decays: up to s, for r, and up to the token before, for a. The others are for any decay:
-    of the quarter that `lowest_logs` looks at; and of what is counted in scores, from the middle of its half
-    to s, for r, and to the token before, for a, then from s to the second middle, for high columns, and to
-    the first, for low ones.
+    The first sums up to s, for r, and up to the token before, for a. The others are for the unsafe gate:
+    over the quarter of the chunk (`lowest_logs`); and for A, from the middle of its half to s, for r, and to
+    the token before, for a, then from s to the second middle and to the first, for the k side.
     """
     i, o, s = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :], tl.arange(0, C)[None, :]
     whole = tl.where(i + o // C <= o % C, 1.0, 0.0)
@@ -56,10 +53,10 @@ def matrices_of_sums(c: tl.constexpr):
         quarter = tl.where(i // 4 == s // 4, tl.where(i <= s, 1.0, 0.65625), 0.0)
         o = tl.arange(0, 4 * C)[None, :]
         part, s = o // C, o % C
-        to_row, to_middle = sums_to_middles(i, s)
+        to_query, to_middle = sums_to_middles(i, s)
         before, _ = sums_to_middles(i, s - 1)
         counted = tl.where(
-            part < 2, tl.where(part < 1, to_row, before), tl.where(part < 3, to_middle, -to_row)
+            part < 2, tl.where(part < 1, to_query, before), tl.where(part < 3, to_middle, -to_query)
         )
         return whole, quarter, counted
     else:
@@ -68,14 +65,11 @@ def matrices_of_sums(c: tl.constexpr):
 
 @triton.jit
 def decays_key_major(w, matrices, gate, c: tl.constexpr):
-    """Factors of rows for scores [K, 32], of high and of low columns [K, 16]; the state's, of the whole chunk
-    and after its writes [K, 1]; what clamping took [K, 16]: see `decay_factors`.
+    """`decay_factors` in this layout: of the q side for A [K, 32], of the k side of the second and of the
+    first half [K, 16], of the state for the whole chunk and ``decay_post`` [K, 1], ``clamp_ratio`` [K, 16].
 
-    Low columns are of use for tokens 0..7 only; the bounded form has one kind of column and one factor of the
-    state, ``post``.
-
-    ``w`` goes into products only, with the identity in place of a cast: loads are copied in the background
-    where all that reads a tile wants one order.
+    ``w`` is read by products only, here with the identity, so that all do_pair want one layout and its load
+    is copied in the background.
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     of_whole, of_quarter, of_counted = matrices
@@ -100,22 +94,22 @@ def decays_key_major(w, matrices, gate, c: tl.constexpr):
 
 
 @triton.jit
-def load_A_tiles(kept_, chunk, c: tl.constexpr):
-    """What `load_A` loads: the inverse, the scores of a with k, and those of r with k beside b."""
-    kept_ += chunk * (NUM_A_TILES * C * C)
+def load_A_tiles(A, chunk, c: tl.constexpr):
+    """`load_A` in this layout: A_ab_inv, A_ak, and A_qk beside A_qb."""
+    A += chunk * (NUM_A_TILES * C * C)
     t, o = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :]
-    A_ab_inv, ak = tl.load(kept_ + tile_offsets()), tl.load(kept_ + C * C + tile_offsets())
-    q = tl.load(kept_ + (2 + o // C) * (C * C) + t * C + o % C)
+    A_ab_inv, ak = tl.load(A + tile_offsets()), tl.load(A + C * C + tile_offsets())
+    q = tl.load(A + (2 + o // C) * (C * C) + t * C + o % C)
     return A_ab_inv.to(c.operand), ak.to(c.operand), q.to(c.operand)
 
 
 @triton.jit
-def chunk_bwd_key_major(tokens, index, saved, out, c: tl.constexpr, NUM_BUFFERS: tl.constexpr):
-    """`walk_backward` of chunk_bwd.py, where it makes all gradients, both forms.
+def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
+    """Scans the chunks of a split, for one head and block of values.
 
-    Where a product takes a tile only through `tl.trans` and what is elementwise, on its own side or the
-    tile's, Triton does not take it for a link of a chain, and divides small products over all warps: that is
-    why some tiles are masked or rounded while they lie the other way.
+    Triton divides small products over all warps unless it takes them for links of a chain. A product whose
+    operand comes only through `tl.trans` and elementwise operations is none: hence some tiles are masked or
+    rounded transposed.
     """
     block, i_h = tl.program_id(0), tl.program_id(1)
     split = program_split(index, c)
@@ -127,18 +121,18 @@ def chunk_bwd_key_major(tokens, index, saved, out, c: tl.constexpr, NUM_BUFFERS:
     is_r = half[None, :] == 0
     to, of = token[:, None], token[None, :]
     identity = tl.where(o[:, None] == o[None, :], 1.0, 0.0)
-    # how many decays lie between a column k or b (down) and a row r or a (across): below 0 where it is later
+    # number of decays between k or b (down) and r or a (across), negative for pairs of the future
     distance = of - to - half[None, :]
     of_pairs, of_reads = sums_of_gradients()
 
     head = (tl.program_id(2) * c.H + i_h).to(tl.int64) * (c.K * c.V)
     at_state = axes.key[:, None] * c.V + axes.value[None, :]
     has_both = axes.has_key[:, None] & axes.has_value[None, :]
-    dh = tl.load(saved.dht_ + head + at_state, mask=has_both, other=0.0).to(tl.float32) * state_scale(
-        index.gate, c, True
+    dh = tl.load(saved.dht + head + at_state, mask=has_both, other=0.0).to(tl.float32) * state_scale(
+        gate, c, True
     )
     if c.unsafe_gate:
-        do_scale, grad_scale = cotangent_scale(index.gate)
+        do_scale, grad_scale = cotangent_scale(gate)
     else:
         grad_scale = 1.0
     at_k = of * (c.H * c.K) + axes.key[:, None]
@@ -149,30 +143,28 @@ def chunk_bwd_key_major(tokens, index, saved, out, c: tl.constexpr, NUM_BUFFERS:
     pk = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
     pv = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
     part = partial_sums(block, index.T, c)
-    buffer = state_pointers(saved.states, 0, axes, c, NUM_BUFFERS)
-    there_kept = axes.has_key[None, :] & axes.has_value[:, None]
+    buffer = state_pointers(saved.states, 0, axes, c.num_buffers, c)
+    mask_state = axes.has_key[None, :] & axes.has_value[:, None]
     for step in range(0, count):
         n = count - 1 - step
         left = split.length - n * C
-        there_k = axes.has_key[:, None] & (token < left)[None, :]
-        there_w = axes.has_key[:, None] & (axes.token < left)[None, :]
-        there_v = (axes.token < left)[:, None] & axes.has_value[None, :]
-        there_vt = (axes.token < left)[None, :] & axes.has_value[:, None]
-        w = load_tokens(tokens.w_ + pk, at_w, there_w, c.unmasked)
-        ra = load_tokens(tl.where(is_r, tokens.r_ + pk, tokens.a_ + pk), at_k, there_k, c.unmasked)
-        kb = load_tokens(tl.where(is_r, tokens.k_ + pk, tokens.b_ + pk), at_k, there_k, c.unmasked)
-        v = load_tokens(tokens.v_ + pv, at_v, there_v, c.unmasked).to(c.operand)
-        do = load_tokens(saved.do_ + pv, at_v, there_v, c.unmasked).to(c.operand)
-        place = state_offset(index, split, n, pk, c, NUM_BUFFERS, 1)
-        h = tl.trans(tl.load(buffer + place, mask=there_kept, other=0.0).to(c.operand))
-        A_ab_inv, Aak, Aq = load_A_tiles(saved.A_, (split.first_chunk + n) * c.H + i_h, c)
+        mask_k = axes.has_key[:, None] & (token < left)[None, :]
+        mask_w = axes.has_key[:, None] & (axes.token < left)[None, :]
+        mask_v = (axes.token < left)[:, None] & axes.has_value[None, :]
+        mask_vt = (axes.token < left)[None, :] & axes.has_value[:, None]
+        w = load_tokens(x.w + pk, at_w, mask_w, c.unmasked)
+        ra = load_tokens(tl.where(is_r, x.r + pk, x.a + pk), at_k, mask_k, c.unmasked)
+        kb = load_tokens(tl.where(is_r, x.k + pk, x.b + pk), at_k, mask_k, c.unmasked)
+        v = load_tokens(x.v + pv, at_v, mask_v, c.unmasked).to(c.operand)
+        do = load_tokens(saved.do + pv, at_v, mask_v, c.unmasked).to(c.operand)
+        at = state_offset(index, split, n, pk, c.num_buffers, c)
+        h = tl.trans(tl.load(buffer + at, mask=mask_state, other=0.0).to(c.operand))
+        A_ab_inv, Aak, Aq = load_A_tiles(saved.A, (split.first_chunk + n) * c.H + i_h, c)
 
-        rows, second_half, first_half, total, decay_post, clamp_ratio = decays_key_major(
-            w, matrices, index.gate, c
-        )
+        rows, second_half, first_half, total, decay_post, clamp_ratio = decays_key_major(w, matrices, gate, c)
         rows *= tl.where(is_r, c.scale, 1.0)
-        # Arrays that are operands as they are come to where products of a warp group read them. In the form
-        # for any decay that is further below, in the bounded one it takes the identity, which also casts.
+        # Products of a warp group read operands that are in shared memory. Under an unsafe gate a product
+        # further below brings these arrays there, under a safe one the product with the identity.
         if c.unsafe_gate:
             raf, kbf = ra.to(tl.float32), kb.to(tl.float32)
         else:
@@ -184,11 +176,11 @@ def chunk_bwd_key_major(tokens, index, saved, out, c: tl.constexpr, NUM_BUFFERS:
 
         pairs_there = distance >= 0
         if c.segments:
-            segments = chunk_segments(index.segment_bits_, split, n)
+            segments = chunk_segments(index.segment_bits, split, n)
             sees_h0, reaches_ht = of < segments.first, of >= segments.last
 
         if c.unsafe_gate:
-            # not before: its exponents beside those of the scores would take too many registers
+            # not earlier: its exponents beside those of A would take too many registers
             of_state = tl.exp2(sums_over_tokens(at_least(w, LOG_ZERO), matrices[0], c) * LOG2E)
             of_state *= tl.where(is_r, c.scale, 1.0)
             if c.segments:
@@ -197,12 +189,12 @@ def chunk_bwd_key_major(tokens, index, saved, out, c: tl.constexpr, NUM_BUFFERS:
         else:
             read = score_ra
 
-        # The order of what follows decides how many registers there must be, and whether products of a warp
-        # group wait for each other: U, then the state's gradient, then what reads the state and its decays.
+        # This order takes the fewest registers and lets products of a warp group overlap: v_new, then the
+        # state's gradient, then the q side and the decays.
         do_t, vt = tl.trans(do), tl.trans(v)
-        by_scores = dot(do_t, Aq, c)
+        by_A = dot(do_t, Aq, c)
         if c.unsafe_gate:
-            by_scores *= do_scale
+            by_A *= do_scale
         _, ag = split2(read)
         a_read = dot(tl.trans(h), ag, c)
         if c.segments and not c.unsafe_gate:
@@ -210,7 +202,7 @@ def chunk_bwd_key_major(tokens, index, saved, out, c: tl.constexpr, NUM_BUFFERS:
             read = where_or_zero(read, sees_h0)
         a_read = dot(vt, tl.trans(Aak), c, a_read)
         v_new = dot(a_read.to(c.operand), tl.trans(A_ab_inv), c).to(c.operand)
-        writers = tl.trans(tl.where(half[:, None] == 0, tl.trans(tile2(vt)), tl.trans(tile2(v_new))))
+        v_pair = tl.trans(tl.where(half[:, None] == 0, tl.trans(tile2(vt)), tl.trans(tile2(v_new))))
 
         dstate = (dh * decay_post).to(c.operand)
         dh *= total
@@ -222,36 +214,36 @@ def chunk_bwd_key_major(tokens, index, saved, out, c: tl.constexpr, NUM_BUFFERS:
             )
         if c.segments:
             writes = dot(tl.trans(dstate), high_kb, c)
-            writes = masked(writes, reaches_ht, segments) + by_scores
+            writes = masked(writes, reaches_ht, segments) + by_A
         else:
-            writes = dot(tl.trans(dstate), high_kb, c, by_scores)
-        dV, dv_new = split2(writes)
+            writes = dot(tl.trans(dstate), high_kb, c, by_A)
+        dv, dv_new = split2(writes)
         da_read = dot(dv_new.to(c.operand), A_ab_inv, c).to(c.operand)
-        readers = select_concat(do_t * do_scale.to(c.operand) if c.unsafe_gate else do_t, da_read)
-        dh = dot(read, tl.trans(readers), c, dh)
-        dV = dot(da_read, Aak, c, dV)
-        store_gradient(out.tokens.v_ + pv, at_vt, dV, grad_scale, there_vt, c)
+        do_pair = select_concat(do_t * do_scale.to(c.operand) if c.unsafe_gate else do_t, da_read)
+        dh = dot(read, tl.trans(do_pair), c, dh)
+        dv = dot(da_read, Aak, c, dv)
+        store_gradient(grads.v + pv, at_vt, dv, grad_scale, mask_vt, c)
 
-        # rows: what they read of the state
-        by_state = dot(h, readers, c)
+        # the q side: through the state
+        by_state = dot(h, do_pair, c)
         if c.segments and not c.unsafe_gate:
             by_state = masked(by_state, sees_h0, segments)
         if c.unsafe_gate:
             by_state *= of_state
-            reads_r, reads_a = split2(raf * by_state)
-            reads, reads_r = reads_r + reads_a, reads_r + dg_pass
-            reads = sums_of_reads(reads, reads_r, of_reads, c)
+            state_terms_r, state_terms_a = split2(raf * by_state)
+            state_terms, state_terms_r = state_terms_r + state_terms_a, state_terms_r + dg_pass
+            state_terms = sums_of_reads(state_terms, state_terms_r, of_reads, c)
 
-        # gradients of the scores of all pairs, rows of the tile are columns: k, then b
-        dA = tl.trans(dot(tl.trans(readers), writers, c))
-        if c.segments:  # not before: bits that wait here for their use take registers from the products
+        # gradients of all four A, transposed: k, then b, down the tile
+        dA = tl.trans(dot(tl.trans(do_pair), v_pair, c))
+        if c.segments:  # not earlier: these bits would take registers from the products
             pairs_there = has_no_restart(segments, to, of, pairs_there)
         if c.unsafe_gate:
-            # pairs that are not decayed at all come apart: their size must not drown the rest of dw
+            # undecayed pairs apart: their size must not drown the rest of dw
             undecayed_pairs = tl.where(pairs_there & (distance == 0), dA, 0.0) * tl.where(is_r, c.scale, 1.0)
             undecayed_pairs = undecayed_pairs.to(c.operand)
             dA = tl.where(pairs_there & (distance > 0), dA, 0.0).to(c.operand)
-            # with high and with low columns
+            # with the k side of the second and of the first half
             early = in_first_half(of, half[None, :])
             dA_both = tl.trans(
                 concat(tl.trans(tl.where(early, 0.0, dA).to(dA.dtype)), tl.trans(where_or_zero(dA, early)))
@@ -259,7 +251,7 @@ def chunk_bwd_key_major(tokens, index, saved, out, c: tl.constexpr, NUM_BUFFERS:
         else:
             dA_high = tl.where(pairs_there, dA, 0.0).to(c.operand)
 
-        # rows: the pairs of the chunk
+        # the q side: through the pairs of the chunk
         if c.unsafe_gate:
             by_pairs = dot(concat(high_kb, low_kb), dA_both, c)
             terms_r, terms_a = split2(score_ra.to(tl.float32) * by_pairs)
@@ -269,39 +261,39 @@ def chunk_bwd_key_major(tokens, index, saved, out, c: tl.constexpr, NUM_BUFFERS:
             by_pairs = dot(high_kb, dA_high, c, by_state)
             terms_r, terms_a = split2(score_ra.to(tl.float32) * by_pairs)
             grad = rows * by_pairs
-        at = tl.where(is_r, out.tokens.r_ + part + pk, out.tokens.a_ + part + pk)
-        store_gradient(at, at_k, grad, grad_scale, there_k, c)
+        at = tl.where(is_r, grads.r + part + pk, grads.a + part + pk)
+        store_gradient(at, at_k, grad, grad_scale, mask_k, c)
 
-        # columns: through the state, then the pairs
-        by_state = dot(dstate, writers, c)
-        if c.segments:  # without a branch, across which no product is fused with the sum that it goes into
+        # the k side: through the state, then through the pairs
+        by_state = dot(dstate, v_pair, c)
+        if c.segments:  # no branch: no product is fused with a sum across one
             by_state = tl.where(reaches_ht, by_state, 0.0)
         through_k, through_b = split2(high_kb.to(tl.float32) * by_state)
         if c.unsafe_gate:
             by_pairs, pairs_low = split2(dot(score_ra, tl.trans(dA_both), c))
-            column_terms = high_kb.to(tl.float32) * by_pairs
+            k_terms = high_kb.to(tl.float32) * by_pairs
             grad = tile2(second_half) * (by_state + by_pairs)
-            column_terms = tl.where(of < 8, column_terms + low_kb.to(tl.float32) * pairs_low, column_terms)
+            k_terms = tl.where(of < 8, k_terms + low_kb.to(tl.float32) * pairs_low, k_terms)
             grad = tl.where(of < 8, grad + tile2(first_half) * pairs_low, grad)
             grad = dot(ra.to(c.operand), tl.trans(undecayed_pairs), c, grad)
         else:
             by_pairs = dot(score_ra, tl.trans(dA_high), c)
-            column_terms = high_kb.to(tl.float32) * by_pairs
+            k_terms = high_kb.to(tl.float32) * by_pairs
             grad = tile2(second_half) * (by_state + by_pairs)
-        at = tl.where(is_r, out.tokens.k_ + part + pk, out.tokens.b_ + part + pk)
-        store_gradient(at, at_k, grad, grad_scale, there_k, c)
+        at = tl.where(is_r, grads.k + part + pk, grads.b + part + pk)
+        store_gradient(at, at_k, grad, grad_scale, mask_k, c)
 
-        # decays: what spans its own token and no later row or earlier column, then the sums
-        terms_k, terms_b = split2(column_terms)
+        # decays: each token's terms, then the sums over tokens
+        terms_k, terms_b = split2(k_terms)
         dg = terms_r - (terms_k + terms_b)
         pairs, dg_state = dg + terms_a, through_k + through_b
         if not c.unsafe_gate:
             dg += dg_pass
         dg = sums_of_pairs(pairs, dg_state, dg, of_pairs, c)
         if c.unsafe_gate:
-            # what has clamped factors gets the true one of the decay in question back
-            dg = dg * clamp_ratio + reads
-        store_gradient(out.tokens.w_ + part + pk, at_w, dg, grad_scale, there_w, c)
+            # replace the clamped decay by the exact one
+            dg = dg * clamp_ratio + state_terms
+        store_gradient(grads.w + part + pk, at_w, dg, grad_scale, mask_w, c)
         pk -= C * c.H * c.K
         pv -= C * c.H * c.V
-    tl.store(out.dh0_ + head + at_state, dh * inverse_state_scale(index.gate, c), mask=has_both)
+    tl.store(grads.initial_state + head + at_state, dh * inverse_state_scale(gate, c), mask=has_both)

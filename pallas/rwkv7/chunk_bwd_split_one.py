@@ -1,7 +1,6 @@
-"""RWKV-7, chunked backward in Triton: the gradients of r, w, k, a, b of one chunk and a block of keys, where
-the forward and the carry kernel keep states and their gradients for every chunk: with float32 operands.
-
-All that values have to do with it is sums over them, so these are taken a block at a time.
+"""RWKV-7, chunked backward: gradients of one chunk and a block of keys, where every chunk has a stored state
+and state gradient: with float32 operands. Everything about values is a sum over them, computed a block at a
+time.
 """
 
 import triton
@@ -24,26 +23,14 @@ from ..common.decay import decay_factors
 from ..common.dots import dot
 from ..common.state_buffers import state_offset, state_pointers
 from ..common.token_tiles import load_tokens, where_or_zero
-from .chunk_bwd_grads import Masks, TokenTiles, Values, score_gradients, token_gradients
-from .chunk_tokens import advanced, scaled_tokens
+from .chunk_bwd_grads import A_gradients, Masks, TokenTiles, Values, token_gradients
+from .chunk_tokens import chunk_grads, scaled_tokens
 
 
 @triton.jit
-def sums_over_values(
-    tokens,
-    index,
-    buffer,
-    split,
-    n,
-    key_block,
-    pk,
-    pv,
-    c: tl.constexpr,
-    NUM_BUFFERS: tl.constexpr,
-    FROM_SCANS: tl.constexpr,
-):
-    """The gradients of scores, not masked; the products of (dY, dZ) with the state that enters, and of (V, U)
-    with the gradient of that which leaves; and the sum of the two states' products, [K].
+def sums_over_values(x, saved, index, gate, split, n, key_block, pk, pv, c: tl.constexpr):
+    """`A_gradients`; the products of do and da_read with the state at the start, and of v and v_new with the
+    state gradient at the end; and the sum of the products of both, [K].
     """
     zero, zero_k = tl.full([C, C], 0.0, tl.float32), tl.full([C, c.BK], 0.0, tl.float32)
     qk, qb, ak, ab = zero, zero, zero, zero
@@ -52,18 +39,18 @@ def sums_over_values(
     for block in range(0, tl.cdiv(c.V, c.BV)):
         axes = tile_axes(key_block, block, c)
         at, mask = token_offsets(axes, c).value, chunk_mask(split.length - n * C, axes).value
-        v = load_tokens(tokens.v_ + pv, at, mask, c.unmasked).to(c.operand)
-        do = load_tokens(buffer.do_ + pv, at, mask, c.unmasked).to(c.operand)
-        v_new = tl.trans(load_tokens(buffer.v_new_ + pv, at, mask, c.unmasked).to(c.operand))
-        da_read = tl.trans(load_tokens(buffer.da_read_ + pv, at, mask, c.unmasked).to(c.operand))
-        if c.unsafe_gate and FROM_SCANS:
-            da_read *= state_scale(index.gate, c, True)
+        v = load_tokens(x.v + pv, at, mask, c.unmasked).to(c.operand)
+        do = load_tokens(saved.do + pv, at, mask, c.unmasked).to(c.operand)
+        v_new = tl.trans(load_tokens(saved.v_new + pv, at, mask, c.unmasked).to(c.operand))
+        da_read = tl.trans(load_tokens(saved.da_read + pv, at, mask, c.unmasked).to(c.operand))
+        if c.unsafe_gate and c.from_scans:
+            da_read *= state_scale(gate, c, True)
         both = axes.has_value[:, None] & axes.has_key[None, :]
-        h_ = state_pointers((buffer.states_,), block, axes, c, 0) + state_offset(index, split, n, pk, c, 0, 1)
-        dh_ = state_pointers(buffer.dstates, block, axes, c, NUM_BUFFERS)
-        dh_ += state_offset(index, split, n, pk, c, NUM_BUFFERS, 1)
+        h_ = state_pointers((saved.states,), block, axes, 0, c) + state_offset(index, split, n, pk, 0, c)
+        dh_ = state_pointers(saved.dstates, block, axes, c.num_buffers, c)
+        dh_ += state_offset(index, split, n, pk, c.num_buffers, c)
         h, dh = tl.load(h_, mask=both, other=0.0), tl.load(dh_, mask=both, other=0.0)
-        dA = score_gradients(Values(v, do, v_new, da_read), index.gate, c)
+        dA = A_gradients(Values(v, do, v_new, da_read), gate, c)
         qk, qb, ak, ab = qk + dA[0], qb + dA[1], ak + dA[2], ab + dA[3]
         dg_pass += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 0)
         h, dh = h.to(c.operand), dh.to(c.operand)
@@ -72,64 +59,50 @@ def sums_over_values(
         state_k = dot(v, dh, c, state_k)
         state_b = dot(tl.trans(v_new), dh, c, state_b)
     if c.unsafe_gate:
-        state_r *= state_scale(index.gate, c, True)
+        state_r *= state_scale(gate, c, True)
     return (qk, qb, ak, ab), (state_r, state_a), (state_k, state_b), dg_pass
 
 
 @triton.jit
-def one_chunk_gradients(
-    tokens,
-    index,
-    buffer,
-    split,
-    n,
-    key_block,
-    gradients,
-    c: tl.constexpr,
-    NUM_BUFFERS: tl.constexpr,
-    FROM_SCANS: tl.constexpr,
-):
-    """The gradients of the sequence's chunk ``n``. With ``LEAVING`` the kept gradients of states are of those
-    that leave chunks, after their last decay.
+def one_chunk_gradients(x, saved, index, gate, split, n, key_block, grads, c: tl.constexpr):
+    """Gradients of the split's chunk ``n``. State gradients `Config.from_scans` are of the states at the
+    ends of chunks, after the last decay.
 
-    Gradients of states may lie where those of tokens go: all warps have read them before the first is stored.
+    Gradients may overwrite stored state gradients: all warps have read them before the first store.
     """
     i_h = tl.program_id(1)
     pk = ((split.first + n * C) * c.H + i_h) * c.K
     pv = ((split.first + n * C) * c.H + i_h) * c.V
-    dA, read, written, dg_pass = sums_over_values(
-        tokens, index, buffer, split, n, key_block, pk, pv, c, NUM_BUFFERS, FROM_SCANS
-    )
+    dA, read, written, dg_pass = sums_over_values(x, saved, index, gate, split, n, key_block, pk, pv, c)
     tl.debug_barrier()
     axes = tile_axes(key_block, 0, c)
     offsets, mask = token_offsets(axes, c), chunk_mask(split.length - n * C, axes)
-    w = load_tokens(tokens.w_ + pk, offsets.key, mask.key, c.unmasked)
-    r = load_tokens(tokens.r_ + pk, offsets.key, mask.key, c.unmasked)
-    k = load_tokens(tokens.k_ + pk, offsets.key, mask.key, c.unmasked)
-    a = load_tokens(tokens.a_ + pk, offsets.key, mask.key, c.unmasked)
-    b = load_tokens(tokens.b_ + pk, offsets.key, mask.key, c.unmasked)
+    w = load_tokens(x.w + pk, offsets.key, mask.key, c.unmasked)
+    r = load_tokens(x.r + pk, offsets.key, mask.key, c.unmasked)
+    k = load_tokens(x.k + pk, offsets.key, mask.key, c.unmasked)
+    a = load_tokens(x.a + pk, offsets.key, mask.key, c.unmasked)
+    b = load_tokens(x.b + pk, offsets.key, mask.key, c.unmasked)
     decays = decay_factors(
-        w, index.gate, c, DELTA=True
+        w, gate, c, DELTA=True
     )  # gradients of states have the decay after the writes in them
     scaled = scaled_tokens(r.to(tl.float32) * c.scale, k, a, b, decays, c)
     causal, strict = causal_masks(axes)
     sees_h0, reaches_ht = mask.token[:, None], mask.token[:, None]
     qg, ag = scaled.r.state, scaled.a.state
-    if FROM_SCANS:
-        # what the walks of the recurrent form have made has no factor of the form; that one first, then the
-        # decay: so neither leaves float32's range
-        back, decay_post = state_scale(index.gate, c, True), decays.decay_post[None, :]
+    if c.from_scans:
+        # the recurrent kernels' gradients have no state scale; scale before decay, to stay in float32's range
+        back, decay_post = state_scale(gate, c, True), decays.decay_post[None, :]
         written, dg_pass = (
             (written[0] * back * decay_post, written[1] * back * decay_post),
             dg_pass * back * decays.decay_post,
         )
         if not c.unsafe_gate:
-            state = state_scale(index.gate, c, False)
+            state = state_scale(gate, c, False)
             read, dg_pass = (read[0] * state, read[1] * state), dg_pass * state
     if c.unsafe_gate:
         dg_pass *= decays.decay_pre
     if c.segments:
-        segments = chunk_segments(index.segment_bits_, split, n)
+        segments = chunk_segments(index.segment_bits, split, n)
         causal, strict = in_one_segment(segments, causal), in_one_segment(segments, strict)
         sees_h0, reaches_ht = tokens_seeing_h0(segments), tokens_reaching_ht(segments)
         qg, ag = where_or_zero(qg, sees_h0), where_or_zero(ag, sees_h0)
@@ -146,8 +119,8 @@ def one_chunk_gradients(
         read,
         written,
         dg_pass=dg_pass,
-        gradients=advanced(gradients, pk),
-        gate=index.gate,
+        grads=chunk_grads(grads, pk),
+        gate=gate,
         offsets=offsets.key,
         mask=mask.key,
         c=c,

@@ -1,264 +1,252 @@
-"""RWKV-7, chunked, on NVIDIA GPUs: the functions that the op loads (fla_jax/core/op.py); they launch the
-Triton kernels.
-"""
+"""RWKV-7, chunked, in Triton: the rule that the op loads."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Outputs, RecurrenceConfig, RWKV7Inputs
+from ...core.context import Context
 from ...core.context_parallel import shard_of
-from ..backend.triton import launch
+from ...core.implementation import Residuals
+from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
+from ..backend.triton import triton_call
 from ..common.chunk_host import (
     CHUNK,
     ChunkPlan,
-    can_be_key_major,
-    has_bf16_dots,
-    has_wgmma,
-    launch_options,
     local_num_splits,
-    make_plan,
     num_splits_of,
     partial_shapes,
+    plan_pass,
     sum_value_blocks,
     with_cotangent_scale,
 )
-from ..common.shapes import given, like, result, tile, unused
+from ..common.shapes import like, shaped, tile
 from ..common.state_buffers_host import StateBuffers, state_buffers
 from ..common.state_passing_host import add_entry_output, split_dht, split_h0
-from .chunk_A import NUM_A_TILES, rwkv7_chunk_A_kernel
-from .chunk_bwd import rwkv7_bwd_dh_kernel, rwkv7_bwd_kernel
-from .chunk_bwd_grads_host import launch_bwd_grads
-from .chunk_fwd import rwkv7_fwd_kernel
-from .chunk_launches import LAUNCH, PRECOMPUTED_A, token_arguments
-from .chunk_state import rwkv7_chunk_state_kernel
+from ..common.variants import Variant, VariantKey, launch_of, select, variant_key
+from .chunk_A import NUM_A_TILES, AOut, rwkv7_chunk_A_kernel
+from .chunk_bwd import DhOut, Saved, rwkv7_bwd_dh_kernel, rwkv7_bwd_kernel
+from .chunk_bwd_grads_host import bwd_grads
+from .chunk_bwd_split import GradsSaved
+from .chunk_fwd import FwdOut, rwkv7_fwd_kernel
+from .chunk_state import StateOut, rwkv7_chunk_state_kernel
+from .variants import A_LAUNCH, LAUNCHES, VARIANTS
+
+Ctx = Context[RWKV7Inputs, RecurrenceConfig]
 
 
-def _has_precomputed_A(x: RWKV7Inputs) -> bool:
-    """Whether a kernel makes the scores of all chunks beforehand: chunk_A.py."""
-    return not has_bf16_dots(x)
+class Call(NamedTuple):
+    """A call's key, and the variant that it selects."""
+
+    key: VariantKey
+    variant: Variant
+
+    @classmethod
+    def of(cls, ctx: Ctx, x: RWKV7Inputs) -> Call:
+        """The call of the op on ``x``."""
+        key = variant_key(x, ctx.settings)
+        return cls(key, select(VARIANTS, key))
+
+    def plan(self, ctx: Ctx, x: RWKV7Inputs, name: str, num_splits: int) -> ChunkPlan:
+        """The pass ``name``."""
+        launch, variant = launch_of(LAUNCHES, self.variant, name, self.key), self.variant
+        return plan_pass(
+            ctx,
+            x,
+            launch,
+            self.key.bf16_dots,
+            num_splits,
+            precomputed_A=variant.precomputed_A,
+            chunks_per_state=variant.chunks_per_state,
+            key_major=variant.key_major and not variant.split_bwd,
+            pair_tile=variant.key_major and variant.split_bwd,
+        )
+
+    def state_buffers(self, x: RWKV7Inputs) -> StateBuffers:
+        """Where states are stored."""
+        if self.variant.split_bwd:
+            return StateBuffers(0, 0, self.variant.chunks_per_state, self.key.store_dtype)
+        block = launch_of(LAUNCHES, self.variant, "bwd", self.key).block
+        return state_buffers(x, ("r", "k", "a", "b"), block, self.key.store_dtype)
+
+    def dstate_buffers(self, x: RWKV7Inputs) -> StateBuffers:
+        """Where the first of two backward kernels stores gradients of states."""
+        block, dtype = tile(self.key.V), self.key.store_dtype
+        return state_buffers(x, ("r", "k", "a", "b"), block, dtype, self.variant.chunks_per_state)
 
 
-def _has_split_bwd(x: RWKV7Inputs) -> bool:
-    """Whether the backward takes two kernels: see chunk_bwd.py."""
-    small = x.r.shape[-1] <= 64 and has_bf16_dots(x)
-    return not small and x.r.shape[-1] <= 128 and x.v.shape[-1] <= 128
-
-
-def _chunks_per_state(x: RWKV7Inputs) -> int:
-    """For how many chunks one state is kept: two, where the state between them is never made
-    (chunk_bwd_split.py), halve what two kernels hand each other. In float32 ptxas gives up on that.
-    """
-    return 2 if _has_split_bwd(x) and has_bf16_dots(x) else 1
-
-
-def _precompute_A(ctx: Context[RecurrenceConfig], x: RWKV7Inputs, num_splits: int) -> jax.Array | None:
-    """What chunk_A.py makes of all chunks beforehand, [rows, chunks, H, 4 * 16, 16]."""
-    if not _has_precomputed_A(x):
-        return None
-    plan, H = make_plan("fwd", LAUNCH, ctx, x, num_splits, _has_precomputed_A(x)), x.r.shape[2]
-    grid, owner = plan.by_chunks(1)
-    made = launch(
-        rwkv7_chunk_A_kernel,
-        {name: array for name, array in token_arguments(x).items() if name != "v_"}
-        | dict(chunk_indices_=owner)
-        | plan.ranges,
-        dict(A_=jax.ShapeDtypeStruct((*plan.chunks, H, NUM_A_TILES.value * CHUNK, CHUNK), jnp.float32)),
-        grid=grid,
-        num_warps=PRECOMPUTED_A[1],
-        num_stages=1,
-        c=plan.config.replaced(BK=min(PRECOMPUTED_A[0], plan.config.BK)),
-    )
-    return made["A_"]
-
-
-def _state_buffers(x: RWKV7Inputs) -> StateBuffers:
-    """How the forward keeps states, and where the backward finds them."""
-    most = launch_options(LAUNCH, "bwd", x.r.shape[-1], has_bf16_dots(x))[0]
-    return state_buffers(x, () if _has_split_bwd(x) else ("r", "k", "a", "b"), most, _chunks_per_state(x))
-
-
-def _dstate_buffers(x: RWKV7Inputs) -> StateBuffers:
-    """How the first of two backward kernels hands the gradients of states to the second."""
-    return state_buffers(x, ("r", "k", "a", "b"), tile(x.v.shape[-1]), _chunks_per_state(x), "dstates")
-
-
-def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
-    """What the forward keeps, and its axes."""
-    axes = _state_buffers(ctx.inputs).axes | {"scores": "b chunk h x y"}
-    if _has_split_bwd(ctx.inputs):
-        axes["U"] = "b t h v"
+def residual_axes(ctx: Ctx) -> dict[str, str]:
+    """Residuals of the forward, and their axes."""
+    call = Call.of(ctx, ctx.shapes)
+    axes = call.state_buffers(ctx.shapes).axes | {"A": "b chunk h x y"}
+    if call.variant.split_bwd:
+        axes["v_new"] = "b t h v"
     if num_splits_of(ctx) > 1:
-        axes |= {"M": "b stretch h k j", "reads": "b t h k"}
+        axes |= {"transition": "b split h k j", "q_entry": "b t h k"}
     return axes
 
 
-def _chunk_state(
-    plan: ChunkPlan, x: RWKV7Inputs, A: jax.Array | None, o_zero_state: bool
-) -> dict[str, jax.Array]:
-    """M_, N_ and reads_ of all stretches, and with ``own`` their outputs own_: see
-    common/state_passing_host.py."""
-    (B, _, H, K), V = x.r.shape, x.v.shape[-1]
-    num_splits, BV = plan.config.num_splits, plan.config.BV
-    options = plan.options | dict(
-        grid=(plan.NV + -(-K // BV), H, B * num_splits),
-        c=plan.config.replaced(unmasked=plan.config.unmasked and K % BV == 0),
-    )
-    return launch(
+def _kernel_inputs(x: Any, h0: jax.Array | None) -> RWKV7Inputs:
+    """The fields that kernels read, with the states at the starts of splits."""
+    return x._replace(initial_state=h0, segment_ids=None, cu_seqlens=None)
+
+
+def _precompute_A(plan: ChunkPlan, x: Any) -> jax.Array:
+    """A of all chunks, [rows, chunks, H, 4 * 16, 16] float32."""
+    grid, index = plan.by_chunks(1)
+    shape = (*plan.chunks, plan.config.H, NUM_A_TILES.value * CHUNK, CHUNK)
+    return triton_call(
+        rwkv7_chunk_A_kernel,
+        x._replace(v=None, initial_state=None, segment_ids=None, cu_seqlens=None),
+        index,
+        out=AOut(shaped(shape, jnp.float32)),
+        config=plan.config.replaced(BK=min(A_LAUNCH.block, plan.config.BK)),
+        grid=grid,
+        launch=A_LAUNCH.launch,
+    ).A
+
+
+def _chunk_state(plan: ChunkPlan, x: RWKV7Inputs, A: jax.Array | None, o_zero_state: bool) -> StateOut:
+    """Transitions, updates and entry queries of all splits (`state_passing_host`), and outputs of zero
+    states."""
+    (B, _, H, K), V, c = x.r.shape, x.v.shape[-1], plan.config
+    NV, splits = plan.grid[0], B * c.num_splits
+    return triton_call(
         rwkv7_chunk_state_kernel,
-        token_arguments(x) | dict(A_=given(A, unused())) | plan.ranges,
-        dict(
-            q_entry_=like(x.r, plan.store),
-            transition_=jax.ShapeDtypeStruct((B * num_splits, H, K, K), jnp.float32),
-            update_=jax.ShapeDtypeStruct((B * num_splits, H, K, V), jnp.float32),
-            o_zero_state_=result(
-                o_zero_state, x.v.shape, jnp.float32
-            ),  # rounded once, with what is added to it
+        _kernel_inputs(x, None),
+        A,
+        plan.index,
+        out=StateOut(
+            q_entry=like(x.r, plan.store_dtype),
+            transition=shaped((splits, H, K, K), jnp.float32),
+            update=shaped((splits, H, K, V), jnp.float32),
+            o_zero_state=like(x.v, jnp.float32) if o_zero_state else None,  # rounded once, with its sum
         ),
-        NV=plan.NV,
-        O_ZERO_STATE=o_zero_state,
-        **options,
+        config=c.replaced(unmasked=c.unmasked and K % c.BV == 0, num_blocks=NV),
+        grid=(NV + -(-K // c.BV), H, splits),
+        launch=plan.launch,
     )
 
 
-def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
-    """Outputs and what the backward reads."""
+def fwd(ctx: Ctx, x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
+    """Outputs and residuals."""
     (B, _, H, K), V = x.r.shape, x.v.shape[-1]
-    # the transfer kernel's two walks are all there are; in float32 large heads leave no registers for that
-    is_single_pass = not ctx.keep and (has_bf16_dots(x) or K <= 64)
+    call = Call.of(ctx, x)
+    # without residuals the two scans of chunk_state replace the forward, but for float32 tiles of large heads
+    is_single_pass = not ctx.save_residuals and (call.key.bf16_dots or K <= 64)
     passes = 2 if is_single_pass else 1
-    num_splits = local_num_splits(ctx, passes)
-    shard, final = shard_of(ctx, x.segment_ids), None
-    h0, residuals, A = x.initial_state, {}, _precompute_A(ctx, x, num_splits)
+    num_splits, shard = local_num_splits(ctx, passes), shard_of(ctx.cp, x.segment_ids)
+    plan = call.plan(ctx, x, "fwd", num_splits)
+    A = _precompute_A(plan, x) if call.variant.precomputed_A else None
+    h0, final, residuals = x.initial_state, None, {}
     if num_splits_of(ctx, passes) > 1:
-        transfer = make_plan("chunk_state", LAUNCH, ctx, x, num_splits, _has_precomputed_A(x))
-        chunk_state = _chunk_state(transfer, x, A, o_zero_state=is_single_pass)
-        h0, final = split_h0(chunk_state["transition_"], chunk_state["update_"], h0, num_splits, shard)
+        split_plan = call.plan(ctx, x, "chunk_state", num_splits)
+        split = _chunk_state(split_plan, x, A, o_zero_state=is_single_pass)
+        h0, final = split_h0(split.transition, split.update, h0, num_splits, shard)
         if is_single_pass:
-            o = add_entry_output(
-                transfer, chunk_state["o_zero_state_"], chunk_state["q_entry_"], h0, x.v.dtype
-            )
+            o = add_entry_output(split_plan, split.o_zero_state, split.q_entry, h0, x.v.dtype)
             return Outputs(o, final), {}
         residuals = {
-            "M": chunk_state["transition_"].reshape(B, num_splits, H, K, K),
-            "reads": chunk_state["q_entry_"],
+            "transition": split.transition.reshape(B, num_splits, H, K, K),
+            "q_entry": split.q_entry,
         }
-    buffers, save_v_new = _state_buffers(x), ctx.keep and _has_split_bwd(x)
-    plan = make_plan("fwd", LAUNCH, ctx, x, num_splits, _has_precomputed_A(x))
-    out = dict(
-        o_=like(x.v),
-        ht_=like(h0),
-        **buffers.shapes(x.r, V, plan, ctx.keep),
-        made_=result(ctx.keep and A is None, (*plan.chunks, H, NUM_A_TILES.value * CHUNK, CHUNK), plan.store),
-        v_new_=result(save_v_new, x.v.shape, plan.store),
-    )
-    made = launch(
+    buffers = call.state_buffers(x)
+    shape = (*plan.chunks, H, NUM_A_TILES.value * CHUNK, CHUNK)
+    out = triton_call(
         rwkv7_fwd_kernel,
-        token_arguments(x) | dict(A_=given(A, unused()), h0_=h0) | plan.ranges,
-        out,
-        SAVE_RESIDUALS=ctx.keep,
-        NUM_BUFFERS=buffers.num_buffers,
-        CHUNKS_PER_STATE=buffers.chunks_per_state,
-        SAVE_V_NEW=save_v_new,
-        **plan.options,
+        _kernel_inputs(x, h0),
+        A,
+        plan.index,
+        out=FwdOut(
+            o=like(x.v),
+            ht=like(h0),
+            states=buffers.shapes(x.r, V, plan) if ctx.save_residuals else None,
+            A=shaped(shape, plan.store_dtype) if ctx.save_residuals and A is None else None,
+            v_new=like(x.v, plan.store_dtype) if ctx.save_residuals and call.variant.split_bwd else None,
+        ),
+        config=plan.config.replaced(num_buffers=buffers.num_buffers),
+        grid=plan.grid,
+        launch=plan.launch,
     )
-    final = made["ht_"] if final is None else final
-    outputs = Outputs(made["o_"], final)
-    residuals |= buffers.residuals(made) | {"scores": given(A, made["made_"]), "U": made["v_new_"]}
-    return outputs, residuals if ctx.keep else {}
-
-
-def _is_key_major(plan: ChunkPlan, x: RWKV7Inputs, do: jax.Array) -> bool:
-    """Whether the backward's tiles have keys as rows: chunk_bwd_key_major.py.
-
-    Measured on an H200, backward alone, usual tiles and these: bounded decays 2.6 and 2.3 ms, any decay 5.8
-    and 3.6 at strong, 3.3 and 2.4 at weak ones.
-    """
-    return plan.config.BK == 64 and can_be_key_major(x, do)
+    outputs = Outputs(out.o, out.ht if final is None else final)
+    if not ctx.save_residuals:
+        return outputs, {}
+    residuals |= buffers.residuals(out.states) | {"A": out.A if A is None else A}
+    return outputs, residuals | ({} if out.v_new is None else {"v_new": out.v_new})
 
 
 def _bwd_fused(
-    plan: ChunkPlan, x: RWKV7Inputs, residuals: dict[str, jax.Array], do: jax.Array, dht: jax.Array
+    call: Call,
+    plan: ChunkPlan,
+    x: RWKV7Inputs,
+    residuals: Residuals,
+    do: jax.Array,
+    dht: jax.Array,
 ) -> RWKV7Inputs:
     """All gradients in one kernel."""
-    buffers = _state_buffers(x)
-    dr, dw, dk, da, db = partial_shapes(plan.NV, x.r, x.w, x.k, x.a, x.b)
-    made = launch(
+    buffers = call.state_buffers(x)
+    dr, dw, dk, da, db = partial_shapes(plan.grid[0], x.r, x.w, x.k, x.a, x.b)
+    grads = triton_call(
         rwkv7_bwd_kernel,
-        token_arguments(x)
-        | dict(do_=do, dht_=dht, A_=residuals["scores"])
-        | buffers.operands(residuals)
-        | plan.ranges,
-        dict(dr_=dr, dw_=dw, dk_=dk, dv_=like(x.v), da_=da, db_=db, dh0_=like(dht)),
-        aliases=buffers.aliases(("dr_", "dk_", "da_", "db_")),
-        NUM_BUFFERS=buffers.num_buffers,
-        NUM_ALIASED=buffers.num_aliased,
-        KEY_MAJOR=_is_key_major(plan, x, do),
-        **plan.options,
+        _kernel_inputs(x, None),
+        Saved(do, dht, buffers.operands(residuals), residuals["A"]),
+        plan.index,
+        out=RWKV7Inputs(r=dr, w=dw, k=dk, v=like(x.v), a=da, b=db, initial_state=like(dht)),
+        config=plan.config.replaced(num_buffers=buffers.num_buffers, num_aliased=buffers.num_aliased),
+        grid=plan.grid,
+        launch=plan.launch,
+        aliases=buffers.aliases("saved.states", ("r", "k", "a", "b")),
     )
-    return RWKV7Inputs(
-        r=sum_value_blocks(made["dr_"], x.r),
-        w=sum_value_blocks(made["dw_"], x.w),
-        k=sum_value_blocks(made["dk_"], x.k),
-        v=made["dv_"],
-        a=sum_value_blocks(made["da_"], x.a),
-        b=sum_value_blocks(made["db_"], x.b),
-        initial_state=made["dh0_"],
-    )
-
-
-def _is_pair_tile(plan: ChunkPlan, x: RWKV7Inputs, do: jax.Array) -> bool:
-    """Whether the gradients kernel takes two chunks as one tile where decays are bounded:
-    chunk_bwd_split_pair.py.
-
-    Its tiles hold two arrays each, so these have one dtype.
-    """
-    same = all(array.dtype == plan.store for array in (x.r, x.k, x.v, x.a, x.b, do))
-    return _chunks_per_state(x) == 2 and same and has_wgmma()
+    names = ("r", "w", "k", "a", "b")
+    summed = {name: sum_value_blocks(getattr(grads, name), getattr(x, name)) for name in names}
+    return grads._replace(**summed)
 
 
 def _bwd_split(
-    plan: ChunkPlan, x: RWKV7Inputs, residuals: dict[str, jax.Array], do: jax.Array, dht: jax.Array
+    call: Call,
+    plan: ChunkPlan,
+    x: RWKV7Inputs,
+    residuals: Residuals,
+    do: jax.Array,
+    dht: jax.Array,
 ) -> RWKV7Inputs:
-    """The carry kernel, then the gradients kernel."""
-    V, dstates = x.v.shape[-1], _dstate_buffers(x)
-    carried = launch(
+    """State gradients, then token gradients."""
+    buffers = call.dstate_buffers(x)
+    made = triton_call(
         rwkv7_bwd_dh_kernel,
-        token_arguments(x) | dict(do_=do, dht_=dht, A_=residuals["scores"]) | plan.ranges,
-        dict(dv_=like(x.v), dh0_=like(dht), da_read_=like(x.v, plan.store)) | dstates.shapes(x.r, V, plan),
-        NUM_BUFFERS=dstates.num_buffers,
-        CHUNKS_PER_STATE=dstates.chunks_per_state,
-        **plan.options,
+        _kernel_inputs(x, None),
+        Saved(do, dht, None, residuals["A"]),
+        plan.index,
+        out=DhOut(
+            v=like(x.v),
+            initial_state=like(dht),
+            dstates=buffers.shapes(x.r, x.v.shape[-1], plan),
+            da_read=like(x.v, plan.store_dtype),
+        ),
+        config=plan.config.replaced(num_buffers=buffers.num_buffers),
+        grid=plan.grid,
+        launch=plan.launch,
     )
-    given = dict(do_=do, v_new_=residuals["U"], da_read_=carried["da_read_"], states_=residuals["states"])
-    given |= {name: carried[name] for name in dstates.names}
-    made = launch_bwd_grads(plan, x, given, dstates, _is_pair_tile(plan, x, do))
-    return RWKV7Inputs(
-        r=made["dr_"],
-        w=made["dw_"],
-        k=made["dk_"],
-        v=carried["dv_"],
-        a=made["da_"],
-        b=made["db_"],
-        initial_state=carried["dh0_"],
-    )
+    is_safe_pair = plan.config.pair_tile and not plan.config.unsafe_gate
+    name = "bwd_grads_safe" if is_safe_pair else "bwd_grads"
+    saved = GradsSaved(do, residuals["v_new"], made.da_read, residuals["states"], made.dstates)
+    grads = bwd_grads(plan, x, saved, buffers, launch_of(LAUNCHES, call.variant, name, call.key))
+    return RWKV7Inputs(**grads._asdict(), v=made.v, initial_state=made.initial_state)
 
 
-def bwd(
-    ctx: Context[RecurrenceConfig], x: RWKV7Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
-) -> RWKV7Inputs:
+def bwd(ctx: Ctx, x: RWKV7Inputs, residuals: Residuals, cotangents: Outputs) -> RWKV7Inputs:
     """Gradients of all inputs."""
     do, dht = cotangents
     (H, K), V, num_splits = x.r.shape[2:], x.v.shape[-1], local_num_splits(ctx)
-    two = _has_split_bwd(x)
-    plan = make_plan("bwd_dh" if two else "bwd", LAUNCH, ctx, x, num_splits, _has_precomputed_A(x))
-    shard = shard_of(ctx, x.segment_ids)
+    call, shard = Call.of(ctx, x), shard_of(ctx.cp, x.segment_ids)
+    is_split = call.variant.split_bwd
+    plan = call.plan(ctx, x, "bwd_dh" if is_split else "bwd", num_splits)
     if num_splits_of(ctx) > 1:
-        dht = split_dht(plan, residuals["M"].reshape(-1, H, K, K), residuals["reads"], do, dht, shard)
+        transition = residuals["transition"].reshape(-1, H, K, K)
+        dht = split_dht(plan, transition, residuals["q_entry"], do, dht, shard)
     plan = with_cotangent_scale(plan, x, do, dht)
-    gradients = (_bwd_split if two else _bwd_fused)(plan, x, residuals, do, dht)
-    first = gradients.initial_state.reshape(-1, num_splits, H, K, V)[:, 0]
-    if shard is not None:
-        first = jnp.where(shard.is_first, first, 0)
-    return gradients._replace(initial_state=first)
+    grads = (_bwd_split if is_split else _bwd_fused)(call, plan, x, residuals, do, dht)
+    dh0 = grads.initial_state.reshape(-1, num_splits, H, K, V)[:, 0]
+    return grads._replace(initial_state=dh0 if shard is None else jnp.where(shard.is_first, dh0, 0))

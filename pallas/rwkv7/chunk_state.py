@@ -1,84 +1,62 @@
-"""RWKV-7, what a stretch of chunks makes of the state that enters it, before the forward walks all stretches
-at once: ``S_out = M S_in + N``, and what each token reads of S_in (common/state_passing_host.py).
+"""RWKV-7: what a split does to the state at its start, before all splits are scanned (`state_passing_host`):
+``ht = transition h0 + update``, and ``q_entry``, the queries of h0.
 
-The forward's walk without v, from the identity matrix, gives M and, as its outputs, what each token reads;
-with v, from zero, it gives N and, where nothing else needs a second walk, the outputs without S_in.
+The forward scan without v, from the identity, gives the transition and, as its outputs, q_entry. With v,
+from zero, it gives the update and, where no second scan follows, the outputs of a zero state.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..common.chunk import Index, has_unsafe_gate, load_gate, with_safe_gate, with_square_state
-from .chunk_fwd import Outputs, chunk_fwd
-from .chunk_tokens import Tokens
+from ..common.chunk import has_unsafe_gate, load_gate
+from ..common.chunk_config import with_safe_gate, with_square_state
+from .chunk_fwd import FwdOut, chunk_fwd
+from .chunk_tokens import ScanInputs
+
+
+class StateOut(NamedTuple):
+    """Outputs: q_entry like r; transition [splits, H, K, K] and update [splits, H, K, V], float32;
+    o_zero_state like v in float32, or None.
+    """
+
+    q_entry: Any
+    transition: Any
+    update: Any
+    o_zero_state: Any
 
 
 @triton.jit
-def split_update(
-    tokens, A_, index, o_zero_state_, update_, block, c: tl.constexpr, O_ZERO_STATE: tl.constexpr
-):
-    """N of a stretch: what it makes of v, from a state of zero; its outputs, if they are wanted."""
-    out = Outputs(o_zero_state_, update_, (update_,), update_, update_)  # nothing is kept
-    chunk_fwd(tokens, A_, update_, index, out, block, c=c, HAS_H0=False, MAKE_O=O_ZERO_STATE)
+def split_update(x, A, index, gate, out, block, c: tl.constexpr):
+    """What a split makes of v, from a state of zero."""
+    x = ScanInputs(x.r, x.w, x.k, x.v, x.a, x.b, None)
+    chunk_fwd(x, A, index, gate, FwdOut(out.o_zero_state, out.update, None, None, None), block, c)
 
 
 @triton.jit
-def split_transition(tokens, A_, index, q_entry_, transition_, block, c: tl.constexpr):
-    """M of a stretch: what it makes of the state, from the identity."""
-    out = Outputs(q_entry_, transition_, (transition_,), transition_, transition_)
-    chunk_fwd(tokens, A_, transition_, index, out, block, c=with_square_state(c), HAS_V=False)
+def split_transition(x, A, index, gate, out, block, c: tl.constexpr):
+    """What a split makes of the state, from the identity."""
+    x = ScanInputs(x.r, x.w, x.k, None, x.a, x.b, None)
+    out = FwdOut(out.q_entry, out.transition, None, None, None)
+    chunk_fwd(x, A, index, gate, out, block, with_square_state(c))
 
 
 @triton.jit
-def rwkv7_chunk_state_kernel(
-    r_,
-    w_,
-    k_,
-    v_,
-    a_,
-    b_,
-    A_,
-    segment_bits_,
-    cu_seqlens_,
-    chunk_offsets_,
-    gate_,
-    T,
-    split_len,
-    q_entry_,
-    transition_,
-    update_,
-    o_zero_state_,
-    c: tl.constexpr,
-    NV: tl.constexpr,
-    O_ZERO_STATE: tl.constexpr,
-):
-    """Grid (``PARTS`` blocks of values for N, then blocks of keys for M; heads; stretches): ``M_``
-    [B * splits, H, K, K], ``N_`` [.., K, V], ``reads_`` like r; with ``OWN`` the outputs from a state of
-    zero, ``own_`` like v.
+def rwkv7_chunk_state_kernel(x, A, index, out, c: tl.constexpr):
+    """Grid (``num_blocks`` blocks of values for the update, then blocks of keys for the transition; heads;
+    splits).
     """
     block = tl.program_id(0)
-    gate = load_gate(gate_, tl.program_id(2), c)
-    tokens, index = (
-        Tokens(r_, w_, k_, v_, a_, b_),
-        Index(segment_bits_, cu_seqlens_, chunk_offsets_, T, split_len, gate),
-    )
-    any_decay = has_unsafe_gate(gate, c)
-    if block < NV:
-        if any_decay:
-            split_update(tokens, A_, index, o_zero_state_, update_, block, c=c, O_ZERO_STATE=O_ZERO_STATE)
+    gate = load_gate(index, tl.program_id(2), c)
+    is_unsafe = has_unsafe_gate(gate, c)
+    if block < c.num_blocks:
+        if is_unsafe:
+            split_update(x, A, index, gate, out, block, c)
         else:
-            split_update(
-                tokens,
-                A_,
-                index,
-                o_zero_state_,
-                update_,
-                block,
-                c=with_safe_gate(c),
-                O_ZERO_STATE=O_ZERO_STATE,
-            )
+            split_update(x, A, index, gate, out, block, with_safe_gate(c))
     else:
-        if any_decay:
-            split_transition(tokens, A_, index, q_entry_, transition_, block - NV, c=c)
+        if is_unsafe:
+            split_transition(x, A, index, gate, out, block - c.num_blocks, c)
         else:
-            split_transition(tokens, A_, index, q_entry_, transition_, block - NV, c=with_safe_gate(c))
+            split_transition(x, A, index, gate, out, block - c.num_blocks, with_safe_gate(c))

@@ -1,4 +1,4 @@
-"""The token arrays of RWKV-7 in its chunked kernels, and what they become times decay factors."""
+"""RWKV-7: r, a, k and b of a chunk times their decay factors."""
 
 from typing import Any, NamedTuple
 
@@ -8,27 +8,37 @@ import triton.language as tl
 from ..common.decay import Keys, Queries
 
 
-class Tokens(NamedTuple):
-    """Pointers to the inputs, or to their gradients: r, w, k, a, b [B, T, H, K], v [B, T, H, V]."""
+class ScanInputs(NamedTuple):
+    """The inputs that a scan reads; without v it gives the transition, without an initial state it starts at
+    zero."""
 
-    r_: Any
-    w_: Any
-    k_: Any
-    v_: Any
-    a_: Any
-    b_: Any
+    r: Any
+    w: Any
+    k: Any
+    v: Any
+    a: Any
+    b: Any
+    initial_state: Any
+
+
+class KeyGrads(NamedTuple):
+    """Gradients of r, w, k, a and b."""
+
+    r: Any
+    w: Any
+    k: Any
+    a: Any
+    b: Any
 
 
 @triton.jit
-def advanced(tokens, at):
-    """The pointers ``at`` elements further on."""
-    return Tokens(
-        tokens.r_ + at, tokens.w_ + at, tokens.k_ + at, tokens.v_ + at, tokens.a_ + at, tokens.b_ + at
-    )
+def chunk_grads(grads, at):
+    """The gradients of the chunk at offset ``at``."""
+    return KeyGrads(grads.r + at, grads.w + at, grads.k + at, grads.a + at, grads.b + at)
 
 
 class Scaled(NamedTuple):
-    """What reads (r, a) and what writes (k, b) in a chunk, as operands of products."""
+    """The q side (r, a) and the k side (k, b) of a chunk, as operands of products."""
 
     r: Queries
     a: Queries
@@ -40,7 +50,7 @@ class Scaled(NamedTuple):
 def scaled_tokens(r, k, a, b, factors, c: tl.constexpr):
     """``r`` (float32, times its scale), ``k``, ``a`` and ``b`` [16, K], times their decay factors.
 
-    The bounded form has one factor for scores and state, and one for all rows.
+    Under a safe gate one factor serves A and the state, and one k side serves all queries.
     """
     score_r = (r * factors.score_gi).to(c.operand)
     score_a = (a.to(tl.float32) * factors.score_ge).to(c.operand)

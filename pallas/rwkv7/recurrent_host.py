@@ -10,12 +10,15 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Outputs, RecurrenceConfig, RWKV7Inputs
+from ...core.context import Context
+from ...core.implementation import Residuals
+from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ..backend import pallas, triton
-from ..common.chunk_host import has_bf16_dots
 from ..common.recurrent_host import RecurrentPlan, by_key_block, make_plan
 from ..common.value_sums_host import RATES, float32, sum_over_values
+from ..common.variants import variant_key
 from .chunk_bwd_grads_host import bwd_grads_from_scans
+from .chunk_bwd_split import GradsSaved
 from .recurrent_kernels import rwkv7_gradients, rwkv7_scan
 from .recurrent_step import has_step_kernel, step
 
@@ -24,7 +27,7 @@ from .recurrent_step import has_step_kernel, step
 SAVE_EVERY = 16
 
 
-def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
+def residual_axes(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> dict[str, str]:
     """The states that enter each window and a^T S of each token, padded."""
     return {"states": "b c h x y", "inner": "b s h y"}
 
@@ -35,7 +38,7 @@ def _padded(plan: RecurrentPlan, x: RWKV7Inputs) -> tuple[jax.Array, ...]:
     return r, jnp.exp(w.astype(jnp.float32)), k, plan.tokens(x.v, plan.sizes.V), a, b
 
 
-def _by_chunks(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> bool:
+def _by_chunks(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> bool:
     """Whether the gradients of r, w, k, a, b come from the kernel of the chunked form, with float32 operands.
 
     It takes 4.5 ms less of 18.5 at B8 T4096 H64 D64. Strong decays cost it up to 2e-5 of the gradient of a
@@ -43,7 +46,7 @@ def _by_chunks(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> bool:
     what the rounding to 16 bits does. So where one of these gradients is float32, all are made by pairs of
     tokens, from products of decays alone.
     """
-    half = has_bf16_dots(x) and x.w.dtype.itemsize == 2 and x.r.shape[-1] <= 128
+    half = variant_key(x, ctx.settings).bf16_dots and x.w.dtype.itemsize == 2 and x.r.shape[-1] <= 128
     runs = pallas.preferred(ctx) and triton.preferred(ctx) and triton.supports(ctx) is None
     return half and runs
 
@@ -78,12 +81,12 @@ def _scan(
     )
 
 
-def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
+def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
     """Outputs and what the backward reads."""
     scale, K, V = ctx.settings.scale, x.r.shape[3], x.v.shape[3]
-    if x.r.shape[1] == 1 and not ctx.keep and x.cu_seqlens is None and has_step_kernel(K, V):
+    if x.r.shape[1] == 1 and not ctx.save_residuals and x.cu_seqlens is None and has_step_kernel(K, V):
         return step(scale, x), {}
-    plan = make_plan(x, SAVE_EVERY, ctx.keep)
+    plan = make_plan(x, SAVE_EVERY, ctx.save_residuals)
     r, decay, k, v, a, b = _padded(plan, x)
     o, inner, final, states = _scan(
         plan,
@@ -92,16 +95,19 @@ def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[s
         plan.state(x.initial_state),
         x.v.dtype,
         reverse=False,
-        keep=ctx.keep,
+        keep=ctx.save_residuals,
         by_value=_by_chunks(ctx, x),
         scales=(1.0, scale),
     )
     outputs = Outputs(plan.untokens(o, x.v), plan.unstate(final, x.initial_state))
-    return outputs, {"states": plan.by_row(states), "inner": plan.by_row(inner)} if ctx.keep else {}
+    return outputs, {"states": plan.by_row(states), "inner": plan.by_row(inner)} if ctx.save_residuals else {}
 
 
 def bwd(
-    ctx: Context[RecurrenceConfig], x: RWKV7Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
+    ctx: Context[RWKV7Inputs, RecurrenceConfig],
+    x: RWKV7Inputs,
+    residuals: Residuals,
+    cotangents: Outputs,
 ) -> RWKV7Inputs:
     """Gradients of all inputs."""
     scale, plan, by_chunks = ctx.settings.scale, make_plan(x, SAVE_EVERY), _by_chunks(ctx, x)
@@ -146,13 +152,13 @@ def _gradients_by_pairs(
 
 
 def _gradients_by_chunks(
-    ctx: Context[RecurrenceConfig],
+    ctx: Context[RWKV7Inputs, RecurrenceConfig],
     plan: RecurrentPlan,
     x: RWKV7Inputs,
     values: Sequence[jax.Array],
     states: jax.Array,
     dstates: jax.Array,
-    ds: jax.Array,
+    dht: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """dr, dw, dk, da, db by the chunked form's kernel, from ``values``, do, a^T S and b^T D of each token.
 
@@ -167,6 +173,7 @@ def _gradients_by_chunks(
         ids = jnp.pad(ids, ((0, 0), (0, s.tokens - ids.shape[1])), mode="edge")
     r, w, k, a, b = (padded(array, s.K) for array in (x.r, x.w, x.k, x.a, x.b))
     whole = RWKV7Inputs(r, w, k, padded(x.v, s.V), a, b, x.initial_state, ids)
-    do, U, dZ = (array.reshape(whole.v.shape) for array in values)
-    made = bwd_grads_from_scans(ctx, whole, do, U, dZ, states, dstates, ds)
-    return tuple(array.reshape(-1, s.K) for array in made)
+    do, v_new, da_read = (array.reshape(whole.v.shape) for array in values)
+    saved = GradsSaved(do, v_new, da_read, states, (dstates,))
+    grads = bwd_grads_from_scans(ctx, whole, saved, dht)
+    return tuple(array.reshape(-1, s.K) for array in (grads.r, grads.w, grads.k, grads.a, grads.b))

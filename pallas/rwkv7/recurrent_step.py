@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ...core.context import Outputs, RWKV7Inputs
+from ...core.types import Outputs, RWKV7Inputs
 from ..backend.pallas import pallas_call
 from ..common.recurrent_scan import fma
 

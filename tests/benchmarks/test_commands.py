@@ -101,6 +101,12 @@ def test_decode(measured):
     assert len(skipped) == 2 and all("ModuleNotFoundError" in line for line in skipped)
 
 
+def test_decode_precision(command):
+    sizes = ("--layers", 1, "--width", 64, "--steps", 2, "--tokens", 32)
+    lines = command("decode_precision.py", *sizes).splitlines()
+    assert len(lines) == 5 and "error 0.00e+00" in lines[0] and all("error" in line for line in lines[1:3])
+
+
 def test_scaling_on_fake_devices(command, tmp_path):
     path = tmp_path / "cpu.json"
     text = command("scaling.py", "--fake", 4, "--steps", 1, "--modes", "fsdp", "sequence, op", "--out", path)

@@ -215,7 +215,7 @@ def test_extras(version, tmp_path):
     ):
         save_checkpoint(tmp_path / "d", got, got_params, extras=extras)
     with pytest.raises(
-        ValueError, match=r"extras: 'emb.weight' is no tensor that a .pth file may have beside the parameters"
+        ValueError, match=r"extras: 'emb.weight' is no tensor that a \.pth file may have besides"
     ):
         save_checkpoint(tmp_path / "d.pth", got, got_params, extras={"emb.weight": z["emb.weight"]})
     wrong = {"blocks.1.att.time_state": np.zeros((2, 16, 8), np.float32)}
@@ -274,7 +274,7 @@ def test_variations_in_files(tmp_path):
     (tmp_path / "many" / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"x": "../old/model.safetensors"}})
     )
-    with pytest.raises(ValueError, match="must have a weight_map of tensors to files beside it"):
+    with pytest.raises(ValueError, match="must have a weight_map of tensors to files in the same directory"):
         load_checkpoint(tmp_path / "many")
 
     half = {name: x if name.endswith("w0") else x.astype(ml_dtypes.bfloat16) for name, x in z.items()}

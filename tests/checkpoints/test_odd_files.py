@@ -70,11 +70,11 @@ def test_what_is_no_file(tensors, tmp_path):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("..", "must have a weight_map of tensors to files beside it"),
-        ("", "must have a weight_map of tensors to files beside it"),
-        ("/etc/passwd", "must have a weight_map of tensors to files beside it"),
-        (NASTY, "must have a weight_map of tensors to files beside it"),
-        (3, "must have a weight_map of tensors to files beside it"),
+        ("..", "must have a weight_map of tensors to files in the same directory"),
+        ("", "must have a weight_map of tensors to files in the same directory"),
+        ("/etc/passwd", "must have a weight_map of tensors to files in the same directory"),
+        (NASTY, "must have a weight_map of tensors to files in the same directory"),
+        (3, "must have a weight_map of tensors to files in the same directory"),
     ],
 )
 def test_indices(tmp_path, name, message):

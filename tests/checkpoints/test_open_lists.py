@@ -1,4 +1,4 @@
-"""A format and a naming that the library does not have, each added in a few lines from outside."""
+"""A format and a param map that the library does not have, each added in a few lines from outside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import small_models as small
 
 from fla_jax.checkpoints import (
     FORMATS,
-    NAMINGS,
+    PARAM_MAPS,
     Format,
     load_checkpoint,
     load_extras,
@@ -21,7 +21,7 @@ from fla_jax.checkpoints import (
     stored,
     write_pth,
 )
-from fla_jax.checkpoints.param_maps import OFFICIAL6, OFFICIAL7
+from fla_jax.checkpoints.param_maps import OFFICIAL7
 
 
 def is_npz(path):
@@ -32,19 +32,19 @@ def read_npz(path):
     return {name: stored(name, x) for name, x in np.load(path).items()}
 
 
-def write_npz(path, tensors, fields):
+def write_npz(path, tensors, config_json):
     np.savez(path, **tensors)
 
 
-NPZ = Format("an .npz file", is_npz, is_npz, read_npz, write_npz, (OFFICIAL6, OFFICIAL7))
+NPZ = Format("an .npz file", is_npz, is_npz, read_npz, write_npz, "official")
 
 
 @pytest.fixture(autouse=True)
 def added():
-    before = list(FORMATS), list(NAMINGS)
+    before = list(FORMATS), list(PARAM_MAPS)
     FORMATS.append(NPZ)
     yield
-    FORMATS[:], NAMINGS[:] = before
+    FORMATS[:], PARAM_MAPS[:] = before
 
 
 def same(got, want):
@@ -78,13 +78,14 @@ def test_format(version, tmp_path):
         save_checkpoint(tmp_path / "a.json", model, params)
 
 
-def test_naming(tmp_path):
-    """RWKV-7 with other names of layers, in a known format."""
-    rename = lambda place: place._replace(name=place.name.replace("blocks.", "h."))
-    places = {path: rename(place) for path, place in OFFICIAL7.places.items()}
+def test_param_map(tmp_path):
+    """RWKV-7 with other names of layers, in known formats."""
+    rename = lambda ref: ref._replace(name=ref.name.replace("blocks.", "h."))
+    refs = {path: rename(ref) for path, ref in OFFICIAL7.refs.items()}
     layer = r"h\.([0-9]+)\."
-    mine = dict(name="mine", mark=layer + r"att\.r_k", layer=layer, places=places, extras={})
-    naming = dataclasses.replace(OFFICIAL7, **mine)
+    mine = dataclasses.replace(
+        OFFICIAL7, name="mine", scheme="mine", mark=layer + r"att\.r_k", layer=layer, refs=refs, extras={}
+    )
     model = small.model(7)
     params = small.params(model)
     save_checkpoint(tmp_path / "a.pth", model, params)
@@ -92,13 +93,13 @@ def test_naming(tmp_path):
     write_pth(tmp_path / "b.pth", renamed)
     with pytest.raises(ValueError, match="its names are not those of a known model"):
         load_checkpoint(tmp_path / "b.pth")
-    NAMINGS.append(naming)
+    PARAM_MAPS.append(mine)
     same(load_checkpoint(tmp_path / "b.pth")[1], params)
-    # a format that is written with it
-    FORMATS.append(dataclasses.replace(NPZ, param_maps=(naming,)))
+    # a format that is written with its scheme
+    FORMATS.append(dataclasses.replace(NPZ, scheme="mine"))
     save_checkpoint(tmp_path / "b.npz", model, params)
     same(dict(np.load(tmp_path / "b.npz")), dict(renamed))
-    with pytest.raises(KeyError, match="the naming 'mine' has no place for head/kernel"):
-        broken = {path: place for path, place in places.items() if path != "head/kernel"}
-        FORMATS.append(dataclasses.replace(NPZ, param_maps=(dataclasses.replace(naming, places=broken),)))
+    lacking = {path: ref for path, ref in refs.items() if path != "head/kernel"}
+    PARAM_MAPS.append(dataclasses.replace(mine, refs=lacking))
+    with pytest.raises(KeyError, match="the param map 'mine' lacks head/kernel"):
         save_checkpoint(tmp_path / "c.npz", model, params)

@@ -186,7 +186,7 @@ def test_save_errors(tmp_path):
     ):
         with pytest.raises(error, match=message):
             save_checkpoint(tmp_path / "a.pth", model, tree)
-    with pytest.raises(ValueError, match="rate_scale must be 1, the official models', got 2"):
+    with pytest.raises(ValueError, match="rate_scale must be 1, that of official models, got 2"):
         save_checkpoint(tmp_path / "a.pth", small.model(7, rate_scale=2.0), params)
     with pytest.raises(
         ValueError, match=r"path must name an FLA directory or a .pth file, got .*a\.safetensors"

@@ -15,6 +15,7 @@ from harness import toy_op as toy
 from harness.toy_op import ToyCase
 
 import fla_jax
+from fla_jax.core.implementation import Unsupported
 from fla_jax.ops import Implementation, Op
 
 X = jax.random.normal(jax.random.key(0), (3, 4, 5))
@@ -57,10 +58,8 @@ def test_outputs_that_nothing_depends_on(opaque, used):
         dy = cotangents.y if cotangents.total is None else cotangents.y.at[:, -1].add(cotangents.total)
         return toy.bwd(ctx, x, residuals, toy.Outputs(dy))
 
-    module = types.SimpleNamespace(
-        fwd=fwd, bwd=bwd, residual_axes=toy.residual_axes, unused_cotangents=("total",)
-    )
-    one = Implementation("one", lambda: module, opaque=opaque)
+    module = types.SimpleNamespace(fwd=fwd, bwd=bwd, residual_axes=toy.residual_axes)
+    one = Implementation("one", lambda: module, opaque=opaque, unused_cotangents=("total",))
     op = Op("two_sums", toy.Inputs, Both, toy.OP.axes | {"total": "b c"}, [one])
 
     def weighed(made):
@@ -116,7 +115,7 @@ def test_choice():
     message = r"running_sum: implementation must be one of \['kernel', 'plain'\] or None, got 'fast'"
     with pytest.raises(ValueError, match=message):
         call("fast")
-    reason = lambda ctx: f"no {ctx.inputs.x.shape} on {ctx.platform}"
+    reason = lambda ctx: Unsupported(f"no {ctx.shapes.x.shape} on {ctx.platform}")
     refused = Implementation("refused", lambda: 1 / 0, supports=reason)
     toy.OP.implementations.insert(0, refused)
     try:
@@ -133,9 +132,12 @@ def test_an_implementation_from_outside_serves_a_recurrence():
     from fla_jax.ops.rwkv7 import api, reference
 
     class Doubled:
+        residual_axes = staticmethod(reference.RULE.residual_axes)
+        bwd = staticmethod(reference.RULE.bwd)
+
         @staticmethod
         def fwd(ctx, x):
-            outputs, residuals = reference.fwd(ctx, x)
+            outputs, residuals = reference.RULE.fwd(ctx, x)
             return outputs._replace(o=2 * outputs.o), residuals
 
     api.CHUNK.implementations.insert(0, Implementation("doubled", lambda: Doubled))

@@ -71,12 +71,12 @@ def test_documents_of_several_sequences_and_without_any(tmp_path):
         ({"magic": b"TNTIDX\x00\x00\x01"}, r"d\.idx is no binidx index: .* at offset 0"),
         ({"version": 2}, r"d\.idx: the version must be 1, got 2 at offset 9"),
         ({"code": 7}, r"d\.idx: the tokens' dtype must be one of .*uint32\).*, got 7 at offset 17"),
-        ({"documents": []}, r"d\.idx holds no sequence: their number is 0 at offset 18"),
+        ({"documents": []}, r"d\.idx contains no sequence: their number is 0 at offset 18"),
         ({"pointers": [0, 8, 11]}, r"sequence 2 must begin .* at byte 12 of d\.bin, got 11 at offset 62"),
         ({"entries": [0, 2, 1, 3]}, r"must ascend from 0 to 3, got 1 at offset 86"),
         ({"entries": [0, 2]}, r"must ascend from 0 to 3, got 2 at offset 78"),
         ({"entries": [1, 3]}, r"must ascend from 0 to 3, got 1 at offset 70"),
-        ({"documents": [[], []]}, r"d\.bin holds no tokens"),
+        ({"documents": [[], []]}, r"d\.bin contains no tokens"),
     ],
 )
 def test_foreign_indices_are_named(tmp_path, options, message):

@@ -152,7 +152,7 @@ def test_batches_in_order_are_filled_up(tmp_path):
     assert [batch["tokens"].shape for batch in found] == [(3, 16)] * 2
     np.testing.assert_array_equal(found[1]["tokens"][1], rows[4]["tokens"])
     assert not found[1]["mask"][2].any() and found[1]["mask"][1].any()
-    with pytest.raises(ValueError, match="numbers must name a row"):
+    with pytest.raises(ValueError, match="numbers must have at least one"):
         batches(rows, [], 3)
 
 

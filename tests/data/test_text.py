@@ -39,21 +39,21 @@ def test_documents(files, tmp_path):
     assert tokenize(files[:1], tmp_path / "wide", "bytes", vocab_size=70_000).tokens.dtype == "uint32"
 
 
-def test_pieces_change_nothing(files, tmp_path, monkeypatch):
+def test_blocks_change_nothing(files, tmp_path, monkeypatch):
     whole = lists(tokenize(files, tmp_path / "out", vocab_size=256, text_field="body"))
-    monkeypatch.setattr(text, "_PIECE", 13)
+    monkeypatch.setattr(text, "_BLOCK", 13)
     assert lists(tokenize(files, tmp_path / "out", vocab_size=256, text_field="body")) == whole
 
 
 @pytest.mark.slow
 def test_processes_change_nothing(files, tmp_path, monkeypatch):
     whole = lists(tokenize(files, tmp_path / "out", vocab_size=256, text_field="body"))
-    monkeypatch.setattr(text, "_PIECE", 100)
+    monkeypatch.setattr(text, "_BLOCK", 100)
     monkeypatch.setattr(text, "_SMALL", 0)
     options = {"vocab_size": 256, "text_field": "body", "processes": 2}
     assert lists(tokenize(files, tmp_path / "out", **options)) == whole
     (tmp_path / "wrong.jsonl").write_text('{"body": "a"}\nx\n')
-    with pytest.raises(ValueError, match=r"wrong\.jsonl: the line at offset 14 is no JSON"):
+    with pytest.raises(ValueError, match=r"wrong\.jsonl: the line at offset 14 is not JSON"):
         tokenize([files[0], tmp_path / "wrong.jsonl"], tmp_path / "new", **options)
 
 
@@ -62,10 +62,10 @@ def test_processes_change_nothing(files, tmp_path, monkeypatch):
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', r"a\.jsonl: the line at offset 14 must be .* 'text'"),
         ("a.jsonl", b'{"text": "a"}\n\n["text"]\n', r"a\.jsonl: the line at offset 15 must be .* 'text'"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl: the line at offset 14 is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl: the line at offset 14 is not JSON"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl is not UTF-8 at offset 24"),
         ("a.txt", b"abc\n\xffd", r"a\.txt is not UTF-8 at offset 4"),
-        ("a.txt", b"", "paths must hold text, got 1 files"),
+        ("a.txt", b"", "paths must contain text, got 1 files"),
     ],
 )
 def test_files_that_are_not_right(tmp_path, name, content, message):

@@ -13,7 +13,7 @@ from harness.cases import OPS, Case, HeadCase, MixCase, build, call
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fla_jax.core.sharding import varying_axes
+from fla_jax.core.mesh import varying_axes
 from fla_jax.layers import RWKV6Attention, RWKV6FeedForward, RWKV7Attention, RWKV7FeedForward
 
 SIZES = {"data": 4, "model": 2}

@@ -243,7 +243,7 @@ def test_parameters_of_another_model_are_refused():
         (wide, "params: head/kernel must have shape [32, 24], got [32, 25]"),
         ({name: x for name, x in params.items() if name != "head"}, "params must contain head/kernel"),
         ({**params, "tail": params["head"]}, "params contain tail/kernel, which the model does not have"),
-        (stack_layers(params), "params has layers stacked, but the model's scan_layers=False takes them"),
+        (stack_layers(params), "params has stacked layers, but the model's scan_layers=False needs them"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             step.start(wrong)

@@ -212,7 +212,9 @@ REFUSED = {
     "axis T of r must be a multiple of mesh axis 'sequence' = 8, got T = 20": refused(SHORT, "xla", {}),
     "cu_seqlens cannot go with tokens over mesh axis 'sequence'; segment_ids can": refused(PACKED, "xla", {}),
     "8 devices share it takes 128 tokens, or any multiple, got T = 64": refused(CALL, "triton", {}),
-    "'pallas' cannot run this call: it takes whole rows, and T is split over": refused(CALL, "pallas", {}),
+    "'pallas' cannot run this call: it takes whole sequences, and T is split over": refused(
+        CALL, "pallas", {}
+    ),
     "is sharded over mesh axis 'sequence'": refused(CALL, "triton", {"t": "sequence"}, None),
     "sequence_axis='sequence'": refused(CALL, "triton", {"t": "sequence"}, None),
 }

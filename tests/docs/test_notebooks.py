@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, at a small size, and find what they say they find."""
+"""The notebooks run from top to bottom, at a small size, with the results that they describe."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ matplotlib.use("Agg")
 
 
 def code(name):
-    """The cells of code of a notebook, and whether each holds the sizes."""
+    """The code cells of a notebook, and whether each sets the sizes."""
     cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
     found = [cell for cell in cells if cell["cell_type"] == "code"]
     return [("".join(cell["source"]), "parameters" in cell["metadata"].get("tags", ())) for cell in found]
 
 
 def run(name, **sizes):
-    """Runs a notebook with other sizes, and gives its names."""
+    """Runs a notebook with other sizes and returns its names."""
     names = {"__name__": name}
-    for i, (cell, holds_sizes) in enumerate(code(name)):
+    for i, (cell, sets_sizes) in enumerate(code(name)):
         exec(compile(cell, f"{name}.ipynb, cell {i + 1}", "exec"), names)
-        if holds_sizes:
+        if sets_sizes:
             assert sizes.keys() <= names.keys()
             names |= sizes
     matplotlib.pyplot.close("all")
@@ -51,8 +51,8 @@ def test_fine_tuning(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["state_tracking", "fine_tuning"])
-def test_what_is_kept_was_made_by_these_cells(name):
-    """Every cell was run, in order and without an error, and says nothing of the machine."""
+def test_saved_outputs_are_of_these_cells(name):
+    """Every cell was run, in order and without an error, and its output names no machine."""
     notebook = json.loads((FOLDER / f"{name}.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(np.arange(len(cells)) + 1)

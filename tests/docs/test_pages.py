@@ -18,7 +18,7 @@ CHECKED_BELOW = ("docs/generation.md", "docs/tuning.md", "docs/long_contexts.md"
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
+def in_empty_folder(tmp_path, monkeypatch):
     """Pages write files."""
     monkeypatch.chdir(tmp_path)
 
@@ -30,8 +30,7 @@ def test_page(page):
 
 def test_start(capsys):
     """Trained, saved, loaded and generating: the text comes back."""
-    names = blocks.run("docs/start.md")
-    assert names["loss"] < 1.5
+    assert blocks.run("docs/start.md")["loss"] < 1.5
     out = capsys.readouterr().out
     assert len(out.splitlines()[0]) == 20 and "chunk_rwkv7" in out
 
@@ -50,24 +49,21 @@ def test_tuning():
 
 
 def test_lora():
-    """The frozen parameters stay, the merged ones learn; at the start the product is 0; stacked layers and
-    one layer alike.
-    """
+    """Frozen parameters stay, merged ones learn, the product starts at 0; stacked layers too."""
     names = blocks.run("docs/tuning.md", "LoRA")
-    model, params, tokens, cross_entropy = (
-        names[name] for name in ("model", "params", "tokens", "cross_entropy")
-    )
-    loss = lambda p: float(cross_entropy(model.apply({"params": p}, tokens[:, :-1])[0], tokens[:, 1:]))
-    fresh = names["init_lora"](jax.random.key(1), params)
-    jax.tree.map(np.testing.assert_array_equal, names["merge"](params, fresh), params)
+    params, tokens, merge, init_lora = (names[name] for name in ("params", "tokens", "merge", "init_lora"))
+    apply = lambda p: names["model"].apply({"params": p}, tokens[:, :-1])[0]
+    loss = lambda p: float(names["cross_entropy"](apply(p), tokens[:, 1:]))
+    fresh = init_lora(jax.random.key(1), params)
+    jax.tree.map(np.testing.assert_array_equal, merge(params, fresh), params)
     assert len(fresh) == 12 and all("att" in path or "ffn" in path for path in fresh)
     assert loss(names["tuned"]) < loss(params) - 0.05
     assert all(np.abs(matrix).max() > 0 for pair in names["lora"].values() for matrix in pair.values())
     stacked = {"blocks": {"att": {"key": {"kernel": np.ones((3, 4, 5), np.float32)}}}}
-    merged = names["merge"](stacked, names["init_lora"](jax.random.key(0), stacked, rank=2))
+    merged = merge(stacked, init_lora(jax.random.key(0), stacked, rank=2))
     assert merged["blocks"]["att"]["key"]["kernel"].shape == (3, 4, 5)
-    half = jax.tree.map(lambda x: x.astype("bfloat16"), params)
-    assert {x.dtype.name for x in jax.tree.leaves(names["merge"](half, names["lora"]))} == {"bfloat16"}
+    bfloat16 = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    assert {x.dtype.name for x in jax.tree.leaves(merge(bfloat16, names["lora"]))} == {"bfloat16"}
 
 
 def test_long_contexts():
@@ -77,7 +73,7 @@ def test_long_contexts():
 
 
 def test_a_block_that_fails_is_found(tmp_path, monkeypatch):
-    """The extractor leaves nothing out: the pages' fences, and what is between them."""
+    """The extractor finds every fence of a page."""
     monkeypatch.setattr(blocks, "ROOT", tmp_path)
     (tmp_path / "page.md").write_text(
         "# A\n\n```python\nx = 1\n```\n\n## B\n\n* list\n\n  ```python\n  assert x == 2, 'seen'\n  ```\n"

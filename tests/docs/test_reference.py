@@ -12,15 +12,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def described() -> list[str]:
-    """What the pages of the reference describe."""
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
     return [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
 
 
 def test_every_public_name_is_described():
     names, pages = public.names(), described()
-    there = {id(names[name]) for name in pages if name in names}
-    missing = [name for name, value in names.items() if id(value) not in there]
+    described_ids = {id(names[name]) for name in pages if name in names}
+    missing = [name for name, value in names.items() if id(value) not in described_ids]
     assert not missing, f"docs/reference lacks {missing}"
 
 
@@ -41,12 +40,9 @@ def test_nothing_else_is_described_and_nothing_twice():
 
 
 def test_every_page_is_in_the_navigation():
-    """mkdocs warns of pages that are not, but only when the site is built."""
+    """mkdocs warns only when the site is built."""
     text = (ROOT / "mkdocs.yml").read_text()
     named = set(re.findall(r"[\w/]+\.(?:md|ipynb)", text.partition("\nnav:")[2]))
-    pages = {
-        str(path.relative_to(ROOT / "docs"))
-        for kind in ("md", "ipynb")
-        for path in ROOT.glob(f"docs/**/*.{kind}")
-    }
+    paths = [path for kind in ("md", "ipynb") for path in ROOT.glob(f"docs/**/*.{kind}")]
+    pages = {str(path.relative_to(ROOT / "docs")) for path in paths}
     assert named - {"changelog.md"} == pages

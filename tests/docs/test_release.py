@@ -1,4 +1,4 @@
-"""What a release says of itself is the same everywhere, and a tag that differs is refused."""
+"""A release has one version everywhere, and a tag that differs is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_changelog_has_its_form():
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_a_tag_that_differs_is_refused(tmp_path):
-    """In a copy, since what is being worked on has no release yet."""
+    """In a copy, since this version has no release yet."""
     (tmp_path / ".ci").mkdir()
     (tmp_path / "fla_jax").mkdir()
     shutil.copy(ROOT / ".ci" / "release", tmp_path / ".ci")
@@ -41,9 +41,8 @@ def test_a_tag_that_differs_is_refused(tmp_path):
 
     def check(tag, changelog):
         (tmp_path / "CHANGELOG.md").write_text(changelog)
-        done = subprocess.run(
-            ["bash", ".ci/release", "--check", tag], cwd=tmp_path, capture_output=True, text=True
-        )
+        command = ["bash", ".ci/release", "--check", tag]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         return done.returncode, done.stderr
 
     released = "# Changelog\n\n## [1.2.3] - 2026-01-31\n"
@@ -55,8 +54,8 @@ def test_a_tag_that_differs_is_refused(tmp_path):
     assert status == 1 and "## [1.2.3] - YYYY-MM-DD" in said
 
 
-def test_workflows_ask_for_what_is_there():
-    """Extras, commands and files that the workflows name exist; publishing needs no secret."""
+def test_workflows_name_what_exists():
+    """Extras, commands and files; publishing needs no secret."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = "\n".join(path.read_text() for path in (ROOT / ".github").rglob("*.yml"))
     text += (ROOT / "Makefile").read_text()

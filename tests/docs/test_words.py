@@ -1,4 +1,4 @@
-"""One word for one thing: pages use the field's words, and stay within their lengths."""
+"""Pages use the field's words, one for each thing, name what exists, and stay within their lengths."""
 
 from __future__ import annotations
 
@@ -85,3 +85,12 @@ def test_old_words_are_found():
 def test_pages_stay_within_their_lengths(page):
     words = len((blocks.ROOT / page).read_text().split())
     assert words <= LENGTHS[page], f"{page} has {words} words"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page):
+    """Files and folders of the repository that a page names; NAME stands for any."""
+    folders = "tests|docs|benchmarks|pallas|fla_jax|examples"
+    named = re.findall(rf"(?<![\w/.:-])(?:{folders})/[\w/.*]*[\w*]", (blocks.ROOT / page).read_text())
+    missing = [path for path in named if "NAME" not in path and not list(blocks.ROOT.glob(path))]
+    assert not missing

@@ -231,7 +231,7 @@ def test_dry_run(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as error:
         pretrain.main([*TINY, "--model", "rwkv6", "--dry-run", "--memory-gb", "0.001"])
     assert error.value.code == 1 and "fits              no, of 0.00 GB" in capsys.readouterr().out
-    assert "layers            in a loop, as cpu runs them" in printed
+    assert "layers            in a loop, as cpu runs them; remat=False" in printed
     assert "fits              yes, of 1.00 GB" in printed and not list(tmp_path.iterdir())
     sizes = dict(hidden_size=32, num_layers=2, head_dim=16)
     options = completed(Options(model="rwkv6", **sizes, remat="none"))
@@ -272,7 +272,7 @@ def test_learning_rates_are_the_official_ones():
         (["--data", "cut.bin"], "--data: cut.bin ends at offset 100: cut.idx tells of 202 tokens"),
         (["--data", "foreign.idx"], "--data: foreign.idx is no binidx index: it must begin with"),
         (["--data", "empty"], "--data: empty contains no text"),
-        (["--data", "wrong.jsonl"], "--data: wrong.jsonl: the line at offset 14 is no JSON"),
+        (["--data", "wrong.jsonl"], "--data: wrong.jsonl: the line at offset 14 is not JSON"),
         (
             ["--data", "small.bin", "--sequence", "202"],
             "--data: small.bin has 202 tokens, and --sequence 202",

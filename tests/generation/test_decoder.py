@@ -106,7 +106,7 @@ def test_kernels(version, B, interpreted):
 @pytest.mark.parametrize("version", tiers.first([7, 6]))
 def test_products_of_the_library(version, interpreted, monkeypatch):
     """What follows products that are not the kernels': one token of five requests."""
-    monkeypatch.setattr(interpreted, "TILED", interpreted.FEW)
+    monkeypatch.setattr(interpreted, "MAX_GEMM", interpreted.MAX_GEMV)
     compared(*setup(version), 5, "triton", 5e-6)
 
 
@@ -197,7 +197,7 @@ def test_the_model_is_what_decodes_without_a_gpu():
         (
             {"implementation": "xla"},
             ValueError,
-            "implementation must be 'triton', 'plain', 'model' or None, got",
+            "Decoder: implementation must be one of .* or None, got 'xla'",
         ),
         ({"state_dtype": "int8"}, TypeError, "state_dtype must be float32, bfloat16, float16 or None, got"),
         (
@@ -243,7 +243,7 @@ def test_errors_of_decoders():
     model, params = setup(7)
     narrow = small.model(7)
     with pytest.raises(
-        ValueError, match="implementation='plain' cannot decode with this model here: it takes widths"
+        ValueError, match="Decoder: implementation='plain' cannot run this call: it takes widths"
     ):
         Decoder(narrow, small.params(narrow), implementation="plain")
     with pytest.raises(ValueError, match="decoder must be one of the same model"):

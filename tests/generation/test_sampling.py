@@ -70,7 +70,7 @@ def test_without_sorting(name, part, monkeypatch):
     with infinities, and with nothing to choose from; the vocabulary in one part and in four.
     """
     host = interpreted()
-    monkeypatch.setattr(host, "_PART", part)
+    monkeypatch.setattr(host, "PART", part)
     rules, rng = (SETTINGS | EXTREMES)[name].arrays(V), np.random.default_rng(1)
     logits = (2 * rng.normal(size=(16, V))).astype(np.float32)
     logits[1] = 0  # all tie
@@ -100,7 +100,7 @@ def test_without_sorting(name, part, monkeypatch):
 )
 def test_lists_of_what_is_probable_enough(name, spread, monkeypatch):
     """Distributions from nearly flat to nearly certain, over parts of which the last is not full."""
-    monkeypatch.setattr(interpreted(), "_PART", 256)
+    monkeypatch.setattr(interpreted(), "PART", 256)
     rules, rng = SETTINGS[name].arrays(1000), np.random.default_rng(2)
     logits = jnp.array(spread * rng.normal(size=(6, 1000)), jnp.float32)
     counts = TokenCounts.none(6, 1000)

@@ -71,7 +71,8 @@ def cannot_lower() -> str | None:
     from fla_jax.pallas.backend import triton
 
     with lowering_for(90):
-        return triton.why_not("gpu")
+        refused = triton.why_not("gpu")
+    return refused and refused.reason
 
 
 def lowered(program: Program, capability: int = 90) -> list[Any]:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from fla_jax import ops
-from fla_jax.core.context import Context, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs, abstract
+from fla_jax.core.context import Context, shapes_of
+from fla_jax.core.gpu import current_gpu
+from fla_jax.core.types import RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 
 from . import oracles
 from .compare import EXACT, Inputs, Results, Tolerances, dtype_of, error_of
@@ -116,7 +118,7 @@ class Case:
         x = self.build()
         inputs = {"rwkv6": RWKV6Inputs, "rwkv7": RWKV7Inputs}[self.op](**x.arrays, **x.layout)
         config = RecurrenceConfig(self.scale, self.chunk_size, self.lower_bound)
-        return Context(f"chunk_{self.op}", abstract(inputs), config, "gpu", devices)
+        return Context(f"chunk_{self.op}", shapes_of(inputs), config, "gpu", current_gpu(), devices)
 
 
 def log_decay(rng: np.random.Generator, decay: str | tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray:

@@ -1,5 +1,8 @@
 """A toy op, all of it: ``y_t = sum_{s <= t} x_s scale``, with an opaque implementation and a plain one. And
 its case for the harness.
+
+Five places make an op from outside the package: the named tuples `Inputs` and `Outputs`, the rule (`fwd`,
+`bwd`, `residual_axes`), the record `OP` with the axes of its arrays, the function `running_sum`, and `check`.
 """
 
 import dataclasses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -11,15 +12,48 @@ import pytest
 
 from . import cases
 
-MIX = "fla_jax.pallas.layer.norm_shift_mix_host"
+RWKV6, RWKV7 = "fla_jax.pallas.rwkv6.chunk_host", "fla_jax.pallas.rwkv7.chunk_host"
+MIX = "fla_jax.pallas.layer.norm_shift_mix_variants"
+
+
+def _of_bf16(select: Any) -> Any:
+    """The variants of bfloat16 inputs, key-major tiles apart."""
+
+    def selected(table: Any, key: Any) -> Any:
+        found = select(table, dataclasses.replace(key, bf16_dots=True, all_bf16=True, w_float16=False))
+        return _named(table, "fused") if found.name == "fused_wgmma" else found
+
+    return selected
+
+
+def _key_major(select: Any) -> Any:
+    """Fused backwards with key-major tiles, whatever the size of a head."""
+
+    def selected(table: Any, key: Any) -> Any:
+        found = select(table, key)
+        return _named(table, "fused_wgmma") if found.name.startswith("fused") else found
+
+    return selected
+
+
+def _without_wgmma(select: Any) -> Any:
+    """The variants of a GPU without products of a warp group."""
+
+    def selected(table: Any, key: Any) -> Any:
+        return select(table, dataclasses.replace(key, gpu=dataclasses.replace(key.gpu, wgmma=False)))
+
+    return selected
+
+
+def _named(table: Any, name: str) -> Any:
+    return next(variant for variant in table if variant.name == name)
+
+
 # name: (module, attribute, its value or a function of the old one)
 FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
-    "bf16 dots": (("fla_jax.pallas.rwkv7.chunk_host", "has_bf16_dots", lambda old: lambda x: True),),
-    "key-major": tuple(
-        (f"fla_jax.pallas.{op}.chunk_host", "_is_key_major", lambda old: lambda plan, *arrays: True)
-        for op in cases.OPS
-    ),
-    "no wgmma": (("fla_jax.pallas.rwkv7.chunk_host", "has_wgmma", lambda old: lambda: False),),
+    "bf16 dots": ((RWKV7, "select", _of_bf16),),
+    "key-major": ((RWKV6, "select", _key_major), (RWKV7, "select", _key_major)),
+    "no wgmma": ((RWKV7, "select", _without_wgmma),),
     "tf32x3": (("fla_jax.pallas.common.chunk_host", "INTERPRET", lambda old: False),),
     "splits": (("fla_jax.pallas.common.chunk_host", "MIN_SPLIT_LEN", lambda old: 16),),
     "no splits": (("fla_jax.pallas.common.chunk_host", "MAX_SPLIT_PROGRAMS", lambda old: {}),),
@@ -28,12 +62,12 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
     ),
     "mix: token blocks of 4": ((MIX, "MIN_BLOCK_LEN", lambda old: 4),),
     "mix: tiles of 128 channels": (
-        (MIX, "WHOLE", lambda old: {}),
+        (MIX, "VARIANTS", lambda old: [one for one in old if not one.is_whole]),
         (MIX, "TILES", lambda old: {n: x._replace(channels=min(x.channels, 128)) for n, x in old.items()}),
     ),
     "mix: 2 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),),
     "mix: 4 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=4) for n, x in old.items()}),),
-    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host", "_PROGRAMS", lambda old: 8),),
+    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host", "PROGRAMS", lambda old: 8),),
 }
 
 

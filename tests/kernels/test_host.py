@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from harness import variants
 from harness.cases import Case
 
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
@@ -20,9 +19,9 @@ pytestmark = pytest.mark.one_python
 )
 def test_states_in_the_memory_of_gradients(op, K, V, buffers):
     """As many as have the shape of one."""
-    x = Case(op, B=2, T=48, H=2, K=K, V=V).context().inputs
+    x = Case(op, B=2, T=48, H=2, K=K, V=V).context().shapes
     gradients = ("r", "k", "v", "w") if op == "rwkv6" else ("r", "k", "a", "b")
-    assert state_buffers(x, gradients, most=64).num_buffers == buffers
+    assert state_buffers(x, gradients, max_values=64, dtype=jnp.float32).num_buffers == buffers
 
 
 @pytest.mark.parametrize(
@@ -40,18 +39,18 @@ def test_states_in_the_memory_of_gradients(op, K, V, buffers):
 )
 def test_large_heads_store_a_state_for_two_chunks(T, K, V, lengths, buffers):
     layout = dict(layout="packed", lengths=lengths) if lengths else {}
-    x = Case("rwkv7", B=1 if lengths else 2, T=T, H=2, K=K, V=V, **layout).context().inputs
-    with variants.forced("bf16 dots"):
-        assert rwkv7._state_buffers(x).chunks_per_state == 2
-        assert rwkv7._dstate_buffers(x).num_buffers == buffers
+    ctx = Case("rwkv7", B=1 if lengths else 2, T=T, H=2, K=K, V=V, dtype="bfloat16", **layout).context()
+    call = rwkv7.Call.of(ctx, ctx.shapes)
+    assert call.state_buffers(ctx.shapes).chunks_per_state == 2
+    assert call.dstate_buffers(ctx.shapes).num_buffers == buffers
 
 
 @pytest.mark.parametrize("dtype, is_pair", [("bfloat16", True), ("float32", False), ("float16", False)])
 def test_large_heads_as_one_tile_are_bfloat16(dtype, is_pair):
     """Others store a state for every chunk, or have other operands."""
     ctx = Case("rwkv7", T=32, K=128, V=128, decay="layer", lower_bound=-0.61, dtype=dtype).context()
-    plan = chunk_host.make_plan("bwd_dh", rwkv7.LAUNCH, ctx, ctx.inputs)
-    assert rwkv7._is_pair_tile(plan, ctx.inputs, ctx.inputs.v) == is_pair
+    variant = rwkv7.Call.of(ctx, ctx.shapes).variant
+    assert variant.split_bwd and variant.key_major == is_pair
 
 
 def test_segment_bits():
@@ -72,13 +71,13 @@ def test_segment_bits():
 def test_programs_by_chunks_of_packed_sequences(lengths, every):
     """All chunks of all sequences have a program, and there are few more."""
     ctx = Case("rwkv7", B=1, H=2, K=72, V=24, layout="packed", lengths=lengths).context()
-    inputs = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), ctx.inputs)
+    inputs = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), ctx.shapes)
     inputs = inputs._replace(cu_seqlens=jnp.cumsum(jnp.array((0, *lengths))))
-    plan = chunk_host.make_plan("bwd_dh", rwkv7.LAUNCH, ctx, inputs)
-    (count, heads, others), owner = plan.by_chunks(every)
+    plan = rwkv7.Call.of(ctx, inputs).plan(ctx, inputs, "bwd_dh", 1)
+    (count, heads, others), index = plan.by_chunks(every)
     assert (heads, others) == (2, 1) and count <= -(-sum(lengths) // (16 * every)) + len(lengths)
-    chunk_offsets, found = plan.ranges["chunk_offsets_"], []
-    for number, sequence in enumerate(owner.tolist()):
+    chunk_offsets, found = index.chunk_offsets, []
+    for number, sequence in enumerate(index.chunk_indices.tolist()):
         n = (number - (int(chunk_offsets[sequence]) + sequence * (every - 1)) // every) * every
         if n * 16 < lengths[sequence]:
             found.append((sequence, n))

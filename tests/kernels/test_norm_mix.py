@@ -69,11 +69,13 @@ def test_without_a_gradient_no_statistics_are_stored():
 def test_the_cotangent_of_an_unused_sum_is_not_read(used, monkeypatch):
     read = []
 
-    def launch(kernel, *args, **options):
-        read.append(options.get("SUM"))
-        return triton.launch(kernel, *args, **options)
+    def call(kernel, *inputs, **options):
+        if kernel.fn.__name__ == "mix_bwd_kernel":
+            _x, _stats, cotangents, _dims = inputs
+            read.append(cotangents.x is not None)
+        return triton.triton_call(kernel, *inputs, **options)
 
-    monkeypatch.setattr(norm_shift_mix_host, "launch", launch)
+    monkeypatch.setattr(norm_shift_mix_host, "triton_call", call)
 
     def loss(arrays, implementation):
         made = norm_shift_mix(**arrays, implementation=implementation)
@@ -83,7 +85,7 @@ def test_the_cotangent_of_an_unused_sum_is_not_read(used, monkeypatch):
     with cases.fresh_traces():
         got, want = (jax.grad(loss)(arrays, implementation) for implementation in ("triton", "xla"))
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-4)
-    assert read == [None, used == "x"]  # forward, backward
+    assert read == [used == "x"]
 
 
 def test_vectors_are_summed_over_the_batch_together():
@@ -102,7 +104,7 @@ def test_vectors_are_summed_over_the_batch_together():
     "case, reason",
     [
         (MixCase(M=7), "it takes 1 to 6 mixes, got 7"),
-        (MixCase(B=0), "there are no rows"),
+        (MixCase(B=0), "the batch is empty"),
         (MixCase(dtype="float64"), "float64"),
         (MixCase(C=16400, T=1, B=1, M=1), "it takes up to 16384 channels, got C = 16400"),
     ],
@@ -120,11 +122,11 @@ def test_launches_are_legal(C, dtype, monkeypatch):
     """Warps and channels of a program are powers of two, and tiles cover all channels, for every kernel."""
     launched = []
 
-    def record(kernel, inputs, outputs, *, grid, num_warps, num_stages, **options):
-        launched.append((kernel.fn.__name__, num_warps, options["BC"], grid[1]))
-        return {name: jnp.zeros(s.shape, s.dtype) for name, s in outputs.items()}
+    def record(kernel, *inputs, out, config, grid, launch):
+        launched.append((kernel.fn.__name__, launch.num_warps, config.BC, grid[1]))
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), out)
 
-    monkeypatch.setattr(norm_shift_mix_host, "launch", record)
+    monkeypatch.setattr(norm_shift_mix_host, "triton_call", record)
     wide, vector = jax.ShapeDtypeStruct((2, 8, C), dtype), jax.ShapeDtypeStruct((C,), "float32")
     for M, moved in ((1, False), (2, True), (6, False)):
         x = dict(x=wide, mixes=[vector] * M, scale=vector, bias=vector)

@@ -9,6 +9,7 @@ import pytest
 from harness import cases, jaxprs, places, scales, tiers, variants
 from harness.cases import Case
 
+from fla_jax.core.implementation import Unsupported
 from fla_jax.pallas.backend import pallas, triton
 
 if jax.default_backend() == "gpu":
@@ -115,10 +116,10 @@ def test_only_gradients_of_16_bits_come_from_the_chunked_kernel(dtype, w_dtype, 
     from fla_jax.pallas.rwkv7 import recurrent_host
 
     ctx = Case("rwkv7", T=20, dtype=dtype, w_dtype=w_dtype).context()
-    assert not recurrent_host._by_chunks(ctx, ctx.inputs)
+    assert not recurrent_host._by_chunks(ctx, ctx.shapes)
     monkeypatch.setattr(pallas, "preferred", lambda ctx: True)
     monkeypatch.setattr(triton, "preferred", lambda ctx: True)
     monkeypatch.setattr(triton, "supports", lambda ctx: None)
-    assert recurrent_host._by_chunks(ctx, ctx.inputs) == by_chunks
-    monkeypatch.setattr(triton, "supports", lambda ctx: "jax-triton is missing")
-    assert not recurrent_host._by_chunks(ctx, ctx.inputs)
+    assert recurrent_host._by_chunks(ctx, ctx.shapes) == by_chunks
+    monkeypatch.setattr(triton, "supports", lambda ctx: Unsupported("Triton is missing"))
+    assert not recurrent_host._by_chunks(ctx, ctx.shapes)

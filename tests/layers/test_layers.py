@@ -1,6 +1,4 @@
-"""Layers on their own: official equations, standing at any depth, the op they call, arguments that do not
-fit, low precision.
-"""
+"""Single layers: official equations, depth, the op that they call, wrong arguments, low precision."""
 
 from __future__ import annotations
 
@@ -36,11 +34,10 @@ STATE = RWKVState(
 
 
 def attention(version, layer=1, **options):
-    """The layer, and its positional inputs between state and segment_ids."""
+    """The layer, and its v_first."""
     cls = {6: RWKV6Attention, 7: RWKV7Attention}[version]
-    return cls(**{**FIELDS, "head_dim": N, "layer_index": layer, **options}), (
-        (V_FIRST if layer else None,) if version == 7 else ()
-    )
+    fields = {**FIELDS, "head_dim": N, "layer_index": layer, **options}
+    return cls(**fields), V_FIRST if layer and version == 7 else None
 
 
 def drawn(layer, *inputs):
@@ -54,9 +51,10 @@ def squeezed(params):
 
 @pytest.mark.parametrize("version, layer", [(6, 0), (6, 2), (7, 0), (7, 2)])
 def test_attention(version, layer):
-    att, extra = attention(version, layer)
-    params = drawn(att, X, STATE, *extra)
-    y, state, *v_first = jax.jit(att.apply)({"params": params}, X, STATE, *extra)
+    att, before = attention(version, layer)
+    params = drawn(att, X, STATE, before)
+    y, state, v_first = jax.jit(att.apply)({"params": params}, X, STATE, before)
+    assert (v_first is None) == (version == 6)
     p = squeezed(params)
     for b in range(B):
         last, S = np.asarray(STATE.att_shift[b], np.float64), np.asarray(STATE.wkv[b], np.float64)
@@ -66,7 +64,7 @@ def test_attention(version, layer):
                 want, S = official.time_mix6(p, x, last, S)
             else:
                 want, S, v = official.time_mix7(p, x, last, S, np.asarray(V_FIRST[b, t]), layer)
-                assert small.error(v_first[0][b, t], v) < 1e-5
+                assert small.error(v_first[b, t], v) < 1e-5
             last = x
             assert small.error(y[b, t], want) < 1e-5
         assert small.error(state.wkv[b], S) < 1e-5
@@ -80,12 +78,14 @@ def test_attention(version, layer):
 def test_feed_forward(cls, mix):
     ffn = cls(**FIELDS)
     params = drawn(ffn, X)
-    y, shift = jax.jit(ffn.apply)({"params": params}, X, STATE.ffn_shift)
+    y, state = jax.jit(ffn.apply)({"params": params}, X, STATE)
     p = squeezed(params)
     for b in range(B):
-        rows = np.asarray(jnp.concatenate([STATE.ffn_shift[b : b + 1], X[b]]), np.float64)
-        assert small.error(y[b], [mix(p, rows[t + 1], rows[t]) for t in range(T)]) < 1e-5
-    np.testing.assert_array_equal(shift, X[:, -1])
+        xs = np.asarray(jnp.concatenate([STATE.ffn_shift[b : b + 1], X[b]]), np.float64)
+        assert small.error(y[b], [mix(p, xs[t + 1], xs[t]) for t in range(T)]) < 1e-5
+    jax.tree.map(np.testing.assert_array_equal, state, STATE.replace(ffn_shift=X[:, -1]))
+    _, state = ffn.apply({"params": params}, X)
+    assert state.att_shift is state.wkv is None and jax.tree.leaves(state)[0].shape == (B, C)
 
 
 def test_a_traced_index_is_the_same_layer():
@@ -116,9 +116,10 @@ def test_which_op_is_called(version, module, monkeypatch):
 
     for name in (f"chunk_rwkv{version}", f"fused_recurrent_rwkv{version}"):
         monkeypatch.setattr(module, name, functools.partial(spy, name, getattr(module, name)))
-    att, extra = attention(version, chunk_size=2, implementation="reference", dtype=jnp.bfloat16)
+    att, v_first = attention(version, chunk_size=2, implementation="reference", dtype=jnp.bfloat16)
     for n in (4, 1):
-        jax.eval_shape(att.init, jax.random.key(0), X[:, :n], None, *(x[:, :n] for x in extra))
+        inputs = X[:, :n], None, None if v_first is None else v_first[:, :n]
+        jax.eval_shape(att.init, jax.random.key(0), *inputs)
     (many, options), (one, single) = calls
     assert (many, one) == (f"chunk_rwkv{version}", f"fused_recurrent_rwkv{version}")
     assert options["chunk_size"] == 2 and options["implementation"] == single["implementation"] == "reference"
@@ -201,9 +202,9 @@ def test_token_shift():
 
 def test_promises_to_the_op_hold():
     """The checked mode looks at the decay's sign and lower bound, and at the growth of the state."""
-    att, extra = attention(7, rate_scale=2.0, implementation="reference")
-    params = jax.tree.map(lambda x: 5 * x, drawn(att, X, None, *extra))
-    fla_jax.checked(lambda p: att.apply({"params": p}, X, None, *extra)[0])(params)
+    att, v_first = attention(7, rate_scale=2.0, implementation="reference")
+    params = jax.tree.map(lambda x: 5 * x, drawn(att, X, None, v_first))
+    fla_jax.checked(lambda p: att.apply({"params": p}, X, None, v_first)[0])(params)
 
 
 @pytest.mark.parametrize(
@@ -240,15 +241,22 @@ def test_errors_name_the_argument(change, error, message):
         jax.eval_shape(lambda: attention(7, **fields)[0].init(jax.random.key(0), **inputs))
 
 
-def test_feed_forward_errors():
-    with pytest.raises(ValueError, match="shift must have shape"):
-        RWKV7FeedForward(**FIELDS).init(jax.random.key(0), X, X)
-    with pytest.raises(
-        TypeError, match=r"shift must be an array \[B, C\] such as state.ffn_shift, got an RWK"
-    ):
-        RWKV7FeedForward(**FIELDS).init(jax.random.key(0), X, STATE)
-    with pytest.raises(TypeError, match=r"shift must be an array \[B, C\], got tuple"):
-        RWKV6FeedForward(**FIELDS).init(jax.random.key(0), X, (X[:, 0],))
+def test_rwkv6_takes_no_v_first():
+    with pytest.raises(ValueError, match="v_first must be None"):
+        attention(6)[0].init(jax.random.key(0), X, STATE, V_FIRST)
+
+
+@pytest.mark.parametrize(
+    "state, error, message",
+    [
+        (STATE.replace(ffn_shift=X), ValueError, "state.ffn_shift must have shape"),
+        (STATE.replace(ffn_shift=None), TypeError, "state.ffn_shift must be an array, got NoneType"),
+        (X[:, 0], TypeError, "state must be an RWKVState"),
+    ],
+)
+def test_feed_forward_errors(state, error, message):
+    with pytest.raises(error, match=message):
+        RWKV7FeedForward(**FIELDS).init(jax.random.key(0), X, state)
 
 
 @pytest.mark.parametrize(
@@ -279,14 +287,13 @@ def test_fields_of_feed_forwards_are_checked():
 @pytest.mark.parametrize("fill", [np.nan, np.inf])
 @pytest.mark.parametrize("version", small.VERSIONS)
 @pytest.mark.parametrize("kind", ["attention", "feed-forward"])
-def test_gradients_know_nothing_of_what_stands_behind_a_length(kind, version, fill):
-    """As where zeros stand there: of the outputs before, and of what the layer hands on."""
-    if kind == "attention":
-        layer, more = attention(version)
-    else:
-        layer, more = {6: RWKV6FeedForward, 7: RWKV7FeedForward}[version](**FIELDS, layer_index=1), ()
-    state = STATE if kind == "attention" else STATE.ffn_shift
-    params, lengths = drawn(layer, X, state, *more), jnp.array([T, 3])
+def test_gradients_ignore_positions_beyond_lengths(kind, version, fill):
+    """Gradients of the outputs before them, and of the new state, are those with zeros there."""
+    layer, v_first = attention(version)
+    if kind == "feed-forward":
+        layer, v_first = {6: RWKV6FeedForward, 7: RWKV7FeedForward}[version](**FIELDS, layer_index=1), None
+    more = () if v_first is None else (v_first,)
+    params, lengths = drawn(layer, X, STATE, *more), jnp.array([T, 3])
     real = (jnp.arange(T) < lengths[:, None])[..., None]
 
     @jax.jit
@@ -295,7 +302,7 @@ def test_gradients_know_nothing_of_what_stands_behind_a_length(kind, version, fi
             y, *rest = layer.apply({"params": params}, x, state, *more, lengths=lengths)
             return jnp.where(real, y, 0).sum() + sum(jnp.sum(s**2) for s in jax.tree.leaves(rest[0]))
 
-        return jax.value_and_grad(loss, tuple(range(3 + len(more))))(params, x, state, *more)
+        return jax.value_and_grad(loss, tuple(range(3 + len(more))))(params, x, STATE, *more)
 
     want = gradients(*(jnp.where(real, a, 0) for a in (X, *more)))
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(want))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from harness import variants
 from jax.sharding import AbstractDevice, AbstractMesh
 
 
@@ -38,7 +39,8 @@ def cannot_compile() -> str | None:
     if triton.INTERPRET:
         return "Triton's interpreter is on (TRITON_INTERPRET)"
     with lowering_for(90):
-        return triton.why_not("gpu")
+        refused = triton.why_not("gpu")
+        return refused and refused.reason
 
 
 def patch_interpreter() -> None:
@@ -72,30 +74,34 @@ def sample(sampling: Any, logits: jax.Array, keys: jax.Array, implementation: st
 
 # What forces a kernel variant that the inputs of an interpreter (float32, small) would not select: module and
 # attribute, and its new value.
-_MIX = "fla_jax.pallas.layer.norm_shift_mix_host"
+_RWKV6, _RWKV7 = variants.RWKV6, variants.RWKV7
+_MIX = "fla_jax.pallas.layer.norm_shift_mix_variants"
 FORCED: dict[str, tuple[tuple[str, Any], ...]] = {
-    "bf16 kernels": (("fla_jax.pallas.rwkv7.chunk_host:has_bf16_dots", lambda x: True),),
-    "key-major tiles": (
-        ("fla_jax.pallas.rwkv6.chunk_host:_is_key_major", lambda plan, *arrays: True),
-        ("fla_jax.pallas.rwkv7.chunk_host:_is_key_major", lambda plan, *arrays: True),
-    ),
-    "no wgmma": (("fla_jax.pallas.rwkv7.chunk_host:has_wgmma", lambda: False),),
+    "bf16 kernels": ((_RWKV7 + ":select", variants._of_bf16),),
+    "key-major tiles": ((_RWKV6 + ":select", variants._key_major), (_RWKV7 + ":select", variants._key_major)),
+    "no wgmma": ((_RWKV7 + ":select", variants._without_wgmma),),
     "tf32x3 products": (("fla_jax.pallas.common.chunk_host:INTERPRET", False),),
     "splits of 16 tokens": (("fla_jax.pallas.common.chunk_host:MIN_SPLIT_LEN", 16),),
     "recurrent gradients by chunks": (
         ("fla_jax.pallas.rwkv7.recurrent_host:_by_chunks", lambda call, x: True),
     ),
-    "mix: token blocks of 4": (("fla_jax.pallas.layer.norm_shift_mix_host:MIN_BLOCK_LEN", 4),),
+    "mix: token blocks of 4": ((_MIX + ":MIN_BLOCK_LEN", 4),),
     "mix: channel tiles of 128": (
-        (_MIX + ":WHOLE", {}),
+        (_MIX + ":VARIANTS", lambda old: [x for x in old if not x.is_whole]),
         (_MIX + ":TILES", lambda old: {n: x._replace(channels=min(x.channels, 128)) for n, x in old.items()}),
     ),
     "mix: two tokens at once": (
         (_MIX + ":WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),
     ),
-    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host:_PROGRAMS", 8),),
+    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host:PROGRAMS", 8),),
 }
-_COMPUTED = ("mix: channel tiles of 128", "mix: two tokens at once")  # functions of the old value
+_COMPUTED = (
+    "bf16 kernels",
+    "key-major tiles",
+    "no wgmma",
+    "mix: channel tiles of 128",
+    "mix: two tokens at once",
+)  # functions of the old value
 
 
 @contextlib.contextmanager

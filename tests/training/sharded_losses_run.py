@@ -42,7 +42,7 @@ def over_the_batch():
 def in_shard_map():
     """Errors of losses in `jax.shard_map` with its default check, parameters replicated, the batch split."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    model = small.model(7, num_layers=1, implementation="xla", dtype="float64", param_dtype="float64")
+    model = small.model(7, num_layers=1, implementation="reference", dtype="float64", param_dtype="float64")
     params, tokens = small.params(model), small.tokens(8, 9)
     truncated = truncated_value_and_grad(model, chunk_size=2, chunks_per_gradient=2)
     mean = lambda x: jax.lax.pmean(x, "data") if jax.typeof(x).manual_axis_type.varying else x / 8
@@ -74,7 +74,7 @@ def in_shard_map():
 
 def accumulated():
     """Errors of a step and of an evaluation in microbatches on each mesh, against optax on one device."""
-    model = small.model(7, num_layers=1, dtype="float64", param_dtype="float64", scan_layers=True)
+    model = small.model(7, num_layers=1, implementation="reference", dtype="float64", param_dtype="float64")
     loss, params, tokens = next_token_loss(model), small.params(model), small.tokens(16, 9)
     mask = np.random.default_rng(0).uniform(size=(16, 8)) * (np.arange(16)[:, None] % 5 > 0)
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask}

@@ -30,65 +30,50 @@ def whole(model, state=None):
     return jax.value_and_grad(loss, (0, 1), has_aux=True)
 
 
+@pytest.fixture(params=small.VERSIONS)
+def exact(request):
+    """A float64 model, its parameters, a state, and weights of either sign, some chunks' sums 0."""
+    with jax.enable_x64(True):
+        wide = dict(dtype="float64", param_dtype="float64", implementation="reference")
+        model = small.model(request.param, num_layers=1, **wide)
+        weights = np.tile([1.0, -1.0, 2.0, 0.0, 0.0, -1.0, 0.5, 0.5], 6).reshape(2, 24)
+        yield model, small.params(model), small.random_state(model, 2), jnp.asarray(weights)
+
+
+def test_exact(exact):
+    """Value, state, and gradients in parameters and state, of chunks and of a single group of them."""
+    model, params, state, weights = exact
+    want = compiled(whole(model))(params, state, TOKENS, weights)
+    loss = lambda p, s: chunked_loss(model, p, TOKENS, weights, s, chunk_size=3, l2wrap=0.1)
+    got = compiled(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, state)
+    assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype("float64")}
+    close(got, want, 1e-12)
+    assert all(np.abs(x).max() > 1e-4 for x in jax.tree.leaves(got[1][1])), "the state's gradient must count"
+    group = truncated_value_and_grad(model, chunk_size=3, chunks_per_gradient=8, l2wrap=0.1)
+    close(compiled(group)(params, TOKENS, weights, state), (want[0], want[1][0]), 1e-12)
+
+
 @pytest.fixture(scope="module")
 def setup():
-    """RWKV-7: parameters, a state, and value and gradients of one call on all tokens."""
-    model = small.model(7, scan_layers=True, implementation="reference")
-    params, state = small.params(model), small.random_state(model, 2)
-    return model, params, state, compiled(whole(model))(params, state, TOKENS, MASK)
-
-
-def test_exact(setup):
-    model, params, state, want = setup
-    loss = lambda p, s, tokens, mask: chunked_loss(model, p, tokens, mask, s, chunk_size=8, l2wrap=0.1)
-    got = compiled(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, state, TOKENS, MASK)
-    close(got, want)
-    assert all(np.abs(x).max() > 1e-4 for x in jax.tree.leaves(got[1][1])), "the state's gradient must count"
-
-
-@pytest.mark.one_python
-def test_exact_rwkv6():
-    model = small.model(6, num_layers=1, implementation="reference")
-    params, state = small.params(model), small.random_state(model, 2)
-    loss = lambda p, s, tokens, mask: chunked_loss(model, p, tokens, mask, s, chunk_size=12, l2wrap=0.1)
-    got = compiled(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, state, TOKENS, MASK)
-    close(got, compiled(whole(model))(params, state, TOKENS, MASK))
-
-
-@pytest.mark.parametrize("version", small.VERSIONS)
-def test_float64(version):
-    """Value and gradients of a float64 model; weights of either sign, whose sum over a chunk may be 0."""
-    with jax.enable_x64(True):
-        model = small.model(version, num_layers=1, implementation="reference", dtype="float64")
-        params = jax.tree.map(lambda x: x.astype(jnp.float64), small.params(model))
-        state = small.random_state(model, 2)
-        weights = jnp.asarray(np.tile([1.0, -1.0, 2.0, 0.0, 0.0, -1.0, 0.5, 0.5], 6).reshape(2, 24))
-        want, (grads, _) = compiled(whole(model))(params, state, TOKENS, weights)
-        loss = lambda p: chunked_loss(model, p, TOKENS, weights, state, chunk_size=3, l2wrap=0.1)
-        got = compiled(jax.value_and_grad(loss, has_aux=True))(params)
-        truncated = truncated_value_and_grad(model, chunk_size=3, chunks_per_gradient=8, l2wrap=0.1)
-        for one in (got, compiled(truncated)(params, TOKENS, weights, state)):
-            assert {x.dtype for x in jax.tree.leaves(one)} == {jnp.dtype("float64")}
-            close(one, (want, grads), 1e-12)
+    model = small.model(7, num_layers=1, implementation="reference")
+    return model, small.params(model), small.random_state(model, 2)
 
 
 def test_truncated(setup):
-    """Two groups of two chunks are two calls on the halves, the state handed on as a constant."""
-    model, params, state, ((_, end), (grads, _)) = setup
+    """Two groups of two chunks are two calls on the halves, the state passed on as a constant."""
+    model, params, state = setup
     two = compiled(truncated_value_and_grad(model, chunk_size=6, chunks_per_gradient=2, l2wrap=0.1))
     got = two(params, TOKENS, MASK, state)
-    half, total, parts = compiled(whole(model)), MASK.sum(), []
+    run, total, parts = compiled(whole(model)), MASK.sum(), []
     now = state
     for tokens, mask in ((TOKENS[:, :13], MASK[:, :12]), (TOKENS[:, 12:], MASK[:, 12:])):
-        (value, now), (grad, _) = half(params, now, tokens, mask)
+        (value, now), (grad, _) = run(params, now, tokens, mask)
         share = mask.sum() / total
         parts.append(jax.tree.map(lambda x, share=share: x * share, (value, grad)))
     value, grad = jax.tree.map(jnp.add, *parts)
     close(got, ((value, now), grad))
-    close(now, end)
-    assert max(small.error(a, b) for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(grads))) > 1e-3, (
-        "truncation must change something"
-    )
+    _, (exact, _) = run(params, state, TOKENS, MASK)
+    assert max(jax.tree.leaves(jax.tree.map(small.error, exact, grad))) > 1e-3, "truncation must count"
 
 
 def test_memory():
@@ -118,7 +103,7 @@ def test_memory():
 
 
 def test_all_masked(setup):
-    model, params, _, _ = setup
+    model, params, _ = setup
     f = lambda mask: chunked_loss(model, params, TOKENS, mask, chunk_size=24)[0]
     assert compiled(f)(jnp.zeros((2, 24))) == 0
 

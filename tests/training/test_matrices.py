@@ -8,7 +8,7 @@ import pytest
 import small_models as small
 
 from fla_jax.models import stack_layers
-from fla_jax.training import matrix_mask, muon_dimension_numbers, rwkv_optimizer
+from fla_jax.training import matrix_mask, muon_dimension_numbers, parameter_groups, rwkv_optimizer
 
 PROJECTIONS = {
     6: {f"att/{name}" for name in ("receptance", "key", "value", "gate", "output")}
@@ -17,7 +17,6 @@ PROJECTIONS = {
     | {f"ffn/{name}" for name in ("key", "value")},
 }
 OPTIMIZERS = {
-    "adamw": optax.adamw(0.1, weight_decay=0.5, mask=matrix_mask),
     "optax's muon": optax.contrib.muon(0.1, muon_weight_dimension_numbers=muon_dimension_numbers),
     "muon": rwkv_optimizer(0.1, kind="muon", weight_decay=0.5),
     "adam": rwkv_optimizer(0.1, weight_decay=0.5),
@@ -44,8 +43,14 @@ def test_which_parameters_are_matrices(version, scan):
     dense = {f"{layer}/{name}/kernel" for layer in layers for name in PROJECTIONS[version]}
     mask, axes = named(matrix_mask(params)), named(muon_dimension_numbers(params))
     assert set(mask) == set(axes) == set(named(params))
-    assert {name for name, is_matrix in mask.items() if is_matrix} == dense | {"emb/embedding", "head/kernel"}
+    matrices = dense | {"emb/embedding", "head/kernel"}
+    assert {name for name, is_matrix in mask.items() if is_matrix} == matrices
     assert {name: tuple(x) for name, x in axes.items() if x is not None} == dict.fromkeys(dense, (-2, -1))
+    groups, base = named(parameter_groups(params)), "w0" if version == 7 else "time_decay"
+    assert {name for name, group in groups.items() if group == "decay_base"} == {
+        f"{layer}/att/{base}" for layer in layers
+    }
+    assert {name for name, group in groups.items() if group == "matrix"} == matrices
 
 
 @pytest.mark.parametrize("version, kind", [(7, kind) for kind in OPTIMIZERS] + [(6, "muon")])

@@ -14,13 +14,12 @@ import pytest
 import small_models as small
 
 from fla_jax.checkpoints import read_pth, write_pth
-from fla_jax.generation import Sampling, generate
 from fla_jax.training import initial_state, load_states, save_states, state_loss, tune_states, zero_states
 
 
 @pytest.fixture(scope="module")
 def setup():
-    model = small.model(7, implementation="reference")
+    model = small.model(7)
     return model, small.params(model)
 
 
@@ -40,10 +39,9 @@ def test_loss_and_initial_state(setup):
         )
         want += list(np.log(np.exp(logits).sum(-1)) - logits[np.arange(8), row[1:]])
     mask = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 8)))
-    np.testing.assert_allclose(state_loss(model, params, states, tokens), np.mean(want), rtol=1e-5)
-    np.testing.assert_allclose(
-        state_loss(model, params, states, tokens, mask), np.average(want, weights=np.ravel(mask)), rtol=1e-5
-    )
+    loss = jax.jit(lambda mask: state_loss(model, params, states, tokens, mask))
+    np.testing.assert_allclose(loss(None), np.mean(want), rtol=1e-5)
+    np.testing.assert_allclose(loss(mask), np.average(want, weights=np.ravel(mask)), rtol=1e-5)
 
 
 def test_tuning_lowers_the_loss_and_leaves_the_weights(setup):
@@ -59,14 +57,6 @@ def test_tuning_lowers_the_loss_and_leaves_the_weights(setup):
     assert all(np.abs(layer).max() > 0.1 for layer in states), "every layer's state takes part"
     more, _ = tune_states(model, params, [(tokens, jnp.ones((2, 8)))], 1, learning_rate=0.0, states=states)
     np.testing.assert_array_equal(more, states)
-    # and generation starts from them
-    rows = [
-        generate(model, params, [[1]], 8, Sampling(temperature=0.0), state=initial_state(model, s, 1)).tokens[
-            0
-        ]
-        for s in (states, zero_states(model))
-    ]
-    assert (rows[0] != rows[1]).any()
 
 
 def test_files(setup, tmp_path):
@@ -99,6 +89,7 @@ np.save(sys.argv[3], model.forward(tokens, state, full_output=True)[0].numpy())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", small.VERSIONS)
 def test_the_rwkv_package_reads_them(version, tmp_path):
     pytest.importorskip("rwkv")
@@ -140,7 +131,7 @@ def test_errors(setup, tmp_path):
         initial_state(model, states[:1], 2)
     with pytest.raises(ValueError, match="states must have shape"):
         tune_states(model, params, [tokens], 1, states=states[0])
-    with pytest.raises(ValueError, match="batches hold 1 batches, fewer than steps = 2"):
+    with pytest.raises(ValueError, match="batches must have at least steps = 2 batches, got 1"):
         tune_states(model, params, [tokens], 2)
     with pytest.raises(ValueError, match="steps must be"):
         tune_states(model, params, [tokens], 0)

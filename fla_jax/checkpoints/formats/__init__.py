@@ -1,4 +1,4 @@
-"""Formats of checkpoints. `FORMATS` is open: append another one, and it is asked before the others."""
+"""Formats of checkpoints. `FORMATS` is an open list: an appended format is tried before the others."""
 
 from __future__ import annotations
 

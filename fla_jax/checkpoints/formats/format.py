@@ -1,4 +1,4 @@
-"""What a format of checkpoints is."""
+"""The record of a checkpoint format."""
 
 from __future__ import annotations
 
@@ -9,34 +9,31 @@ from typing import Any
 
 import numpy as np
 
-from ..param_maps.param_map import ParamMap
 from ..tensors import StoredTensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Format:
-    """One way to keep tensors, by name, in a file or a directory.
+    """A way to store tensors, by name, in a file or a directory.
 
     Attributes:
         name: for messages, such as "a .pth file".
-        reads: whether what lies at a path is to be read in this format; by its name and kind, `read` looks
-            inside.
-        writes: whether a path to save to asks for this format.
-        read: gives the tensors by name, as the file has them; they are read one by one, later and in threads.
+        reads: whether a path is read in this format, by its name and kind only.
+        writes: whether a path is written in this format.
+        read: returns the tensors by their names in the file; they are read one by one, later and in threads.
             Raises ValueError, with the path, where the file is broken.
-        write: ``write(path, tensors, fields)`` writes arrays by name, whole or not at all; ``fields`` are
-            what a ``config.json`` would say of the model. Raises OSError with the path.
-        namings: those that it is written with, one for each family.
+        write: ``write(path, tensors, config_json)`` writes arrays by name, completely or not at all;
+            ``config_json`` has the contents of a ``config.json``. Raises OSError with the path.
+        scheme: the scheme of names that it is written with, see `ParamMap`.
 
     Example:
         >>> import numpy as np
         >>> from fla_jax.checkpoints import FORMATS, Format, stored
-        >>> from fla_jax.checkpoints.param_maps import OFFICIAL6, OFFICIAL7
         >>> is_npz = lambda path: path.suffix == ".npz"
         >>> read_npz = lambda path: {name: stored(name, x) for name, x in np.load(path).items()}
-        >>> write_npz = lambda path, tensors, fields: np.savez(path, **tensors)
-        >>> npz = Format("an .npz file", is_npz, is_npz, read_npz, write_npz, (OFFICIAL6, OFFICIAL7))
-        >>> FORMATS.append(npz)  # from here on load_checkpoint and save_checkpoint know .npz files
+        >>> write_npz = lambda path, tensors, config_json: np.savez(path, **tensors)
+        >>> npz = Format("an .npz file", is_npz, is_npz, read_npz, write_npz, "official")
+        >>> FORMATS.append(npz)  # load_checkpoint and save_checkpoint now take .npz files
         >>> FORMATS.remove(npz)
     """
 
@@ -45,4 +42,4 @@ class Format:
     writes: Callable[[Path], bool]
     read: Callable[[Path], Mapping[str, StoredTensor]]
     write: Callable[[Path, Mapping[str, np.ndarray], Mapping[str, Any]], None]
-    param_maps: tuple[ParamMap, ...]
+    scheme: str

@@ -1,4 +1,4 @@
-"""Directories of Hugging Face's kind: safetensors and a config.json that flash-linear-attention reads."""
+"""Hugging Face directories: safetensors, and a config.json that flash-linear-attention reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 
 from ..files import check_regular, replacing
-from ..param_maps import FLA6, FLA7
 from ..tensors import StoredTensor, as_bytes, printable, quoted
 from .format import Format
 
@@ -24,9 +23,9 @@ _DTYPES = {
     "F64": np.dtype(np.float64),
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LONGEST_JSON = 10**8  # bytes, which safetensors allows its headers too
+_MAX_JSON = 10**8  # bytes, also the limit of safetensors for its headers
 _WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-_MUST_BE = {"norm_eps": 1e-5, "hidden_act": "sqrelu"}  # what no tensor tells
+_MUST_BE = {"norm_eps": 1e-5, "hidden_act": "sqrelu"}  # not visible in any tensor
 
 
 def _safetensors() -> Any:
@@ -39,7 +38,7 @@ def _safetensors() -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; Python would take the last of several values of one name, other readers another one."""
+    """A JSON object; Python takes the last of several values of one name, other readers another one."""
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
@@ -50,8 +49,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _load_json(path: Path) -> dict[str, Any]:
     check_regular(path)
-    if path.stat().st_size > _LONGEST_JSON:
-        raise ValueError(f"{path} has more than {_LONGEST_JSON} bytes: it describes no model")
+    if path.stat().st_size > _MAX_JSON:
+        raise ValueError(f"{path} has more than {_MAX_JSON} bytes, too many for a description of a model")
     try:
         value = json.loads(path.read_text("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -61,19 +60,21 @@ def _load_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _is_beside(name: Any) -> bool:
-    """Whether an index's name of a file is one of a file beside it, and fit to be printed."""
+def _is_sibling(name: Any) -> bool:
+    """Whether a file name of an index is printable and names a file in the same directory."""
     return isinstance(name, str) and Path(name).name == name and name not in ("", "..") and name.isprintable()
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The files with weights, and {tensor: file} where an index spreads them over several."""
+    """The files with weights, and the index {tensor: file} if there are several."""
     if not path.is_dir():
         return [path], None
     if (path / _INDEX).exists():
         where = _load_json(path / _INDEX).get("weight_map")
-        if not isinstance(where, dict) or not all(map(_is_beside, where.values())):
-            raise ValueError(f"{path / _INDEX} must have a weight_map of tensors to files beside it")
+        if not isinstance(where, dict) or not all(map(_is_sibling, where.values())):
+            raise ValueError(
+                f"{path / _INDEX} must have a weight_map of tensors to files in the same directory"
+            )
         return [path / name for name in sorted(set(where.values()))], where
     if (path / _WEIGHTS).exists():
         return [path / _WEIGHTS], None
@@ -81,7 +82,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 
 def _check_names(file: Path) -> None:
-    """Raises if the header of a sound safetensors file holds a name twice, of which the library takes one."""
+    """Raises ValueError if a safetensors header has a name twice, of which the library takes one."""
     with file.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         header = stream.read(size).decode("utf-8")
@@ -103,8 +104,8 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 
     Raises:
         ValueError: a file is no regular file, or is truncated or broken, or its tensors are not those that
-            the index names, or config.json says that the model is another one.
-        OSError: a file cannot be opened. ImportError: there is no safetensors.
+            the index names, or config.json describes another model.
+        OSError: a file cannot be opened. ImportError: safetensors is not installed.
     """
     safetensors = _safetensors()
     files, where = _files(path)
@@ -141,21 +142,21 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
-    """Writes ``model.safetensors`` and ``config.json``, of these fields, into a directory, each whole or not.
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], config_json: Mapping[str, Any]) -> None:
+    """Writes ``model.safetensors`` and ``config.json`` into a directory, each completely or not at all.
 
-    Only one tensor at a time is copied, where its values do not lie as in the file; the library wants all.
+    One tensor at a time is copied, if its order in memory differs; the library's writer needs copies of all.
 
     Raises:
-        ValueError: the directory holds an index, which would go on naming other files.
+        ValueError: the directory has an index, which names other files.
         OSError: a file cannot be written; the error names it.
     """
     path.mkdir(parents=True, exist_ok=True)
     if (path / _INDEX).exists():
         raise ValueError(f"{path} already holds a model in several files ({_INDEX}); save elsewhere")
-    # tensors of large elements first, so that every one lies at a multiple of its elements' size
+    # large elements first: every tensor then begins at a multiple of its elements' size
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers wants to be told
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for name in names:
         x = tensors[name]
@@ -168,7 +169,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], fields: Map
         for name in names:
             file.write(as_bytes(tensors[name]))
     with replacing(path / _CONFIG) as file:
-        file.write((json.dumps(fields, indent=2) + "\n").encode())
+        file.write((json.dumps(config_json, indent=2) + "\n").encode())
 
 
 def _reads(path: Path) -> bool:
@@ -179,4 +180,4 @@ def _writes(path: Path) -> bool:
     return path.suffix not in (".pth", ".pt", ".bin", ".safetensors", ".json")
 
 
-HUGGINGFACE = Format("an FLA directory", _reads, _writes, read_safetensors, write_safetensors, (FLA6, FLA7))
+HUGGINGFACE = Format("an FLA directory", _reads, _writes, read_safetensors, write_safetensors, "fla")

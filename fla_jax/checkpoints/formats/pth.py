@@ -22,7 +22,6 @@ import ml_dtypes
 import numpy as np
 
 from ..files import as_path, check_regular, replacing
-from ..param_maps import OFFICIAL6, OFFICIAL7
 from ..tensors import StoredTensor, as_bytes, printable, quoted
 from .format import Format
 from .pickled import Tensor, unpickle
@@ -294,8 +293,8 @@ def _writes(path: Path) -> bool:
     return path.suffix == ".pth"
 
 
-def _write(path: Path, tensors: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
+def _write(path: Path, tensors: Mapping[str, np.ndarray], config_json: Mapping[str, Any]) -> None:
     write_pth(path, tensors)
 
 
-PTH = Format("a .pth file", _reads, _writes, open_pth, _write, (OFFICIAL6, OFFICIAL7))
+PTH = Format("a .pth file", _reads, _writes, open_pth, _write, "official")

@@ -1,7 +1,7 @@
-"""What a naming of tensors is: where files hold each parameter of a kind of model, and how.
+"""Where files hold each parameter of a family of models, under which name and in which form.
 
-A parameter's path is that in the tree of a model with scanned layers, where it has no axis of layers:
-"emb/embedding", "blocks/att/receptance/kernel".
+The path of a parameter is that in a model with scanned layers: "emb/embedding",
+"blocks/att/receptance/kernel". Parameters of a layer have no layer axis here.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...models.causal_lm import RWKVForCausalLM
-from ...models.config import RWKVConfig
-from ...models.stacking import NOT_IN_FIRST
-from ..tensors import StoredTensor, quoted, row_of
+from ...models import Family, RWKVConfig
+from ..tensors import StoredTensor, quoted, slice_of
 
 
 class Transform(NamedTuple):
-    """How a file holds a parameter: ``load`` makes the file's array ours, ``save`` ours the file's.
+    """The form of a parameter in a file: ``load`` makes the file's array ours, ``save`` ours the file's.
 
-    They give views where possible.
+    Both return views where possible.
 
     Example:
         >>> import numpy as np
         >>> from fla_jax.checkpoints.param_maps import OFFICIAL7
-        >>> layout = OFFICIAL7.place("blocks/att/receptance/kernel", layer=0).layout
-        >>> layout.load(np.zeros((3, 5))).shape  # a projection, [out, in] in files
+        >>> transform = OFFICIAL7.ref("blocks/att/receptance/kernel", layer=0).transform
+        >>> transform.load(np.zeros((3, 5))).shape  # a projection, [out, in] in files
         (5, 3)
     """
 
@@ -43,11 +41,11 @@ UNIT_AXES = Transform(lambda x: x.reshape(-1), lambda x: x[None, None])  # [1, 1
 
 
 class TensorRef(NamedTuple):
-    """Where a file holds a parameter: its name, ``{}`` for the number of the layer, and its layout.
+    """Where a file holds a parameter: the tensor's name, ``{}`` for the layer's number, and its transform.
 
     Example:
         >>> from fla_jax.checkpoints.param_maps import OFFICIAL7
-        >>> OFFICIAL7.place("emb/embedding").name
+        >>> OFFICIAL7.ref("emb/embedding").name
         'emb.weight'
     """
 
@@ -55,103 +53,94 @@ class TensorRef(NamedTuple):
     transform: Transform = SAME
 
 
-class Size(NamedTuple):
-    """Where a field of the configuration comes from: ``shape[axis] // parts`` of a parameter in a layer.
-
-    Example:
-        >>> from fla_jax.checkpoints.param_maps import OFFICIAL7
-        >>> OFFICIAL7.family.sizes["head_dim"]
-        Size(path='blocks/att/r_k', axis=1, parts=1, layer=0)
-    """
-
-    path: str
-    axis: int
-    parts: int = 1
-    layer: int = 0
-
-
-class Family(NamedTuple):
-    """A kind of model: its classes, and where the sizes in its configuration come from.
-
-    Example:
-        >>> from fla_jax.checkpoints.param_maps import OFFICIAL7
-        >>> OFFICIAL7.family.name, OFFICIAL7.family.model.__name__
-        ('RWKV-7', 'RWKV7ForCausalLM')
-    """
-
-    name: str
-    config: type[RWKVConfig]
-    model: type[RWKVForCausalLM]
-    sizes: Mapping[str, Size]
-
-
 def norm(path: str, name: str) -> dict[str, TensorRef]:
-    """The places of a normalisation."""
+    """The tensors of a norm."""
     return {
         f"{path}/scale": TensorRef(f"{name}.weight", VECTOR),
         f"{path}/bias": TensorRef(f"{name}.bias", VECTOR),
     }
 
 
-def dense(path: str, name: str) -> dict[str, TensorRef]:
-    """The place of a projection; PyTorch has [out, in]."""
-    return {f"{path}/kernel": TensorRef(f"{name}.weight", TRANSPOSED)}
+def dense(path: str, name: str, names: Mapping[str, str]) -> dict[str, TensorRef]:
+    """The tensors of projections, ``{name here: name in the file}``; PyTorch has [out, in]."""
+    return {
+        f"{path}/{ours}/kernel": TensorRef(f"{name}.{theirs}.weight", TRANSPOSED)
+        for ours, theirs in names.items()
+    }
+
+
+def model_refs(
+    names: Mapping[str, str], att: Mapping[str, TensorRef], ffn: Mapping[str, TensorRef]
+) -> dict[str, TensorRef]:
+    """The tensors of a model: ``names`` of embedding, norms and head, and its attention and feed-forward."""
+    return {
+        "emb/embedding": TensorRef(names["emb"] + ".weight"),
+        **norm("ln0", names["ln0"]),
+        **norm("blocks/ln1", names["ln1"]),
+        **norm("blocks/ln2", names["ln2"]),
+        **att,
+        **norm("blocks/att/ln_x", names["ln_x"]),
+        **ffn,
+        **norm("ln_out", names["ln_out"]),
+        "head/kernel": TensorRef(names["head"] + ".weight", TRANSPOSED),
+    }
 
 
 def any_shape(shape: tuple[int, ...], config: RWKVConfig) -> None:
-    """The check of tensors that nothing reads."""
+    """The check of tensors that are ignored."""
 
 
-def no_fields(config: RWKVConfig, dtype: np.dtype) -> dict[str, Any]:
-    """`ParamMap.fields` where files of this naming come without a description of the model."""
+def no_config_json(config: RWKVConfig, dtype: np.dtype) -> dict[str, Any]:
+    """`ParamMap.config_json` where files have no description of the model."""
     return {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ParamMap:
-    """One way to name the tensors of one family.
+    """The names and forms that a scheme has for the parameters of one family.
 
     Attributes:
         name: for messages.
-        family: the kind of model.
-        mark: regular expression of a name that is in every file of this naming, and of no other.
-        layer: regular expression of how names inside a layer begin, its number the group.
-        places: {path of a parameter: place}, in the order in which files are written; the paths of layers
-            together.
-        extras: {regular expression: check} of tensors that files may have beside the parameters;
+        scheme: name of the scheme, ``"official"`` or ``"fla"``: a `Format` is written with the maps of one.
+        family: the family of models.
+        mark: regular expression of a name that every file of this map has, and no other file.
+        layer: regular expression of how names inside a layer begin, its group the layer's number.
+        refs: {path of a parameter: tensor}, in the order in which files are written; layers share paths.
+        extras: {regular expression: check} of tensors that files may have besides the parameters;
             ``check(shape, config)`` raises ValueError where one does not fit, or is `any_shape`.
-        prefix: regular expression of what trainers put in front of names.
-        parts: {end of a name: ends of the names of its rows} of tensors that hold several parameters. Rows
-            that are named like ``x_bias[0]`` are written as one tensor, others as tensors of their own.
-        fields: what a ``config.json`` beside the tensors says, from the configuration, no size None, and the
-            embedding's dtype.
+        prefix: regular expression of what trainers prepend to names.
+        slices: {end of a name: ends of the names of its slices} of tensors that hold several parameters.
+            Slices named like ``x_bias[0]`` are written as one tensor, others as separate tensors.
+        config_json: the contents of a ``config.json`` beside the tensors, from a configuration without a size
+            that is None, and the dtype of the embedding.
 
     Example:
         >>> from fla_jax.checkpoints.param_maps import FLA7, OFFICIAL7
         >>> path = "blocks/att/receptance/kernel"
-        >>> OFFICIAL7.place(path, layer=3).name, FLA7.place(path, layer=3).name
+        >>> OFFICIAL7.ref(path, layer=3).name, FLA7.ref(path, layer=3).name
         ('blocks.3.att.receptance.weight', 'model.layers.3.attn.r_proj.weight')
     """
 
     name: str
+    scheme: str
     family: Family
     mark: str
     layer: str
-    places: Mapping[str, TensorRef]
+    refs: Mapping[str, TensorRef]
     extras: Mapping[str, Callable[[tuple[int, ...], Any], None]] = dataclasses.field(default_factory=dict)
     prefix: str = ""
-    parts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    fields: Callable[[Any, np.dtype], dict[str, Any]] = no_fields
+    slices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    config_json: Callable[[Any, np.dtype], dict[str, Any]] = no_config_json
 
     def detect(self, names: Iterable[str]) -> bool:
-        """Whether these are the names of a file of this naming."""
+        """Whether these are the names of a file of this map."""
         mark = re.compile(f"(?:{self.prefix})(?:{self.mark})")
         return any(mark.fullmatch(name) for name in names)
 
-    def place(self, path: str, layer: int | None = None) -> TensorRef:
-        """The place of a parameter, of one layer."""
-        name, layout = self.places[path]
-        return TensorRef(name.replace("{}", str(layer)), layout)
+    def ref(self, path: str, layer: int | None = None) -> TensorRef:
+        """The tensor of a parameter, of one layer."""
+        name, transform = self.refs[path]
+        return TensorRef(name.replace("{}", str(layer)), transform)
 
     def layer_of(self, name: str) -> int | None:
         """The layer that a name belongs to."""
@@ -160,20 +149,21 @@ class ParamMap:
 
     def layers_of(self, path: str, config: RWKVConfig) -> range:
         """The layers that have the parameter."""
-        return range(path.removeprefix("blocks/att/") in NOT_IN_FIRST, config.num_layers)
+        is_lacking = path.removeprefix("blocks/att/") in self.family.not_in_first_layer
+        return range(1 if is_lacking else 0, config.num_layers)
 
     def order(self, config: RWKVConfig) -> Iterator[tuple[str, int | None]]:
-        """Every parameter, as path and layer, in the order of the places."""
-        inside = [path for path in self.places if path.startswith("blocks/")]
-        for path in self.places:
-            if path not in inside:
+        """Every parameter, as path and layer, in the order of a file."""
+        in_layers = [path for path in self.refs if path.startswith("blocks/")]
+        for path in self.refs:
+            if path not in in_layers:
                 yield path, None
-            elif path == inside[0]:
+            elif path == in_layers[0]:
                 for i in range(config.num_layers):
-                    yield from ((path, i) for path in inside if i in self.layers_of(path, config))
+                    yield from ((path, i) for path in in_layers if i in self.layers_of(path, config))
 
     def is_extra(self, name: str) -> bool:
-        """Whether a tensor may be there or not."""
+        """Whether a file may have the tensor besides the parameters."""
         return any(re.fullmatch(pattern, name) for pattern in self.extras)
 
     def check_extra(self, name: str, shape: tuple[int, ...], config: RWKVConfig) -> None:
@@ -188,32 +178,32 @@ class ParamMap:
                 except ValueError as error:
                     raise ValueError(f"{quoted(name)} {error}") from None
 
-    def plain(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """A file's tensors without prefixes, those of several parameters taken apart.
+    def split(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """A file's tensors by names without prefixes, those that hold several parameters in slices.
 
         Raises:
-            ValueError: a name is there twice, or a tensor has not the rows that it should have.
+            ValueError: a name occurs twice, or a tensor has a wrong number of slices.
         """
-        plain: dict[str, StoredTensor] = {}
+        found: dict[str, StoredTensor] = {}
         for name, tensor in tensors.items():
             name = re.sub(f"^(?:{self.prefix})", "", name)
-            rows = {name: tensor}
-            for whole, ends in self.parts.items():
+            slices = {name: tensor}
+            for whole, ends in self.slices.items():
                 if name.endswith("." + whole):
                     if tensor.shape[:1] != (len(ends),):
                         what = f"must have a first axis of {len(ends)}, got shape {list(tensor.shape)}"
                         raise ValueError(f"{quoted(tensor.name)} {what}")
                     owner = name.removesuffix(whole)
-                    rows = {owner + end: row_of(tensor, i) for i, end in enumerate(ends)}
-            for name, tensor in rows.items():
-                if name in plain:
-                    both = f"{quoted(plain[name].name)} and as {quoted(tensor.name)}"
+                    slices = {owner + end: slice_of(tensor, i) for i, end in enumerate(ends)}
+            for name, tensor in slices.items():
+                if name in found:
+                    both = f"{quoted(found[name].name)} and as {quoted(tensor.name)}"
                     raise ValueError(f"holds {quoted(name)} twice, as {both}")
-                plain[name] = tensor
-        return plain
+                found[name] = tensor
+        return found
 
     def joined(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The tensors as files have them: rows of one tensor put together."""
+        """The tensors of a file, those that hold several parameters stacked."""
         joined: dict[str, Any] = {}
         for name, x in tensors.items():
             if name.endswith("]"):

@@ -1,33 +1,33 @@
-"""The pieces of a decoded token in plain JAX: the definition of what the kernels compute.
+"""The steps of a decoded token in plain JAX: the definition of what the kernels compute.
 
-Arithmetic is float32, but for the operands of products, which have the weights' dtype. Rows that are not
-``alive`` [B] int32 keep what they have; what else is computed for them means nothing.
+Arithmetic is float32, but for the operands of products, which have the weights' dtype. Where
+``active`` [B] int32 is 0 the state does not change, and outputs are undefined.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
-from .weights import GROUP_EPS, KEY_EPS, NORM_EPS, SIGMOID, SQUARE, TANH, Layer6, Layer7, Matrix
+from .weights import GROUP_EPS, KEY_EPS, NORM_EPS, SIGMOID, SQUARE, TANH, Layer6, Layer7, Matrix, Norm, Shifts
 
-Shifts = tuple[jax.Array, jax.Array | None]
 DECAY_SCALE = -math.exp(-0.5)
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def _float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def layer_norm(x: jax.Array, norm: tuple[jax.Array, jax.Array]) -> jax.Array:
+def layer_norm(x: jax.Array, norm: Norm) -> jax.Array:
     """Of x [..., C], float32."""
-    x = _wide(x)
+    x = _float32(x)
     x = x - jnp.mean(x, -1, keepdims=True)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + NORM_EPS)
-    return x * _wide(norm[0]) + _wide(norm[1])
+    return x * _float32(norm[0]) + _float32(norm[1])
 
 
 def finish(x: jax.Array, kind: int) -> jax.Array:
@@ -40,19 +40,19 @@ def finish(x: jax.Array, kind: int) -> jax.Array:
 
 
 def mix(
-    x: jax.Array, last: jax.Array, layer: int, norm: Any, mixes: jax.Array, active: jax.Array
+    x: jax.Array, last: jax.Array, layer: int, norm: Norm, mixes: jax.Array, active: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Norm, token shift and mixes: ``(planes [M, B, C] float32, shift [B, C])``."""
-    h, before = layer_norm(x, norm), _wide(last[layer])
+    h, before = layer_norm(x, norm), _float32(last[layer])
     shift = jnp.where(active[:, None] != 0, h, before).astype(last.dtype)
-    return h + (before - h) * _wide(mixes)[:, None], shift
+    return h + (before - h) * _float32(mixes)[:, None], shift
 
 
 def project(
     matrix: Matrix,
     x: jax.Array,
     *,
-    norm: tuple[jax.Array, jax.Array] | None = None,
+    norm: Norm | None = None,
     mixes: jax.Array | None = None,
     last: jax.Array | None = None,
     layer: int = 0,
@@ -60,7 +60,7 @@ def project(
     add: jax.Array | None = None,
     gate: jax.Array | None = None,
     gate_at: int = 0,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Products of one input stage: norm, token shift, mixes, all matrices that read them, what follows.
 
@@ -68,10 +68,10 @@ def project(
         matrix: [N, K]; `Matrix` says which plane its rows read and what is done with the sums.
         x: [B, K], or planes [M, B, K]; more channels than K are not read.
         norm: scale and bias [K] of the layer norm of x first, or None.
-        mixes: [M, K], with ``last``, ``alive`` and ``norm``: x is moved towards the token before.
+        mixes: [M, K], with ``last``, ``active`` and ``norm``: x is moved towards the token before.
         last: [L, B, K], normalised tokens before, of all layers.
         layer: which of them.
-        alive: [B] int32.
+        active: [B] int32.
         add: [B, N], added at the end.
         gate: [B, more than N], its channels from ``gate_at`` on are multiplied with before that.
         gate_at: first channel.
@@ -97,21 +97,21 @@ def project(
         at += rows
     y = jnp.concatenate(parts, 1)
     if gate is not None:
-        y = y * _wide(gate[:, gate_at : gate_at + N])
+        y = y * _float32(gate[:, gate_at : gate_at + N])
     if add is not None:
-        y = y + _wide(add)
+        y = y + _float32(add)
     return y.astype(dtype), shift
 
 
-def _group_norm(o: jax.Array, norm: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _group_norm(o: jax.Array, norm: Norm) -> jax.Array:
     """Of o [B, H, N]; [B, C]."""
     o = o - jnp.mean(o, -1, keepdims=True)
     o = o * jax.lax.rsqrt(jnp.mean(o * o, -1, keepdims=True) + GROUP_EPS)
-    return o.reshape(o.shape[0], -1) * _wide(norm[0]) + _wide(norm[1])
+    return o.reshape(o.shape[0], -1) * _float32(norm[0]) + _float32(norm[1])
 
 
-def _kept(wkv: jax.Array, state: Any, new: Shifts, layer: int, active: jax.Array) -> Any:
-    """``state`` of all layers with a layer's new one, where rows are alive, and the shifts that are known."""
+def _written(wkv: jax.Array, state: PyTree, new: Shifts, layer: int, active: jax.Array) -> PyTree:
+    """``state`` of all layers with a layer's new one, where active, and the shifts that are known."""
     wkv = jnp.where(active[:, None, None, None] != 0, wkv.astype(state.wkv.dtype), state.wkv[layer])
     shift, before = new
     ffn = state.ffn_shift
@@ -126,13 +126,13 @@ def rwkv7_step(
     p: Layer7,
     made: jax.Array,
     first: jax.Array,
-    state: Any,
+    state: PyTree,
     new: Shifts,
     layer: int,
     active: jax.Array,
     rate_scale: float,
-    dtype: Any,
-) -> tuple[jax.Array, Any]:
+    dtype: DTypeLike,
+) -> tuple[jax.Array, PyTree]:
     """RWKV-7's second low-rank stage, gates, keys, step and readout.
 
     Args:
@@ -143,7 +143,7 @@ def rwkv7_step(
         new: the shift [B, C] of this layer's attention and of the feed-forward of the layer before, None for
             layer 0: nobody reads the old ones any more, and they are put into their place.
         layer: which of them.
-        alive: [B] int32.
+        active: [B] int32.
         rate_scale: see `fla_jax.layers.RWKV7Attention`.
         dtype: of y.
 
@@ -155,49 +155,51 @@ def rwkv7_step(
     r, k, v = (made[:, i * C : (i + 1) * C] for i in range(3))
     second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
     decay, rate, share, gate = second
-    decay = jnp.exp(DECAY_SCALE * jax.nn.sigmoid(_wide(p.w0) + decay))
-    rate = jax.nn.sigmoid(_wide(p.a0) + rate)
+    decay = jnp.exp(DECAY_SCALE * jax.nn.sigmoid(_float32(p.w0) + decay))
+    rate = jax.nn.sigmoid(_float32(p.a0) + rate)
     if layer:
-        v = v + (first[:, 2 * C : 3 * C] - v) * jax.nn.sigmoid(_wide(p.v0) + share)
-    kk = heads(k * _wide(p.k_k))
+        v = v + (first[:, 2 * C : 3 * C] - v) * jax.nn.sigmoid(_float32(p.v0) + share)
+    kk = heads(k * _float32(p.k_k))
     square = jnp.sum(kk * kk, -1, keepdims=True)
     kk = kk * jnp.where(square > KEY_EPS**2, jax.lax.rsqrt(jnp.maximum(square, 1e-38)), 1 / KEY_EPS)
-    k = k * (1 + (rate - 1) * _wide(p.k_a))
+    k = k * (1 + (rate - 1) * _float32(p.k_a))
     r, k, v, decay = heads(r), heads(k), heads(v), heads(decay)
-    S = _wide(state.wkv[layer])
+    S = _float32(state.wkv[layer])
     read = jnp.einsum("bhk,bhkv->bhv", kk, S)
     S = S * decay[..., None] + k[..., None] * v[..., None, :]
     S = S - (kk * heads(rate) * rate_scale)[..., None] * read[..., None, :]
     o = _group_norm(jnp.einsum("bhk,bhkv->bhv", r, S), p.group_norm)
-    bonus = jnp.sum(r * k * _wide(p.r_k).reshape(H, N), -1, keepdims=True) * v
-    return ((o + bonus.reshape(o.shape)) * gate).astype(dtype), _kept(S, state, new, layer, active)
+    bonus = jnp.sum(r * k * _float32(p.r_k).reshape(H, N), -1, keepdims=True) * v
+    return ((o + bonus.reshape(o.shape)) * gate).astype(dtype), _written(S, state, new, layer, active)
 
 
-def rwkv6_mix(p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, dtype: Any) -> jax.Array:
+def rwkv6_mix(
+    p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, dtype: DTypeLike
+) -> jax.Array:
     """RWKV-6's mixed tokens [5, B, C], from the normalised token x [B, C] and z [B, 5 R and more]."""
     _, R, _ = p.moves.shape
     z = z[:, : 5 * R].reshape(-1, 5, R).astype(p.moves.dtype)
     by = jnp.einsum("bpr,prc->pbc", z, p.moves, preferred_element_type=jnp.float32)
-    x, before = _wide(x), _wide(last[layer])
-    return (x + (before - x) * (_wide(p.mixes)[:, None] + by)).astype(dtype)
+    x, before = _float32(x), _float32(last[layer])
+    return (x + (before - x) * (_float32(p.mixes)[:, None] + by)).astype(dtype)
 
 
 def rwkv6_step(
-    p: Layer6, made: jax.Array, state: Any, new: Shifts, layer: int, active: jax.Array, dtype: Any
-) -> tuple[jax.Array, Any]:
+    p: Layer6, made: jax.Array, state: PyTree, new: Shifts, layer: int, active: jax.Array, dtype: DTypeLike
+) -> tuple[jax.Array, PyTree]:
     """RWKV-6's decay, step and readout; ``made`` [B, 4 C + D] is what ``p.into`` gave. Else as
     `rwkv7_step`."""
     (C, _), (H, N) = p.second.shape, state.wkv.shape[2:4]
     heads = lambda x: x.reshape(-1, H, N)
     r, k, v, gate = (made[:, i * C : (i + 1) * C] for i in range(4))
     low = made[:, 4 * C :].astype(p.second.dtype)
-    decay = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32) + _wide(p.base)
+    decay = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32) + _float32(p.base)
     decay = heads(jnp.exp(-jnp.exp(jnp.minimum(decay, 20))))
     r, k, v = heads(r), heads(k), heads(v)
-    S = _wide(state.wkv[layer])
+    S = _float32(state.wkv[layer])
     o = jnp.einsum("bhk,bhkv->bhv", r, S)
-    o = o + jnp.sum(r * k * _wide(p.bonus).reshape(H, N), -1, keepdims=True) * v
+    o = o + jnp.sum(r * k * _float32(p.bonus).reshape(H, N), -1, keepdims=True) * v
     S = S * decay[..., None] + k[..., None] * v[..., None, :]
-    return (_group_norm(o, p.group_norm) * jax.nn.silu(gate)).astype(dtype), _kept(
+    return (_group_norm(o, p.group_norm) * jax.nn.silu(gate)).astype(dtype), _written(
         S, state, new, layer, active
     )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
-CODE_ROWS = 64  # rows of a matrix that have one code, see pallas/decode/projections.py
+CODE_ROWS = 64  # rows of a matrix that have one code, see pallas/decode/gemv.py
 NONE, TANH, SIGMOID, SQUARE = range(4)  # what is done with sums; SQUARE: of the positive part
 NORM_EPS, GROUP_EPS, KEY_EPS = 1e-5, 64e-5, 1e-12
+Norm = tuple[jax.Array, jax.Array]  # scale and bias
+Shifts = tuple[jax.Array, jax.Array | None]  # of this attention, and of the feed-forward below
 
 
 class Matrix(struct.PyTreeNode):
@@ -27,7 +28,7 @@ class Matrix(struct.PyTreeNode):
     scale: jax.Array | None
     segments: tuple[tuple[int, int, int], ...] = struct.field(pytree_node=False)
 
-    def dense(self, dtype: Any) -> jax.Array:
+    def dense(self, dtype: DTypeLike) -> jax.Array:
         """The weights [N, K] in ``dtype``."""
         if self.scale is None:
             return self.weight.astype(dtype)
@@ -63,7 +64,7 @@ class Layer7(struct.PyTreeNode):
         value: [C, I].
     """
 
-    norm: tuple[jax.Array, jax.Array]
+    norm: Norm
     mixes: jax.Array
     into: Matrix
     second: jax.Array
@@ -73,9 +74,9 @@ class Layer7(struct.PyTreeNode):
     k_k: jax.Array
     k_a: jax.Array
     r_k: jax.Array
-    group_norm: tuple[jax.Array, jax.Array]
+    group_norm: Norm
     output: Matrix
-    ffn_norm: tuple[jax.Array, jax.Array]
+    ffn_norm: Norm
     ffn_mixes: jax.Array
     key: Matrix
     value: Matrix
@@ -110,7 +111,7 @@ class Layer6(struct.PyTreeNode):
         value: [C, I].
     """
 
-    norm: tuple[jax.Array, jax.Array]
+    norm: Norm
     mix_x: jax.Array
     first: Matrix
     moves: jax.Array
@@ -119,9 +120,9 @@ class Layer6(struct.PyTreeNode):
     second: jax.Array
     base: jax.Array
     bonus: jax.Array
-    group_norm: tuple[jax.Array, jax.Array]
+    group_norm: Norm
     output: Matrix
-    ffn_norm: tuple[jax.Array, jax.Array]
+    ffn_norm: Norm
     ffn_mixes: jax.Array
     key: Matrix
     value: Matrix

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 MOST = 20.0  # exp(-exp(20)) is 0 already; above 88 exp overflows and the gradient would be inf * 0
 
 
-def rwkv6_decay(x: jax.Array, base: jax.Array, dtype: Any = None) -> jax.Array:
+def rwkv6_decay(
+    x: Float[Array, "*B C"], base: Float[Array, " C"], dtype: DTypeLike | None = None
+) -> Float[Array, "*B C"]:
     """``w = -exp(min(base + x, 20))``: natural logarithms of RWKV-6's decays.
 
     The gradient of the sum is ``w`` times that of w, in the dtype of x, with w as rounded to ``dtype``.

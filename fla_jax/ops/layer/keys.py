@@ -2,72 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
-from ...core.context import Context
-from ...core.op import Implementation, Op
-from .headwise import check_heads, preferred, supports
-
-
-class KeysInputs(NamedTuple):
-    """The arrays of one call: tokens [B, T, H, N], vectors [H, N]."""
-
-    decay: Any
-    rate: Any
-    mix: Any
-    k: Any
-    v: Any
-    v_first: Any
-    w0: Any
-    a0: Any
-    v0: Any
-    k_k: Any
-    k_a: Any
-    residual: Any = None  # [1] int32, or None where it is known to be there (or v_first is None)
-
-
-class Keys(NamedTuple):
-    """What `rwkv7_keys` returns, [B, T, H, N] each.
-
-    The recurrence's inputs, ``v_first`` for the layers above, and ``k`` and ``v`` again for the readout: the
-    gradients of both uses are then added within the one pass backward, where JAX would add them in passes of
-    their own.
-    """
-
-    w: Any
-    k: Any
-    v: Any
-    a: Any
-    b: Any
-    v_first: Any
-    k_bonus: Any
-    v_bonus: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class KeysSettings:
-    """Constants of a call and the names of its dtypes.
-
-    Attributes:
-        rate_scale: factor on the rate in the transition.
-        decay_name: dtype of the log decays.
-        transition_name: dtype of a and b.
-        compute_name: dtype of the arithmetic.
-        decay_scale: log decay where its sigmoid is one.
-        eps: length up to which a key has no direction.
-    """
-
-    rate_scale: float
-    decay_name: str
-    transition_name: str
-    compute_name: str
-    decay_scale: float = -math.exp(-0.5)
-    eps: float = 1e-12
+from ...core.implementation import Definition, Implementation, Rule
+from ...core.op import Op
+from ...core.types import Keys, KeysInputs, KeysSettings
+from .headwise import HEAD_AXES, VECTOR_AXES, check_heads, preferred, supports
 
 
 def normalise(x: jax.Array, eps: float = 1e-12) -> jax.Array:
@@ -111,14 +56,18 @@ def _gate_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[ja
 
 
 @value_mix.defjvp
-def _value_mix_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> Any:
+def _value_mix_jvp(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
     (x, own, first), (dx, down, dfirst) = primals, tangents
     slope = gate(x) * gate(-x) * (first - own)
     return value_mix(x, own, first), slope * dx + gate(-x) * down + gate(x) * dfirst
 
 
 @key_factor.defjvp
-def _key_factor_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> Any:
+def _key_factor_jvp(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
     (x, k_a), (dx, dk_a) = primals, tangents
     return key_factor(x, k_a), gate(x) * gate(-x) * k_a * dx - gate(-x) * dk_a
 
@@ -134,6 +83,7 @@ def definition(settings: KeysSettings, x: KeysInputs) -> Keys:
     kk = normalise(k * k_k, settings.eps)
     v, first = x.v, x.v
     if x.v_first is not None:
+        assert x.v0 is not None and x.mix is not None
         first, v = x.v_first.astype(wide), v.astype(wide)
         mixed = value_mix(x.v0.astype(wide) + x.mix.astype(wide), v, first)
         if x.residual is not None:
@@ -144,44 +94,24 @@ def definition(settings: KeysSettings, x: KeysInputs) -> Keys:
     return Keys(w.astype(settings.decay_name), k, v, a, b, first.astype(x.v.dtype), k, v)
 
 
-def residual_axes(ctx: Context[KeysSettings]) -> dict[str, str]:
-    """See `fla_jax.core.op`; nothing is kept."""
-    return {}
+def _xla() -> Rule[KeysInputs, Keys, KeysSettings]:
+    return Definition(definition)
 
 
-def fwd(ctx: Context[KeysSettings], x: KeysInputs) -> tuple[Keys, dict[str, jax.Array]]:
-    """See `fla_jax.core.op`; nothing is kept."""
-    return definition(ctx.settings, x), {}
-
-
-def bwd(
-    ctx: Context[KeysSettings], x: KeysInputs, residuals: dict[str, jax.Array], cotangents: Keys
-) -> KeysInputs:
-    """See `fla_jax.core.op`."""
-    floats = x._replace(residual=None)
-    _, pull = jax.vjp(lambda floats: definition(ctx.settings, floats._replace(residual=x.residual)), floats)
-    return pull(cotangents)[0]
-
-
-def _xla() -> Any:
-    from . import keys
-
-    return keys
-
-
-def _triton() -> Any:
+def _triton() -> Rule[KeysInputs, Keys, KeysSettings]:
     from ...pallas.layer import keys_host
 
     return keys_host
 
 
-TOKENS = ("decay", "rate", "mix", "k", "v", "v_first", "w", "a", "b", "k_bonus", "v_bonus")
-VECTORS = ("w0", "a0", "v0", "k_k", "k_a")
+_TOKENS = ("decay", "rate", "mix", "k", "v", "v_first", "w", "a", "b", "k_bonus", "v_bonus")
 KEYS = Op(
     "rwkv7_keys",
     KeysInputs,
     Keys,
-    {"residual": "m"} | dict.fromkeys(TOKENS, "b t h k") | dict.fromkeys(VECTORS, "h k"),
+    {"residual": "m"}
+    | dict.fromkeys(_TOKENS, HEAD_AXES)
+    | dict.fromkeys(("w0", "a0", "v0", "k_k", "k_a"), VECTOR_AXES),
     [
         Implementation("triton", _triton, supports, preferred, opaque=True, context_parallel=True),
         Implementation("xla", _xla, context_parallel=True),
@@ -190,21 +120,21 @@ KEYS = Op(
 
 
 def rwkv7_keys(
-    decay: jax.Array,
-    rate: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    decay: Float[Array, "B T H N"],
+    rate: Float[Array, "B T H N"],
+    k: Float[Array, "B T H N"],
+    v: Float[Array, "B T H N"],
     *,
-    w0: jax.Array,
-    a0: jax.Array,
-    k_k: jax.Array,
-    k_a: jax.Array,
-    mix: jax.Array | None = None,
-    v_first: jax.Array | None = None,
-    v0: jax.Array | None = None,
-    residual: jax.Array | bool = True,
+    w0: Float[Array, "H N"],
+    a0: Float[Array, "H N"],
+    k_k: Float[Array, "H N"],
+    k_a: Float[Array, "H N"],
+    mix: Float[Array, "B T H N"] | None = None,
+    v_first: Float[Array, "B T H N"] | None = None,
+    v0: Float[Array, "H N"] | None = None,
+    residual: Bool[Array, ""] | bool = True,
     rate_scale: float = 1.0,
-    decay_dtype: Any = None,
+    decay_dtype: DTypeLike | None = None,
     implementation: str | None = None,
     sequence_axis: str | None = None,
 ) -> Keys:
@@ -277,17 +207,15 @@ def rwkv7_keys(
         )
     if isinstance(rate_scale, jax.core.Tracer) or not 0 <= rate_scale < math.inf:
         raise ValueError(f"rate_scale must be a Python number >= 0, got {rate_scale!r}")
+    more_tokens: dict[str, object] = dict(mix=mix, v_first=v_first)
+    more_vectors: dict[str, object] = dict(v0=v0)
     if absent or residual is False:
-        mix = v_first = v0 = None
-        residual = True
-    tokens: dict[str, Any] = {"k": k, "v": v, "decay": decay, "rate": rate}
-    vectors: dict[str, Any] = {"w0": w0, "a0": a0, "k_k": k_k, "k_a": k_a}
-    if v_first is not None:
-        tokens |= {"mix": mix, "v_first": v_first}
-        vectors |= {"v0": v0}
-    arrays, compute = check_heads(tokens, vectors)
-    none: dict[str, Any] = dict.fromkeys(("mix", "v_first", "v0"))
-    x = KeysInputs(**(none | arrays))
+        more_tokens, more_vectors, residual = {}, {}, True
+    x, compute = check_heads(
+        KeysInputs,
+        tokens={"k": k, "v": v, "decay": decay, "rate": rate, **more_tokens},
+        vectors={"w0": w0, "a0": a0, "k_k": k_k, "k_a": k_a, **more_vectors},
+    )
     if x.v_first is not None:
         x = x._replace(v_first=x.v_first.astype(x.v.dtype))
     if residual is not True:

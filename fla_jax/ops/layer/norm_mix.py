@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Mix, Mixed, MixInputs
-from ...core.op import Implementation, Op
+from ...core.context import Context
+from ...core.implementation import Definition, Implementation, Rule, Unsupported
+from ...core.op import Op
+from ...core.types import Mix, Mixed, MixInputs
 from ...pallas.backend import triton
 from ..array_checks import check_shape, floating, integers
 from .norm_mix_cp import ContextParallelRule
+from .norm_mix_xla import definition
 
 MOST_CHANNELS, MOST_MIXES = 16384, 6  # that a kernel takes
 
@@ -25,44 +27,48 @@ AXES = {
 }
 
 
-def _plain() -> Any:
-    from . import norm_mix_xla
-
-    return ContextParallelRule(norm_mix_xla)
+def _xla() -> Rule[MixInputs, Mixed, Mix]:
+    return ContextParallelRule(Definition(definition))
 
 
-def _triton() -> Any:
+def _triton() -> Rule[MixInputs, Mixed, Mix]:
     from ...pallas.layer import norm_shift_mix_host
 
     return ContextParallelRule(norm_shift_mix_host)
 
 
-def _supports(ctx: Context[Mix]) -> str | None:
-    """None where the Triton kernels can serve a call, else the reason."""
-    (B, T, C), M = ctx.inputs.x.shape, len(ctx.inputs.mixes)
+def _supports(ctx: Context[MixInputs, Mix]) -> Unsupported | None:
+    """None where the Triton kernels can run a call, else the reason."""
+    (B, T, C), M = ctx.shapes.x.shape, len(ctx.shapes.mixes)
     if not isinstance(B, int) or not isinstance(T, int):
-        return f"its grid must be known, and x has a symbolic shape [{B}, {T}, {C}]"
+        return Unsupported(f"its grid must be known, and x has a symbolic shape [{B}, {T}, {C}]")
     if B == 0:
-        return "there are no rows (B = 0)"
+        return Unsupported("the batch is empty (B = 0)")
     if not 1 <= M <= MOST_MIXES:
-        return f"it takes 1 to {MOST_MIXES} mixes, got {M}"
+        return Unsupported(f"it takes 1 to {MOST_MIXES} mixes, got {M}")
     if C > MOST_CHANNELS:
-        return f"it takes up to {MOST_CHANNELS} channels, got C = {C}"
+        return Unsupported(f"it takes up to {MOST_CHANNELS} channels, got C = {C}")
     return triton.supports(ctx)
 
 
-def _results(ctx: Context[Mix]) -> Mixed:
-    x = ctx.inputs
-    return Mixed(
-        (AXES["mixed"],) * len(x.mixes),
-        AXES["last"],
-        None if x.y is None and x.scale is None else AXES["x"],
-        AXES["normalised"] if ctx.settings.normalised else None,
+def _results(ctx: Context[MixInputs, Mix]) -> Mixed:
+    x, tokens = ctx.shapes, AXES["mixed"]
+    total = None if x.y is None and x.scale is None else tokens
+    return Mixed._make(
+        ((tokens,) * len(x.mixes), AXES["last"], total, tokens if ctx.settings.normalised else None)
     )
 
 
-TRITON = Implementation("triton", _triton, _supports, triton.preferred, opaque=True, context_parallel=True)
-XLA = Implementation("xla", _plain, context_parallel=True)
+TRITON = Implementation(
+    "triton",
+    _triton,
+    _supports,
+    triton.preferred,
+    opaque=True,
+    context_parallel=True,
+    unused_cotangents=("x", "normalised"),  # layers that end or begin a residual stream use no sum
+)
+XLA = Implementation("xla", _xla, context_parallel=True)
 NORM_SHIFT_MIX = Op(
     "norm_shift_mix", MixInputs, Mixed, AXES, [TRITON, XLA], shardable=("b",), results=_results
 )
@@ -160,16 +166,18 @@ def _check(x: MixInputs) -> MixInputs:
     if (x.scale is None) != (x.bias is None):
         raise ValueError("scale and bias of the norm must be given together, got one of them")
 
-    def array(name: str, given: Any, shape: tuple[int, ...], axes: str) -> Any:
+    def array(name: str, given: object, shape: tuple[int, ...], axes: str) -> jax.Array | None:
         if given is None:
             return None
         given = floating(name, given)
         check_shape(name, given, shape, axes)
         return given
 
+    for n, mu in enumerate(x.mixes):
+        array(f"mixes[{n}]", mu, (C,), "[C]")
     checked = MixInputs(
         x=tokens,
-        mixes=tuple(array(f"mixes[{n}]", mu, (C,), "[C]") for n, mu in enumerate(x.mixes)),
+        mixes=tuple(map(jnp.asarray, x.mixes)),
         y=array("y", x.y, (B, T, C), "[B, T, C]"),
         scale=array("scale", x.scale, (C,), "[C]"),
         bias=array("bias", x.bias, (C,), "[C]"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Mix, Mixed, MixInputs
+from ...core.types import Mix, Mixed, MixInputs
 
 
 def shift(h: jax.Array, last: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array:
@@ -39,7 +39,7 @@ def norm(h: jax.Array, scale: jax.Array | None, bias: jax.Array | None, eps: flo
     return h * scale.astype(h.dtype) + bias.astype(h.dtype)
 
 
-def compute(settings: Mix, x: MixInputs) -> Mixed:
+def definition(settings: Mix, x: MixInputs) -> Mixed:
     """The results; one rounding each, to the dtype of ``x.x``."""
     dtype, wide = x.x.dtype, jnp.dtype(settings.compute_name)
     h = summed(x.x, x.y, wide)
@@ -53,23 +53,3 @@ def compute(settings: Mix, x: MixInputs) -> Mixed:
     carried = None if x.y is None and x.scale is None else total
     normalised = h.astype(dtype) if settings.normalised else None
     return Mixed(tuple(mixed), h[:, -1].astype(dtype), carried, normalised)
-
-
-def residual_axes(ctx: Context[Mix]) -> dict[str, str]:
-    """See `fla_jax.core.op`; nothing is kept."""
-    return {}
-
-
-def fwd(ctx: Context[Mix], x: MixInputs) -> tuple[Mixed, dict[str, jax.Array]]:
-    """See `fla_jax.core.op`: the results. Nothing is kept: the backward computes what it needs again."""
-    return compute(ctx.settings, x), {}
-
-
-def bwd(ctx: Context[Mix], x: MixInputs, residuals: dict[str, jax.Array], cotangents: Mixed) -> MixInputs:
-    """See `fla_jax.core.op`: gradients of all inputs."""
-
-    def of_floats(floats: MixInputs) -> Mixed:
-        return compute(ctx.settings, floats._replace(segment_ids=x.segment_ids))
-
-    _, pull = jax.vjp(of_floats, x._replace(segment_ids=None))
-    return pull(cotangents)[0]

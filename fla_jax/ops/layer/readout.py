@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from ...core.context import Context
-from ...core.op import Implementation, Op
-from .headwise import check_heads, preferred, supports
+from ...core.implementation import Definition, Implementation, Rule
+from ...core.op import Op
+from ...core.types import Readout, ReadoutInputs, ReadoutSettings
+from .headwise import HEAD_AXES, VECTOR_AXES, check_heads, preferred, supports
 
 EPS = 64e-5  # 1e-5 times the square of RWKV's head size divisor, 8
-
-
-class ReadoutInputs(NamedTuple):
-    """The arrays of one call: tokens [B, T, H, N], vectors [H, N]; r, k, v and r_k are RWKV-7's alone."""
-
-    o: Any
-    gate: Any
-    r: Any
-    k: Any
-    v: Any
-    scale: Any
-    bias: Any
-    r_k: Any
-
-
-class Readout(NamedTuple):
-    """The result."""
-
-    y: Any  # [B, T, H, N]
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadoutSettings:
-    """Constants of a call and the name of its dtype.
-
-    Attributes:
-        eps: added to the variance of a head's channels.
-        silu: whether the gate is an argument of silu, else it is the factor itself.
-        compute_name: dtype of the arithmetic.
-    """
-
-    eps: float
-    silu: bool
-    compute_name: str
 
 
 def definition(settings: ReadoutSettings, x: ReadoutInputs) -> Readout:
@@ -61,38 +26,18 @@ def definition(settings: ReadoutSettings, x: ReadoutInputs) -> Readout:
     return Readout(y.astype(x.o.dtype))
 
 
-def residual_axes(ctx: Context[ReadoutSettings]) -> dict[str, str]:
-    """See `fla_jax.core.op`; nothing is kept."""
-    return {}
+def _xla() -> Rule[ReadoutInputs, Readout, ReadoutSettings]:
+    return Definition(definition)
 
 
-def fwd(ctx: Context[ReadoutSettings], x: ReadoutInputs) -> tuple[Readout, dict[str, jax.Array]]:
-    """See `fla_jax.core.op`; nothing is kept."""
-    return definition(ctx.settings, x), {}
-
-
-def bwd(
-    ctx: Context[ReadoutSettings], x: ReadoutInputs, residuals: dict[str, jax.Array], cotangents: Readout
-) -> ReadoutInputs:
-    """See `fla_jax.core.op`."""
-    _, pull = jax.vjp(lambda x: definition(ctx.settings, x), x)
-    return pull(cotangents)[0]
-
-
-def _xla() -> Any:
-    from . import readout
-
-    return readout
-
-
-def _triton() -> Any:
+def _triton() -> Rule[ReadoutInputs, Readout, ReadoutSettings]:
     from ...pallas.layer import readout_host
 
     return readout_host
 
 
-TOKENS, VECTORS = ("o", "gate", "r", "k", "v", "y"), ("scale", "bias", "r_k")
-AXES = dict.fromkeys(TOKENS, "b t h k") | dict.fromkeys(VECTORS, "h k")
+AXES = dict.fromkeys(("o", "gate", "r", "k", "v", "y"), HEAD_AXES)
+AXES |= dict.fromkeys(("scale", "bias", "r_k"), VECTOR_AXES)
 TRITON = Implementation("triton", _triton, supports, preferred, opaque=True, context_parallel=True)
 XLA = Implementation("xla", _xla, context_parallel=True)
 RWKV6 = Op("rwkv6_readout", ReadoutInputs, Readout, AXES, [TRITON, XLA])
@@ -100,19 +45,19 @@ RWKV7 = Op("rwkv7_readout", ReadoutInputs, Readout, AXES, [TRITON, XLA])
 
 
 def rwkv7_readout(
-    o: jax.Array,
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gate: jax.Array,
+    o: Float[Array, "B T H N"],
+    r: Float[Array, "B T H N"],
+    k: Float[Array, "B T H N"],
+    v: Float[Array, "B T H N"],
+    gate: Float[Array, "B T H N"],
     *,
-    scale: jax.Array,
-    bias: jax.Array,
-    r_k: jax.Array,
+    scale: Float[Array, "H N"],
+    bias: Float[Array, "H N"],
+    r_k: Float[Array, "H N"],
     eps: float = EPS,
     implementation: str | None = None,
     sequence_axis: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "B T H N"]:
     """RWKV-7's readout in one pass over memory (on a GPU): ``(group_norm(o) + (sum_n r k r_k) v) gate``.
 
     The norm is over every head's N channels by itself: ``(o - mean) / sqrt(var + eps) scale + bias``. All of
@@ -154,22 +99,24 @@ def rwkv7_readout(
         >>> rwkv7_readout(o, r, k, v, gate, scale=ones, bias=zeros, r_k=zeros).shape
         (1, 8, 2, 16)
     """
-    tokens = {"o": o, "r": r, "k": k, "v": v, "gate": gate}
-    arrays, compute = check_heads(tokens, {"scale": scale, "bias": bias, "r_k": r_k})
-    settings = ReadoutSettings(float(eps), False, compute)
-    return RWKV7(ReadoutInputs(**arrays), settings, implementation, sequence_axis).y
+    x, compute = check_heads(
+        ReadoutInputs,
+        tokens=dict(o=o, r=r, k=k, v=v, gate=gate),
+        vectors=dict(scale=scale, bias=bias, r_k=r_k),
+    )
+    return RWKV7(x, ReadoutSettings(float(eps), False, compute), implementation, sequence_axis).y
 
 
 def rwkv6_readout(
-    o: jax.Array,
-    gate: jax.Array,
+    o: Float[Array, "B T H N"],
+    gate: Float[Array, "B T H N"],
     *,
-    scale: jax.Array,
-    bias: jax.Array,
+    scale: Float[Array, "H N"],
+    bias: Float[Array, "H N"],
     eps: float = EPS,
     implementation: str | None = None,
     sequence_axis: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "B T H N"]:
     """RWKV-6's readout, in one pass over memory on an NVIDIA GPU: ``group_norm(o) silu(gate)``.
 
     `rwkv7_readout` documents the arguments, the result, the arithmetic and the errors; here ``gate`` is what
@@ -182,7 +129,5 @@ def rwkv6_readout(
         >>> rwkv6_readout(o, gate, scale=jnp.ones((2, 16)), bias=jnp.zeros((2, 16))).shape
         (1, 8, 2, 16)
     """
-    arrays, compute = check_heads({"o": o, "gate": gate}, {"scale": scale, "bias": bias})
-    absent: dict[str, Any] = dict.fromkeys(("r", "k", "v", "r_k"))
-    settings = ReadoutSettings(float(eps), True, compute)
-    return RWKV6(ReadoutInputs(**(absent | arrays)), settings, implementation, sequence_axis).y
+    x, compute = check_heads(ReadoutInputs, tokens=dict(o=o, gate=gate), vectors=dict(scale=scale, bias=bias))
+    return RWKV6(x, ReadoutSettings(float(eps), True, compute), implementation, sequence_axis).y

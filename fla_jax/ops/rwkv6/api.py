@@ -2,115 +2,127 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, TypeAlias, Unpack, overload
 
-import jax
+from jaxtyping import Array, Float, Int
 
-from ...core.context import Context, Outputs, RWKV6Inputs
-from ...core.op import Implementation, Op
+from ...core.context import Context
+from ...core.implementation import Implementation, Rule
+from ...core.op import Op
+from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ...pallas.backend import pallas, triton
 from .. import recurrence_checks
-from ..recurrence import AXES, NAMES, ChunkOptions, Options, run, triton_supports
+from ..recurrence import (
+    AXES,
+    OUTPUT_NAMES,
+    RESIDUAL_NAME,
+    ChunkOptions,
+    Options,
+    checked_inputs,
+    triton_supports,
+    without_tokens,
+)
 from ..recurrence_cp import ContextParallelRule
 
+_Rule: TypeAlias = Rule[RWKV6Inputs, Outputs, RecurrenceConfig]
 
-def _reference() -> Any:
+
+def _reference() -> _Rule:
     from . import reference
 
-    return ContextParallelRule(reference)
+    return ContextParallelRule(reference.RULE)
 
 
-def _chunked() -> Any:
+def _xla() -> _Rule:
     from . import xla
 
     return ContextParallelRule(xla)
 
 
-def _triton() -> Any:
+def _triton() -> _Rule:
     from ...pallas.rwkv6 import chunk_host
 
     return chunk_host
 
 
-def _pallas() -> Any:
+def _pallas() -> _Rule:
     from ...pallas.rwkv6 import recurrent_host
 
     return recurrent_host
 
 
-def _several_tokens(ctx: Context) -> bool:
+def _has_several_tokens(ctx: Context[RWKV6Inputs, RecurrenceConfig]) -> bool:
     """One token is as fast in plain JAX as in a kernel, as measured (docs/performance.md)."""
-    return ctx.inputs.r.shape[1] > 1 and pallas.preferred(ctx)
+    return ctx.shapes.r.shape[1] > 1 and pallas.preferred(ctx)
 
 
 REFERENCE = Implementation("reference", _reference, context_parallel=True)
-XLA = Implementation("xla", _chunked, context_parallel=True)
+XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
     "triton", _triton, triton_supports, triton.preferred, opaque=True, context_parallel=True
 )
-PALLAS = Implementation("pallas", _pallas, pallas.supports, _several_tokens, opaque=True)
+PALLAS = Implementation("pallas", _pallas, pallas.supports, _has_several_tokens, opaque=True)
 
-# The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones
-# go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
-CHUNK = Op(
-    "chunk_rwkv6",
-    RWKV6Inputs,
-    Outputs,
-    AXES,
-    [TRITON, XLA, REFERENCE, PALLAS],
-    check=recurrence_checks.rwkv6,
-    **NAMES,
-)
-RECURRENT = Op(
-    "fused_recurrent_rwkv6",
-    RWKV6Inputs,
-    Outputs,
-    AXES,
-    [PALLAS, REFERENCE, XLA, TRITON],
-    check=recurrence_checks.rwkv6,
-    **NAMES,
-)
+
+def _op(name: str, *implementations: Implementation) -> Op[RWKV6Inputs, Outputs, RecurrenceConfig]:
+    return Op(
+        name,
+        RWKV6Inputs,
+        Outputs,
+        AXES,
+        list(implementations),
+        output_names=OUTPUT_NAMES,
+        residual_name=RESIDUAL_NAME,
+        check=recurrence_checks.rwkv6,
+        empty=without_tokens,
+    )
+
+
+# In order of preference, as measured (docs/performance.md). Chunked forms are parallel within a chunk;
+# recurrent ones go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
+CHUNK = _op("chunk_rwkv6", TRITON, XLA, REFERENCE, PALLAS)
+RECURRENT = _op("fused_recurrent_rwkv6", PALLAS, REFERENCE, XLA, TRITON)
 
 
 @overload
 def chunk_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     output_final_state: Literal[True],
     **options: Unpack[ChunkOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
 @overload
 def chunk_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     output_final_state: bool = False,
     **options: Unpack[ChunkOptions],
-) -> tuple[jax.Array, jax.Array | None]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
 def chunk_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     scale: float = 1.0,
-    initial_state: jax.Array | None = None,
+    initial_state: Float[Array, "N H K V"] | None = None,
     output_final_state: bool = False,
-    segment_ids: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
     chunk_size: int | None = None,
     lower_bound: float | None = None,
     implementation: str | None = None,
     sequence_axis: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
     r"""RWKV-6 (data-dependent decay with a bonus for the current token), parallel within chunks of tokens.
 
     Per batch row and head, with the state S [K, V] in float32::
@@ -119,31 +131,14 @@ def chunk_rwkv6(
         S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T
 
     Differentiable in reverse mode in every array, u and the initial state included, from the cotangents of
-    ``o`` and of the final state; the rule is written by hand and keeps states of chunks, and what the
-    implementation needs besides. Plain JAX forms have second derivatives, kernels have not. Forward mode
-    (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may share rows and heads (B,
-    H), in every sharding mode without communication but for the sum of u's gradient, and the tokens of rows,
-    T, which takes one gather of two small matrices for each head, forward and backward (``sequence_axis``). K
-    and V must be whole: with automatic axes XLA gathers them, explicit ones are refused.
+    ``o`` and of the final state. Plain JAX implementations have second derivatives, kernels do not. Forward
+    mode (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may split batch and
+    heads (B, H), in every sharding mode and without communication apart from the sum of u's gradient, and the
+    tokens, T, with one gather of two small matrices a head, forward and backward (``sequence_axis``). K and V
+    must be whole: XLA gathers them on automatic axes, explicit ones are refused.
 
-    Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6
-    whatever the decays, the gradient of w channel by channel included. Gradients are linear in the cotangents
-    from 2^-60 to 2^40, for values of 1 and of 1e3; values of 1e-6 keep that where w >= -4 and cotangents are
-    at least 2^-20 (docs/numerics.md). ``"reference"``, ``"pallas"`` and,
-    where a chunk holds strong decays, ``"xla"`` multiply by decays only. Where decays are weak, chunked forms
-    refer all tokens to the chunk's start and divide keys by products of decays, which stay above e^-24
-    (``"xla"``, looked up or promised) or e^-32 (``"triton"``: no w of the row and head below -2, looked up or
-    promised). The Triton kernels' form for stronger decays is exact for the state that enters a chunk of 16
-    tokens. Between the chunk's own tokens it counts a log decay down to -16 at most: 1.1e-7 of
-    what a token wrote outlives a stronger one until the chunk ends.
-
-    NaN and infinity in an input of a token reach the later tokens of its document, in any form. In the
-    chunked form they reach all other tokens of each chunk that they enter (16 tokens unless ``chunk_size``
-    says otherwise) as well, earlier ones and those of another document under ``segment_ids``: matrix products
-    multiply by zero. Of documents that begin in a later chunk no other token is reached. ``"triton"``
-    carries them to the end of a document that begins in the chunk of the token.
-    Token by token, and between sequences of ``cu_seqlens``, they stay in their document. `fla_jax.checked`
-    names the array and the position.
+    In float32, outputs and gradients agree with exact arithmetic to about 1e-6 at every decay; the page
+    Numerics has the range of scales, what each implementation rounds, and how far a NaN travels.
 
     Args:
         r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which
@@ -198,59 +193,61 @@ def chunk_rwkv6(
         >>> o.shape, state.shape
         ((1, 32, 2, 16), (1, 2, 16, 16))
     """
-    return run(
-        CHUNK,
-        dict(r=r, k=k, v=v, w=w),
+    x, config = checked_inputs(
+        RWKV6Inputs,
+        r=r,
+        k=k,
+        v=v,
+        w=w,
         u=u,
-        scale=scale,
         initial_state=initial_state,
-        output_final_state=output_final_state,
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
+        scale=scale,
         chunk_size=chunk_size,
         lower_bound=lower_bound,
-        implementation=implementation,
-        sequence_axis=sequence_axis,
     )
+    o, final_state = CHUNK(x, config, implementation, sequence_axis)
+    return o, final_state if output_final_state else None
 
 
 @overload
 def fused_recurrent_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     output_final_state: Literal[True],
     **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
 @overload
 def fused_recurrent_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     output_final_state: bool = False,
     **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array | None]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
 def fused_recurrent_rwkv6(
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    w: jax.Array,
-    u: jax.Array,
+    r: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    w: Float[Array, "B T H K"],
+    u: Float[Array, "H K"],
     *,
     scale: float = 1.0,
-    initial_state: jax.Array | None = None,
+    initial_state: Float[Array, "N H K V"] | None = None,
     output_final_state: bool = False,
-    segment_ids: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
     implementation: str | None = None,
     sequence_axis: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
     """RWKV-6 token by token: for decoding, short sequences, and exact checks.
 
     The same op as `chunk_rwkv6`, which documents every argument, result and error; only the choice that
@@ -267,15 +264,17 @@ def fused_recurrent_rwkv6(
         >>> o.shape, state.shape
         ((1, 1, 2, 16), (1, 2, 16, 16))
     """
-    return run(
-        RECURRENT,
-        dict(r=r, k=k, v=v, w=w),
+    x, config = checked_inputs(
+        RWKV6Inputs,
+        r=r,
+        k=k,
+        v=v,
+        w=w,
         u=u,
-        scale=scale,
         initial_state=initial_state,
-        output_final_state=output_final_state,
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
-        implementation=implementation,
-        sequence_axis=sequence_axis,
+        scale=scale,
     )
+    o, final_state = RECURRENT(x, config, implementation, sequence_axis)
+    return o, final_state if output_final_state else None

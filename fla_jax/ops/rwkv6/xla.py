@@ -10,11 +10,12 @@ A from the forward.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.context import Context, Outputs, RecurrenceConfig, RWKV6Inputs
+from ...core.context import Context
+from ...core.implementation import Residuals
+from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ...core.varlen import Segments, chunk_plan, ends, segments, select, zeros
 from .. import intra_exact
 from ..intra_exact import dot
@@ -36,13 +37,13 @@ def _reach(x: Scores, seg: Segments | None):
     return select(start, rows), select(end, cols), select(passes, through)
 
 
-def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
-    """See `fla_jax.core.op`: what the forward keeps, by chunk."""
-    return {"states": "chunk b h k v", "A": "chunk b h i j"}
+def residual_axes(ctx: Context[RWKV6Inputs, RecurrenceConfig]) -> dict[str, str]:
+    """See `Rule`."""
+    return {"h0": "chunk b h k v", "intra_A": "chunk b h i j"}
 
 
-def fwd(ctx: Context[RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
-    """See `fla_jax.core.op`: outputs and what the backward reads."""
+def fwd(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, Residuals]:
+    """See `Rule`."""
     cfg, chunks = ctx.settings, chunk_plan(ctx.settings, x.r, x.cu_seqlens)
     u = x.u.astype(cfg.compute)[:, None, :]
 
@@ -68,14 +69,17 @@ def fwd(ctx: Context[RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, dict[s
     xs = (chunks.sequence, segments(chunks, x.segment_ids))
     step = by_strength(cfg, chunks, group, 3)
     tokens = (x.r, x.k, x.v, x.w)
-    final, (o,), (states, A) = chunks.walk(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
-    return Outputs(o, final), {"states": states, "A": A}
+    final, (o,), (states, A) = chunks.scan(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
+    return Outputs(o, final), {"h0": states, "intra_A": A} if ctx.save_residuals else {}
 
 
 def bwd(
-    ctx: Context[RecurrenceConfig], x: RWKV6Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
+    ctx: Context[RWKV6Inputs, RecurrenceConfig],
+    x: RWKV6Inputs,
+    residuals: Residuals,
+    dy: Outputs,
 ) -> RWKV6Inputs:
-    """See `fla_jax.core.op`: gradients of all inputs."""
+    """See `Rule`."""
     cfg, chunks = ctx.settings, chunk_plan(ctx.settings, x.r, x.cu_seqlens)
     bonus = x.u.astype(cfg.compute)[:, None, :]
 
@@ -110,12 +114,12 @@ def bwd(
         dr, dk = (dr + own * bonus * k) * cfg.scale, dk + own * bonus * r
         return (carry, du + jnp.sum(own * r * k, (0, 1, 3))), (dr, dk, dv, dw), None
 
-    do, ds = cotangents
+    do, ds = dy
     carry = (ds, zeros(x.u, do, cfg.compute))
-    xs = (chunks.sequence, segments(chunks, x.segment_ids), (residuals["states"], residuals["A"]))
+    xs = (chunks.sequence, segments(chunks, x.segment_ids), (residuals["h0"], residuals["intra_A"]))
     step = by_strength(cfg, chunks, group, 3)
     tokens = (x.r, x.k, x.v, x.w)
-    (ds0, du), (dr, dk, dv, dw), _ = chunks.walk(
+    (ds0, du), (dr, dk, dv, dw), _ = chunks.scan(
         step, carry, (*tokens, do), xs, tokens, cfg.compute, reverse=True
     )
     return RWKV6Inputs(dr, dk, dv, dw, du.astype(x.u.dtype), ds0)

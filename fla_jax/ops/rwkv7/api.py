@@ -2,113 +2,124 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, TypeAlias, Unpack, overload
 
-import jax
+from jaxtyping import Array, Float, Int
 
-from ...core.context import Outputs, RWKV7Inputs
-from ...core.op import Implementation, Op
+from ...core.implementation import Implementation, Rule
+from ...core.op import Op
+from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ...pallas.backend import pallas, triton
 from .. import recurrence_checks
-from ..recurrence import AXES, NAMES, ChunkOptions, Options, run, triton_supports
+from ..recurrence import (
+    AXES,
+    OUTPUT_NAMES,
+    RESIDUAL_NAME,
+    ChunkOptions,
+    Options,
+    checked_inputs,
+    triton_supports,
+    without_tokens,
+)
 from ..recurrence_cp import ContextParallelRule
 
+_Rule: TypeAlias = Rule[RWKV7Inputs, Outputs, RecurrenceConfig]
 
-def _reference() -> Any:
+
+def _reference() -> _Rule:
     from . import reference
 
-    return ContextParallelRule(reference)
+    return ContextParallelRule(reference.RULE)
 
 
-def _chunked() -> Any:
+def _xla() -> _Rule:
     from . import xla
 
     return ContextParallelRule(xla)
 
 
-def _triton() -> Any:
+def _triton() -> _Rule:
     from ...pallas.rwkv7 import chunk_host
 
     return chunk_host
 
 
-def _pallas() -> Any:
+def _pallas() -> _Rule:
     from ...pallas.rwkv7 import recurrent_host
 
     return recurrent_host
 
 
 REFERENCE = Implementation("reference", _reference, context_parallel=True)
-XLA = Implementation("xla", _chunked, context_parallel=True)
+XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
     "triton", _triton, triton_supports, triton.preferred, opaque=True, context_parallel=True
 )
 PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, opaque=True)
 
-# The best first, as measured (docs/performance.md). Chunked forms are parallel inside a chunk; recurrent ones
-# go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
-CHUNK = Op(
-    "chunk_rwkv7",
-    RWKV7Inputs,
-    Outputs,
-    AXES,
-    [TRITON, XLA, REFERENCE, PALLAS],
-    check=recurrence_checks.rwkv7,
-    **NAMES,
-)
-RECURRENT = Op(
-    "fused_recurrent_rwkv7",
-    RWKV7Inputs,
-    Outputs,
-    AXES,
-    [PALLAS, REFERENCE, XLA, TRITON],
-    check=recurrence_checks.rwkv7,
-    **NAMES,
-)
+
+def _op(name: str, *implementations: Implementation) -> Op[RWKV7Inputs, Outputs, RecurrenceConfig]:
+    return Op(
+        name,
+        RWKV7Inputs,
+        Outputs,
+        AXES,
+        list(implementations),
+        output_names=OUTPUT_NAMES,
+        residual_name=RESIDUAL_NAME,
+        check=recurrence_checks.rwkv7,
+        empty=without_tokens,
+    )
+
+
+# In order of preference, as measured (docs/performance.md). Chunked forms are parallel within a chunk;
+# recurrent ones go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
+CHUNK = _op("chunk_rwkv7", TRITON, XLA, REFERENCE, PALLAS)
+RECURRENT = _op("fused_recurrent_rwkv7", PALLAS, REFERENCE, XLA, TRITON)
 
 
 @overload
 def chunk_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     output_final_state: Literal[True],
     **options: Unpack[ChunkOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
 @overload
 def chunk_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     output_final_state: bool = False,
     **options: Unpack[ChunkOptions],
-) -> tuple[jax.Array, jax.Array | None]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
 def chunk_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     scale: float = 1.0,
-    initial_state: jax.Array | None = None,
+    initial_state: Float[Array, "N H K V"] | None = None,
     output_final_state: bool = False,
-    segment_ids: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
     chunk_size: int | None = None,
     lower_bound: float | None = None,
     implementation: str | None = None,
     sequence_axis: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
     r"""RWKV-7 (generalised delta rule), parallel within chunks of tokens.
 
     Per batch row and head, with the state S [K, V] in float32::
@@ -120,32 +131,14 @@ def chunk_rwkv7(
     the exact recurrence explode.
 
     Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o``
-    and of the final state; the rule is written by hand and keeps states of chunks, and what the
-    implementation needs besides. Plain JAX forms have second derivatives, kernels have not. Forward mode
-    (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may share rows and heads (B,
-    H), in every sharding mode and without communication, and the tokens of rows, T, which takes one gather of
-    two small matrices for each head, forward and backward (``sequence_axis``). K and V must be whole: with
-    automatic axes XLA gathers them, explicit ones are refused.
+    and of the final state. Plain JAX implementations have second derivatives, kernels do not. Forward mode
+    (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may split batch and heads
+    (B, H), in every sharding mode and without communication, and the tokens, T, with one gather of two small
+    matrices a head, forward and backward (``sequence_axis``). K and V must be whole: XLA gathers them on
+    automatic axes, explicit ones are refused.
 
-    Numerics: in float32, outputs and gradients agree with the recurrence in exact arithmetic to about 1e-6
-    whatever the decays, the gradient of w channel by channel included. Gradients are linear in the cotangents
-    from 2^-60 to 2^40, for values of 1 and of 1e3; values of 1e-6 keep that where w >= -4 and cotangents are
-    at least 2^-20 (docs/numerics.md). ``"reference"``, ``"pallas"`` and,
-    where a chunk holds strong decays, ``"xla"`` multiply by decays only. Where decays are weak, chunked forms
-    refer all tokens to the chunk's start and divide keys by products of decays, which stay above e^-24
-    (``"xla"``, looked up or promised) or e^-32 (``"triton"``: no w of the row and head below -2, looked up or
-    promised). The Triton kernels' form for stronger decays is exact for the state that enters a chunk of 16
-    tokens. Between the chunk's own tokens, which may write as much as they read of that state, it
-    counts a log decay down to -28 at most, 7e-13, where one or two of four neighbours (0..3, 4..7, ..) are
-    below -16; of three the later ones, and all of four, down to -16, 1.1e-7, until the chunk ends.
-
-    NaN and infinity in an input of a token reach the later tokens of its document, in any form. In the
-    chunked form they reach all other tokens of each chunk that they enter (16 tokens unless ``chunk_size``
-    says otherwise) as well, earlier ones and those of another document under ``segment_ids``: matrix products
-    multiply by zero. A document that begins in the chunk of the token is reached to its end; with
-    ``"triton"`` every later document of the row is.
-    Token by token, and between sequences of ``cu_seqlens``, they stay in their document. `fla_jax.checked`
-    names the array and the position.
+    In float32, outputs and gradients agree with exact arithmetic to about 1e-6 at every decay; the page
+    Numerics has the range of scales, what each implementation rounds, and how far a NaN travels.
 
     Args:
         r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which
@@ -204,61 +197,66 @@ def chunk_rwkv7(
         >>> o.shape, state.shape
         ((1, 32, 2, 16), (1, 2, 16, 16))
     """
-    return run(
-        CHUNK,
-        dict(r=r, w=w, k=k, v=v, a=a, b=b),
-        scale=scale,
+    x, config = checked_inputs(
+        RWKV7Inputs,
+        r=r,
+        w=w,
+        k=k,
+        v=v,
+        a=a,
+        b=b,
         initial_state=initial_state,
-        output_final_state=output_final_state,
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
+        scale=scale,
         chunk_size=chunk_size,
         lower_bound=lower_bound,
-        implementation=implementation,
-        sequence_axis=sequence_axis,
+        warn_layout=True,
     )
+    o, final_state = CHUNK(x, config, implementation, sequence_axis)
+    return o, final_state if output_final_state else None
 
 
 @overload
 def fused_recurrent_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     output_final_state: Literal[True],
     **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
 @overload
 def fused_recurrent_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     output_final_state: bool = False,
     **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array | None]: ...
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
 def fused_recurrent_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: Float[Array, "B T H K"],
+    w: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B T H K"],
+    b: Float[Array, "B T H K"],
     *,
     scale: float = 1.0,
-    initial_state: jax.Array | None = None,
+    initial_state: Float[Array, "N H K V"] | None = None,
     output_final_state: bool = False,
-    segment_ids: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
     implementation: str | None = None,
     sequence_axis: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
     """RWKV-7 token by token: for decoding, short sequences, and exact checks.
 
     The same op as `chunk_rwkv7`, which documents every argument, result and error; only the choice that
@@ -276,14 +274,18 @@ def fused_recurrent_rwkv7(
         >>> o.shape, state.shape
         ((1, 1, 2, 16), (1, 2, 16, 16))
     """
-    return run(
-        RECURRENT,
-        dict(r=r, w=w, k=k, v=v, a=a, b=b),
-        scale=scale,
+    x, config = checked_inputs(
+        RWKV7Inputs,
+        r=r,
+        w=w,
+        k=k,
+        v=v,
+        a=a,
+        b=b,
         initial_state=initial_state,
-        output_final_state=output_final_state,
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
-        implementation=implementation,
-        sequence_axis=sequence_axis,
+        scale=scale,
     )
+    o, final_state = RECURRENT(x, config, implementation, sequence_axis)
+    return o, final_state if output_final_state else None

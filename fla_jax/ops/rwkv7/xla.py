@@ -16,7 +16,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context, Outputs, RecurrenceConfig, RWKV7Inputs
+from ...core.context import Context
+from ...core.implementation import Residuals
+from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ...core.varlen import Segments, chunk_plan, ends, segments, select
 from .. import intra_exact
 from ..intra_exact import dot
@@ -62,13 +64,13 @@ def _twice(mask: jax.Array | None) -> jax.Array | None:
     return None if mask is None else jnp.concatenate([mask, mask], -2)
 
 
-def residual_axes(ctx: Context[RecurrenceConfig]) -> dict[str, str]:
-    """See `fla_jax.core.op`: what the forward keeps, by chunk."""
-    return {"states": "chunk b h k v", "U": "chunk b h i v"}
+def residual_axes(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> dict[str, str]:
+    """See `Rule`."""
+    return {"h0": "chunk b h k v", "v_new": "chunk b h i v"}
 
 
-def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[str, jax.Array]]:
-    """See `fla_jax.core.op`: outputs and what the backward reads."""
+def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
+    """See `Rule`."""
     cfg, chunks = ctx.settings, chunk_plan(ctx.settings, x.r, x.cu_seqlens)
     C = chunks.size
 
@@ -103,14 +105,17 @@ def fwd(ctx: Context[RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, dict[s
     xs = (chunks.sequence, segments(chunks, x.segment_ids))
     step = by_strength(cfg, chunks, group, 1)
     tokens = (x.r, x.w, x.k, x.v, x.a, x.b)
-    final, (o,), (states, U) = chunks.walk(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
-    return Outputs(o, final), {"states": states, "U": U}
+    final, (o,), (states, U) = chunks.scan(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
+    return Outputs(o, final), {"h0": states, "v_new": U} if ctx.save_residuals else {}
 
 
 def bwd(
-    ctx: Context[RecurrenceConfig], x: RWKV7Inputs, residuals: dict[str, jax.Array], cotangents: Outputs
+    ctx: Context[RWKV7Inputs, RecurrenceConfig],
+    x: RWKV7Inputs,
+    residuals: Residuals,
+    dy: Outputs,
 ) -> RWKV7Inputs:
-    """See `fla_jax.core.op`: gradients of all inputs."""
+    """See `Rule`."""
     cfg, chunks = ctx.settings, chunk_plan(ctx.settings, x.r, x.cu_seqlens)
     C = chunks.size
 
@@ -149,11 +154,11 @@ def bwd(
         (dr, da), (dk, db), dw = scores.gradients(dA, drows, dcols, dg)
         return carry, (dr * cfg.scale, dw, dk, dv, da, db), None
 
-    xs = (chunks.sequence, segments(chunks, x.segment_ids), (residuals["states"], residuals["U"]))
+    xs = (chunks.sequence, segments(chunks, x.segment_ids), (residuals["h0"], residuals["v_new"]))
     step = by_strength(cfg, chunks, group, 1)
     tokens = (x.r, x.w, x.k, x.v, x.a, x.b)
-    do, ds = cotangents
-    ds0, (dr, dw, dk, dv, da, db), _ = chunks.walk(
+    do, ds = dy
+    ds0, (dr, dw, dk, dv, da, db), _ = chunks.scan(
         step, ds, (*tokens, do), xs, tokens, cfg.compute, reverse=True
     )
     return RWKV7Inputs(dr, dw, dk, dv, da, db, ds0)

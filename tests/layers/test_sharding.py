@@ -5,11 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fla_jax.layers.sharding import product
+from fla_jax.layers.sharding import ActivationSharding
 
 
 def error(x, exact):
     return np.linalg.norm(np.asarray(x, np.float64) - exact) / np.linalg.norm(exact)
+
+
+def product(x, weight):
+    sharding = ActivationSharding.of(x)
+    return sharding.dot(x, weight, ("embed", "heads"), preferred_element_type=jnp.float32)
 
 
 def arrays(dtype):
@@ -24,8 +29,7 @@ def arrays(dtype):
 def test_a_wide_result_against_float64(dtype):
     """The value is as exact as float32; gradients are rounded as a product of that dtype rounds them."""
     x, weight, dy = arrays(dtype)
-    wide = lambda x, weight: product(x, weight, ("embed", "heads"), preferred_element_type=jnp.float32)
-    y, pull = jax.vjp(wide, x, weight)
+    y, pull = jax.vjp(product, x, weight)
     dx, dweight = pull(dy)
     assert y.dtype == jnp.float32 and dx.dtype == dweight.dtype == x.dtype
     X, W, D = (np.asarray(a, np.float64) for a in (x, weight, dy))
@@ -38,8 +42,7 @@ def test_a_wide_result_against_float64(dtype):
 def test_the_cotangent_of_a_wide_result_is_rounded_where_that_loses_no_range():
     def kinds(dtype):
         x, weight, dy = arrays(dtype)
-        wide = lambda x, weight: product(x, weight, ("embed", "heads"), preferred_element_type=jnp.float32)
-        jaxpr = jax.make_jaxpr(lambda x, weight, dy: jax.vjp(wide, x, weight)[1](dy))(x, weight, dy)
+        jaxpr = jax.make_jaxpr(lambda x, weight, dy: jax.vjp(product, x, weight)[1](dy))(x, weight, dy)
         products = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "dot_general"]
         return {variable.aval.dtype.name for e in products for variable in e.invars}
 
@@ -50,6 +53,5 @@ def test_the_cotangent_of_a_wide_result_is_rounded_where_that_loses_no_range():
 def test_the_cotangent_of_a_wide_result_keeps_what_float16_has_not_the_range_for():
     x, weight, dy = arrays("float16")
     weight, dy = weight * 1000, dy * 1e-7
-    wide = lambda x: product(x, weight, ("embed", "heads"), preferred_element_type=jnp.float32)
-    dx = jax.vjp(wide, x)[1](dy)[0]
+    dx = jax.vjp(product, x, weight)[1](dy)[0]
     assert error(dx, np.asarray(dy, np.float64) @ np.asarray(weight, np.float64).T) < 1e-3

@@ -1,0 +1,146 @@
+"""What decoding with kernels needs of each family: a layer's weights, and a layer's step for one token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..models import FAMILIES
+from ..ops.decode import Layer6, Layer7
+from ..ops.decode.weights import CODE_ROWS, NONE, SIGMOID, SQUARE, TANH
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeFamily:
+    """How the fast path decodes with models of a family.
+
+    Attributes:
+        weights: ``(block, matrix, dtype) -> weights`` of a layer, from its parameters.
+        layer: ``(pieces, weights, x, state, before, i, active, first, config)``, one token through layer i:
+            ``(x, state, ffn_shift, projections)``; ``first`` are the projections of layer 0, None there.
+    """
+
+    weights: Callable[..., Any]
+    layer: Callable[..., Any]
+
+
+def decode_family(model: Any) -> DecodeFamily | None:
+    """The row of `DECODE` for a model; None where only the model itself can decode."""
+    names = (name for name, family in FAMILIES.items() if type(model) is family.model)
+    return DECODE.get(next(names, ""))
+
+
+def affine(norm: Any) -> tuple[jax.Array, jax.Array]:
+    """Scale and bias of a norm."""
+    return norm["scale"], norm["bias"]
+
+
+def padded(x: jax.Array, multiple: int, axis: int = 1, least: int = 0) -> jax.Array:
+    """``x``, an axis padded with zeros to a multiple of ``multiple``, at least ``least``."""
+    size = -(-max(x.shape[axis], least) // multiple) * multiple
+    widths = [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)]
+    return jnp.pad(x, widths)
+
+
+def rwkv7_weights(block: Any, matrix: Any, dtype: Any) -> Layer7:
+    """The weights of a layer of RWKV-7."""
+    att, ffn = block["att"], block["ffn"]
+    if "v1" not in att:  # layer 0 has no value residual: nothing reads these
+        C = att["w0"].shape[0]
+        nothing = {
+            "v0": jnp.zeros_like(att["w0"]),
+            "v1": att["w1"][:, :1] * 0,
+            "v2": jnp.zeros((1, C), dtype),
+        }
+        att = {**att, **nothing}
+    kinds = {"w": (1, TANH), "a": (4, NONE), "v": (3, NONE), "g": (5, SIGMOID)}
+    first = [(padded(att[f"{name}1"], CODE_ROWS), *kind) for name, kind in kinds.items()]
+    ranks = tuple(kernel.shape[1] for kernel, _, _ in first)
+    second = [padded(att[f"{name}2"].astype(dtype).T, CODE_ROWS, least=max(ranks)) for name in kinds]
+    planes = {"receptance": 0, "key": 2, "value": 3}
+    into = [(att[name]["kernel"], plane, NONE) for name, plane in planes.items()]
+    return Layer7(
+        norm=affine(block["ln1"]),
+        mixes=jnp.stack([att[f"x_{name}"] for name in "rwkvag"]),
+        into=matrix(*into, *first),
+        second=jnp.stack(second),
+        **{name: att[name] for name in ("w0", "a0", "v0", "k_k", "k_a")},
+        r_k=att["r_k"].reshape(-1),
+        group_norm=affine(att["ln_x"]),
+        output=matrix((att["output"]["kernel"], 0, NONE)),
+        ffn_norm=affine(block["ln2"]),
+        ffn_mixes=ffn["x_k"][None],
+        key=matrix((ffn["key"]["kernel"], 0, SQUARE)),
+        value=matrix((ffn["value"]["kernel"], 0, NONE)),
+        ranks=ranks,
+    )
+
+
+def rwkv6_weights(block: Any, matrix: Any, dtype: Any) -> Layer6:
+    """The weights of a layer of RWKV-6."""
+    att, ffn = block["att"], block["ffn"]
+    planes = {"receptance": 3, "key": 1, "value": 2, "gate": 4}
+    into = [(att[name]["kernel"], plane, NONE) for name, plane in planes.items()]
+    decay = padded(att["time_decay_w1"], CODE_ROWS)
+    value = ffn["value"]["kernel"]
+    return Layer6(
+        norm=affine(block["ln1"]),
+        mix_x=att["time_maa_x"][None],
+        first=matrix((padded(att["time_maa_w1"], CODE_ROWS), 0, TANH)),
+        moves=att["time_maa_w2"].astype(dtype),
+        mixes=jnp.stack([att[f"time_maa_{name}"] for name in "wkvrg"]),
+        into=matrix(*into, (decay, 0, TANH)),
+        second=padded(att["time_decay_w2"].astype(dtype).T, CODE_ROWS),
+        base=att["time_decay"],
+        bonus=att["time_faaaa"].reshape(-1),
+        group_norm=affine(att["ln_x"]),
+        output=matrix((att["output"]["kernel"], 0, NONE)),
+        ffn_norm=affine(block["ln2"]),
+        ffn_mixes=jnp.stack([ffn["time_maa_k"], ffn["time_maa_r"]]),
+        key=matrix((ffn["key"]["kernel"], 0, SQUARE), (ffn["receptance"]["kernel"], 1, SIGMOID)),
+        value=matrix((value, 0, NONE)),
+    )
+
+
+def rwkv7_layer(
+    pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, active: Any, first: Any, config: Any
+) -> Any:
+    """A layer of RWKV-7 for one token."""
+    at = {"layer": i, "active": active}
+    made, shift = pieces.project(p.into, x, norm=p.norm, mixes=p.mixes, last=state.att_shift, **at)
+    first, scale = made if first is None else first, config.rate_scale
+    y, state = pieces.rwkv7_step(p, made, first, state, (shift, before), i, active, scale, x.dtype)
+    x, _ = pieces.project(p.output, y, add=x, dtype=x.dtype)
+    hidden, ffn_shift = pieces.project(
+        p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=state.ffn_shift, dtype=x.dtype, **at
+    )
+    x, _ = pieces.project(p.value, hidden, add=x, dtype=x.dtype)
+    return x, state, ffn_shift, made
+
+
+def rwkv6_layer(
+    pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, active: Any, first: Any, config: Any
+) -> Any:
+    """A layer of RWKV-6 for one token."""
+    at = {"layer": i, "active": active}
+    z, shift = pieces.project(p.first, x, norm=p.norm, mixes=p.mix_x, last=state.att_shift, **at)
+    mixed = pieces.rwkv6_mix(p, shift, state.att_shift, i, z, x.dtype)
+    made, _ = pieces.project(p.into, mixed)
+    y, state = pieces.rwkv6_step(p, made, state, (shift, before), i, active, x.dtype)
+    x, _ = pieces.project(p.output, y, add=x, dtype=x.dtype)
+    hidden, ffn_shift = pieces.project(
+        p.key, x, norm=p.ffn_norm, mixes=p.ffn_mixes, last=state.ffn_shift, dtype=x.dtype, **at
+    )
+    gate_at = hidden.shape[1] - x.shape[1]
+    x, _ = pieces.project(p.value, hidden, gate=hidden, gate_at=gate_at, add=x, dtype=x.dtype)
+    return x, state, ffn_shift, made
+
+
+DECODE: dict[str, DecodeFamily] = {
+    "rwkv6": DecodeFamily(rwkv6_weights, rwkv6_layer),
+    "rwkv7": DecodeFamily(rwkv7_weights, rwkv7_layer),
+}

@@ -1,0 +1,59 @@
+"""The static half of a Triton call: what lowering and the interpreter read."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Launch(NamedTuple):
+    """How a kernel's programs are compiled.
+
+    Attributes:
+        num_warps: warps of a program.
+        num_stages: depth of the pipeline that loads ahead in loops.
+        max_registers: registers of a thread, 0 for as many as ptxas wants.
+    """
+
+    num_warps: int
+    num_stages: int = 1
+    max_registers: int = 0
+
+
+class TritonCall(NamedTuple):
+    """The static half of a call.
+
+    Attributes:
+        kernel: a `triton.jit` function.
+        groups: tree of the kernel's input parameters.
+        scalars: the ints among the leaves of ``groups``; None where the leaf is an array.
+        outputs: tree of the kernel's output parameters.
+        shapes: of the leaves of ``outputs``.
+        constants: names and values of the parameters that are compile-time constants.
+        grid: programs along three axes.
+        launch: how programs are compiled.
+        capability: of the GPU, 90 for 9.0.
+        aliases: pairs of an array among the operands and an output that takes over its memory.
+    """
+
+    kernel: Any
+    groups: Any
+    scalars: tuple[int | None, ...]
+    outputs: Any
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    constants: tuple[tuple[str, Hashable], ...]
+    grid: tuple[int, int, int]
+    launch: Launch
+    capability: int
+    aliases: tuple[tuple[int, int], ...]
+
+    def parameters(self, arrays: Iterable[Any], outputs: Iterable[Any]) -> dict[str, Any]:
+        """The kernel's parameters but its constants, by name, of arrays and outputs (or of what stands for
+        them).
+        """
+        rest = iter(arrays)
+        leaves = [next(rest) if scalar is None else scalar for scalar in self.scalars]
+        groups = (*jax.tree.unflatten(self.groups, leaves), *jax.tree.unflatten(self.outputs, outputs))
+        return dict(zip(self.kernel.arg_names, groups, strict=False))

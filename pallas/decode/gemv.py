@@ -1,0 +1,208 @@
+"""Products of a decoded token with a few batch elements, y = W x, and what surrounds them, in one kernel::
+
+    x = norm(x),   x = x + (last - x) mu,   y = f(W x) gate + add
+
+A token reads every weight once, so memory traffic decides: a program starts to load its rows of the matrix
+[N, K], which are adjacent, before it computes the vector that they multiply. Every program recomputes norm,
+token shift and mixes while its weights are on their way. All loads are issued before the first sum over
+channels, a barrier that loads do not move across.
+
+A matrix has segments, multiples of 64 rows, each with a code: the mix (or plane of the input) that it reads,
+plus 16 times the kind of its activation (`activation`). Codes are compile-time constants: loading them would
+delay all other loads. Grid: blocks of BN rows of the matrix.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductConfig:
+    """Compile-time facts of a product [B, K] x [N, K] -> [B, N].
+
+    Attributes:
+        B: batch elements.
+        K: channels of the input.
+        N: rows of the matrix.
+        BN: rows of the matrix for a program.
+        BK: channels of a tile; all of them, padded to a power of two, in `gemv_kernel`.
+        x_stride: channels from one batch element of the input to the next.
+        gate_stride: the same of the gate.
+        gate_at: first channel of the gate.
+        starts: first row of each segment of the matrix.
+        codes: of each segment.
+    """
+
+    B: int
+    K: int
+    N: int
+    BN: int
+    BK: int
+    x_stride: int
+    gate_stride: int
+    gate_at: int
+    starts: tuple[int, ...]
+    codes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class GemvConfig(ProductConfig):
+    """`ProductConfig` with the group of channels that share a scale of int8 weights, whether the input has
+    planes, and what the norm adds to the variance.
+    """
+
+    group: int
+    has_planes: bool
+    eps: float
+
+
+class Tokens(NamedTuple):
+    """The input of a product and what precedes it; None for what is absent.
+
+    Attributes:
+        x: [B, K] or [planes, B, K].
+        scale: [K], of the norm.
+        bias: [K].
+        mixes: [mixes, K].
+        last: [layers, B, K], the normalised previous tokens.
+        active: [B], 0 where the state does not change.
+        layer: ``2 layer + 3``, an odd number, which the compiler does not specialise.
+    """
+
+    x: Any
+    scale: Any = None
+    bias: Any = None
+    mixes: Any = None
+    last: Any = None
+    active: Any = None
+    layer: Any = None
+
+
+class Weights(NamedTuple):
+    """A matrix [N, K], and the scales [N, K / group] of int8 weights."""
+
+    w: Any
+    scale: Any = None
+
+
+class Epilogue(NamedTuple):
+    """What follows a product: a gate [B, gate_stride] that multiplies, and a summand [B, N]."""
+
+    gate: Any = None
+    add: Any = None
+
+
+class GemvOut(NamedTuple):
+    """y [B, N], and the normalised tokens [B, K] for the next step, None without mixes."""
+
+    y: Any
+    shift: Any
+
+
+@triton.jit
+def sigmoid(x):
+    """The sigmoid of float32 ``x``."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activation(x, code):
+    """Of sums, by kind: 0 none, 1 tanh, 2 sigmoid, 3 squared relu."""
+    kind = code // 16
+    if kind == 1:
+        x = 2.0 * sigmoid(2.0 * x) - 1.0
+    elif kind == 2:
+        x = sigmoid(x)
+    elif kind == 3:
+        x = tl.maximum(x, 0.0)
+        x = x * x
+    return x
+
+
+@triton.jit
+def code_of(first, c: tl.constexpr):
+    """The code of the segment of row ``first``."""
+    code = c.codes[0]
+    for i in tl.static_range(1, len(c.codes)):
+        code = tl.where(first >= c.starts[i], c.codes[i], code)
+    return code
+
+
+@triton.jit
+def load(ptr, offsets, mask, UNMASKED: tl.constexpr):
+    """Values as float32, zero outside the mask."""
+    if UNMASKED:
+        return tl.load(ptr + offsets).to(tl.float32)
+    else:
+        return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def layer_norm(x, mask, scale, bias, K: tl.constexpr, EPS: tl.constexpr):
+    """Layer norm of a tile with all K channels, padded by zeros."""
+    mean = tl.sum(tl.sum(x, 1), 0) / K
+    x = tl.where(mask, x - mean, 0.0)
+    variance = tl.sum(tl.sum(x * x, 1), 0) / K
+    return x * tl.rsqrt(variance + EPS) * scale + bias
+
+
+@triton.jit
+def gemv_kernel(x, weights, epilogue, out, c: tl.constexpr):
+    """``x``: `Tokens`. The first program writes the shift, which is ``last`` for inactive batch elements."""
+    B: tl.constexpr = c.B
+    K: tl.constexpr = c.K
+    N: tl.constexpr = c.N
+    BK: tl.constexpr = c.BK
+    G: tl.constexpr = c.group
+    HAS_EDGE: tl.constexpr = N % c.BN != 0
+    UNMASKED: tl.constexpr = K == BK
+    first = tl.program_id(0) * c.BN
+    n = first + tl.arange(0, c.BN)
+    k = tl.arange(0, BK // G)[:, None] * G + tl.arange(0, G)[None, :]
+    inside = k < K
+    offsets = n[:, None, None] * K + k[None, :, :]
+    if HAS_EDGE:
+        w = tl.load(weights.w + offsets, mask=(n < N)[:, None, None] & inside[None, :, :], other=0)
+    elif UNMASKED:
+        w = tl.load(weights.w + offsets)
+    else:
+        w = tl.load(weights.w + offsets, mask=inside[None, :, :], other=0)
+    if weights.scale is not None:
+        group = tl.arange(0, BK // G)
+        factors = tl.load(
+            weights.scale + n[:, None] * (K // G) + group[None, :],
+            mask=(n < N)[:, None] & (group < K // G)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+    code = code_of(first, c)
+    plane = code % 16
+    if x.scale is not None:
+        scale, bias = load(x.scale, k, inside, UNMASKED), load(x.bias, k, inside, UNMASKED)
+    if x.mixes is not None:
+        mu = load(x.mixes + plane * K, k, inside, UNMASKED)
+    for b in tl.static_range(B):
+        token = load(x.x + ((plane if c.has_planes else 0) * B + b) * c.x_stride, k, inside, UNMASKED)
+        if x.mixes is not None:
+            last = load(x.last + (((x.layer - 3) // 2) * B + b) * K, k, inside, UNMASKED)
+        if epilogue.gate is not None:
+            gate = load(epilogue.gate + b * c.gate_stride + c.gate_at, n, n < N, False)
+        if epilogue.add is not None:
+            add = load(epilogue.add + b * N, n, n < N, False)
+        if x.scale is not None:
+            token = layer_norm(token, inside, scale, bias, K, c.eps)
+        if x.mixes is not None:
+            if first == 0:
+                shift = tl.where(tl.load(x.active + b) != 0, token, last)
+                tl.store(out.shift + b * K + k, shift.to(out.shift.dtype.element_ty), mask=inside)
+            token += (last - token) * mu
+        sums = tl.sum(w.to(tl.float32) * token[None, :, :], 2)
+        if weights.scale is not None:
+            sums = sums * factors
+        y = activation(tl.sum(sums, 1), code)
+        if epilogue.gate is not None:
+            y *= gate
+        if epilogue.add is not None:
+            y += add
+        tl.store(out.y + b * N + n, y.to(out.y.dtype.element_ty), mask=n < N)

@@ -1,0 +1,86 @@
+"""RWKV-7: the variants of the chunked op and their launches."""
+
+from __future__ import annotations
+
+from ...core.gpu import current_gpu
+from ..common.shapes import tile
+from ..common.variants import BlockLaunch, LaunchTable, Variant
+
+VARIANTS = (
+    Variant(
+        "fused_wgmma",
+        lambda key: key.gpu.wgmma and key.all_bf16 and not key.w_float16 and 32 < key.K <= 64,
+        key_major=True,
+    ),
+    Variant("fused", lambda key: key.bf16_dots and key.K <= 64),
+    Variant(
+        "split_pair_wgmma",
+        lambda key: key.gpu.wgmma and key.all_bf16 and max(key.K, key.V) <= 128,
+        split_bwd=True,
+        key_major=True,
+        chunks_per_state=2,
+    ),
+    Variant(
+        "split_pair",
+        lambda key: key.bf16_dots and max(key.K, key.V) <= 128,
+        split_bwd=True,
+        chunks_per_state=2,
+    ),
+    Variant(
+        "split_fp32",
+        lambda key: not key.bf16_dots and max(key.K, key.V) <= 128,
+        split_bwd=True,
+        precomputed_A=True,
+    ),
+    Variant("fused_large", lambda key: key.bf16_dots),
+    Variant("fused_large_fp32", lambda key: True, precomputed_A=True),
+)
+
+# measured on an H200; for other GPUs, and for fused passes of heads over 128, what fits and spills least
+LAUNCHES: LaunchTable = {
+    ("fused_wgmma", "fwd", 64): (BlockLaunch(64, 2, 3),),
+    ("fused_wgmma", "bwd", 64): (BlockLaunch(64, 4, 3),),
+    ("fused_wgmma", "chunk_state", 64): (BlockLaunch(64, 2, 3),),
+    ("fused", "fwd", 64): (BlockLaunch(64, 2, 3), BlockLaunch(64, 2, 3)),
+    ("fused", "bwd", 64): (BlockLaunch(64, 4, 3), BlockLaunch(32, 4, 1)),
+    ("fused", "chunk_state", 64): (BlockLaunch(64, 2, 3), BlockLaunch(64, 2, 3)),
+    ("split_pair_wgmma", "fwd", 128): (BlockLaunch(128, 8, 3),),
+    ("split_pair_wgmma", "chunk_state", 128): (BlockLaunch(128, 8, 3),),
+    ("split_pair_wgmma", "bwd_dh", 128): (BlockLaunch(64, 4, 3),),
+    ("split_pair_wgmma", "bwd_grads", 128): (BlockLaunch(64, 4, 1),),
+    ("split_pair_wgmma", "bwd_grads_safe", 128): (BlockLaunch(64, 4, 1, 168),),
+    ("split_pair", "fwd", 128): (BlockLaunch(128, 8, 3), BlockLaunch(128, 8, 2)),
+    ("split_pair", "chunk_state", 128): (BlockLaunch(128, 8, 3), BlockLaunch(64, 8, 2)),
+    ("split_pair", "bwd_dh", 128): (BlockLaunch(64, 4, 3), BlockLaunch(32, 2, 3)),
+    ("split_pair", "bwd_grads", 128): (BlockLaunch(64, 4, 1), BlockLaunch(64, 4, 1)),
+    ("split_fp32", "fwd", 64): (BlockLaunch(64, 4, 3), BlockLaunch(64, 4, 2)),
+    ("split_fp32", "chunk_state", 64): (BlockLaunch(64, 4, 3), BlockLaunch(64, 4, 2)),
+    ("split_fp32", "bwd_dh", 64): (BlockLaunch(64, 4, 3), BlockLaunch(64, 4, 2)),
+    ("split_fp32", "bwd_grads", 64): (BlockLaunch(64, 4, 3), BlockLaunch(64, 4, 2)),
+    ("split_fp32", "fwd", 128): (BlockLaunch(128, 8, 2), BlockLaunch(16, 8, 1)),
+    ("split_fp32", "chunk_state", 128): (BlockLaunch(128, 8, 2), BlockLaunch(16, 8, 1)),
+    ("split_fp32", "bwd_dh", 128): (BlockLaunch(128, 8, 2), BlockLaunch(16, 8, 1)),
+    ("split_fp32", "bwd_grads", 128): (BlockLaunch(64, 4, 2), BlockLaunch(64, 4, 2)),
+    ("fused_large", "fwd", 128): (BlockLaunch(128, 8, 3), BlockLaunch(128, 8, 2)),
+    ("fused_large", "bwd", 128): (BlockLaunch(128, 8, 1), BlockLaunch(16, 8, 1)),
+    ("fused_large", "chunk_state", 128): (BlockLaunch(128, 8, 3), BlockLaunch(64, 8, 2)),
+    ("fused_large", "fwd", 256): (BlockLaunch(16, 4, 1), BlockLaunch(16, 4, 1)),
+    ("fused_large", "bwd", 256): (BlockLaunch(16, 8, 1), BlockLaunch(16, 8, 1)),
+    ("fused_large_fp32", "fwd", 64): (BlockLaunch(64, 4, 3), BlockLaunch(64, 4, 2)),
+    ("fused_large_fp32", "bwd", 64): (BlockLaunch(64, 4, 1), BlockLaunch(16, 8, 1)),
+    ("fused_large_fp32", "chunk_state", 64): (BlockLaunch(64, 4, 3), BlockLaunch(64, 4, 2)),
+    ("fused_large_fp32", "fwd", 128): (BlockLaunch(128, 8, 2), BlockLaunch(16, 8, 1)),
+    ("fused_large_fp32", "bwd", 128): (BlockLaunch(128, 8, 1), BlockLaunch(16, 8, 1)),
+    ("fused_large_fp32", "chunk_state", 128): (BlockLaunch(128, 8, 2), BlockLaunch(16, 8, 1)),
+    ("fused_large_fp32", "fwd", 256): (BlockLaunch(16, 4, 1), BlockLaunch(16, 8, 1)),
+    ("fused_large_fp32", "bwd", 256): (BlockLaunch(16, 8, 1), BlockLaunch(16, 8, 1)),
+}
+
+A_LAUNCH = BlockLaunch(16, 1, 1)  # of the kernel that computes A: keys at a time
+GRADS_VALUES = 32  # values at a time in the gradients of one chunk
+
+
+def from_scans_launch(K: int) -> BlockLaunch:
+    """The launch of the recurrent op's gradients, as of the variant ``split_fp32``."""
+    large, small = LAUNCHES["split_fp32", "bwd_grads", max(64, tile(K))]
+    return large if current_gpu().large_tiles else small
