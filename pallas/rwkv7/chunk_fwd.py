@@ -154,8 +154,8 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
 @triton.jit
 def rwkv7_fwd_kernel(x, A, index, out, c: tl.constexpr):
     """``x`` are the op's inputs with the states at the starts of splits."""
-    gate = load_gate(index, tl.program_id(2), c)
+    block, gate = tl.program_id(0), load_gate(index, tl.program_id(2), c)
     if has_unsafe_gate(gate, c):
-        chunk_fwd(x, A, index, gate, out, tl.program_id(0), c)
+        chunk_fwd(x, A, index, gate, out, block, c)
     else:
-        chunk_fwd(x, A, index, gate, out, tl.program_id(0), with_safe_gate(c))
+        chunk_fwd(x, A, index, gate, out, block, with_safe_gate(c))

@@ -215,7 +215,7 @@ def test_extras(version, tmp_path):
     ):
         save_checkpoint(tmp_path / "d", got, got_params, extras=extras)
     with pytest.raises(
-        ValueError, match=r"extras: 'emb.weight' is no tensor that a .pth file may have besides the parameters"
+        ValueError, match=r"extras: 'emb.weight' is no tensor that a \.pth file may have besides"
     ):
         save_checkpoint(tmp_path / "d.pth", got, got_params, extras={"emb.weight": z["emb.weight"]})
     wrong = {"blocks.1.att.time_state": np.zeros((2, 16, 8), np.float32)}

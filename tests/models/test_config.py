@@ -65,7 +65,7 @@ def test_errors_of_from_dict(cls, change, error, message):
 
 
 def test_what_from_dict_needs():
-    with pytest.raises(ValueError, match="model_type must be 'rwkv6' or 'rwkv7'.*, got None"):
+    with pytest.raises(ValueError, match=r"model_type must be 'rwkv6' or 'rwkv7'.*, got None"):
         RWKVConfig.from_dict(dataclasses.asdict(RWKV7Config(10, 64, 2)))
     with pytest.raises(
         ValueError, match="values must have hidden_size, num_layers: RWKV6Config has no default"
