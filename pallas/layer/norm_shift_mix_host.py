@@ -72,7 +72,7 @@ def residual_axes(ctx: Context[MixInputs, Mix]) -> dict[str, str]:
 
 def fwd(ctx: Context[MixInputs, Mix], x: MixInputs) -> tuple[Mixed, Residuals]:
     """Results and residuals."""
-    key, eps = MixKey.of("fwd", x), ctx.settings.eps
+    key, eps = MixKey.of("fwd", x, ctx.gpu), ctx.settings.eps
     variant = select(key)
     stats, saved, total = None, None, x.x
     if variant.is_whole:
@@ -108,7 +108,7 @@ def fwd(ctx: Context[MixInputs, Mix], x: MixInputs) -> tuple[Mixed, Residuals]:
 def bwd(ctx: Context[MixInputs, Mix], x: MixInputs, residuals: Residuals, cotangents: Mixed) -> MixInputs:
     """Gradients of all inputs, those of parameters for each sequence."""
     (B, T, C), M, eps = x.x.shape, len(x.mixes), ctx.settings.eps
-    key, has_sum = MixKey.of("bwd", x), x.y is not None
+    key, has_sum = MixKey.of("bwd", x, ctx.gpu), x.y is not None
     x = x._replace(x=residuals.get("x", x.x), y=None)
     stats = Stats(residuals["mean"], residuals["rstd"]) if key.has_norm else None
     variant = select(key)

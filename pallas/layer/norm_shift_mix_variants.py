@@ -13,10 +13,12 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from ...core.gpu import GPU, current_gpu
-from ...core.types import MixInputs
+from ...core.context import Context
+from ...core.gpu import GPU
+from ...core.types import Mix, MixInputs
 from ..common.shapes import tile
 
+PASSES: tuple[Literal["fwd"], Literal["bwd"]] = ("fwd", "bwd")
 MIN_BLOCK_LEN = 8  # tokens of the smallest block that is worth a program
 
 
@@ -43,10 +45,10 @@ class MixKey:
     has_moves: bool
 
     @classmethod
-    def of(cls, name: Literal["fwd", "bwd"], x: MixInputs) -> MixKey:
+    def of(cls, name: Literal["fwd", "bwd"], x: MixInputs, gpu: GPU) -> MixKey:
         """The key of a call, from shapes and dtypes alone."""
         return cls(
-            gpu=current_gpu(),
+            gpu=gpu,
             name=name,
             mixes="few" if len(x.mixes) <= 2 else "many",
             C=x.x.shape[-1],
@@ -89,6 +91,13 @@ VARIANTS = (
 def select(key: MixKey) -> Variant:
     """The first variant that serves the call; the last one serves all."""
     return next(variant for variant in VARIANTS if variant.when(key))
+
+
+def describe(ctx: Context[MixInputs, Mix]) -> str:
+    """The variants of a call's passes, for messages."""
+    x = ctx.shapes
+    fwd, bwd = (select(MixKey.of(name, x, ctx.gpu)).name for name in PASSES)
+    return f"forward {fwd}, backward {bwd}, for {x.x.shape[-1]} channels and {len(x.mixes)} mixes"
 
 
 class MixLaunch(NamedTuple):

@@ -1,5 +1,8 @@
 """The kernels of norm, shift and mixes in Triton's interpreter, float32, against the float64 reference."""
 
+import dataclasses
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,14 +10,18 @@ import pytest
 from harness import cases, tiers, variants
 from harness.cases import MIX_CASES, MixCase
 
+from fla_jax.core.context import Context
+from fla_jax.core.gpu import GPUS
+from fla_jax.core.types import Mix, MixInputs
 from fla_jax.ops.layer import norm_shift_mix
+from fla_jax.ops.layer.norm_mix import NORM_SHIFT_MIX
 from fla_jax.pallas.backend import triton
 
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 if not triton.INTERPRET:
     pytest.skip("TRITON_INTERPRET is not set: tests/gpu runs the kernels themselves", allow_module_level=True)
 
-from fla_jax.pallas.layer import norm_shift_mix_host
+from fla_jax.pallas.layer import norm_shift_mix_host, norm_shift_mix_variants
 
 BLOCKS = "mix: token blocks of 4"  # eleven tokens are three blocks
 
@@ -142,3 +149,37 @@ def test_launches_are_legal(C, dtype, monkeypatch):
     for name, warps, channels, tiles in launched:
         assert 1 <= warps <= 32 and warps & (warps - 1) == 0, name
         assert channels & (channels - 1) == 0 and channels * tiles >= C > channels * (tiles - 1), name
+
+
+@pytest.mark.parametrize(
+    "C, M, dtype, moved, want",
+    [
+        (1024, 6, "bfloat16", False, "forward whole, backward whole"),
+        (4096, 6, "bfloat16", False, "forward whole, backward tiles"),
+        (8192, 2, "bfloat16", False, "forward whole, backward tiles"),
+        (8192, 6, "bfloat16", False, "forward tiles, backward tiles"),
+        (2048, 2, "float32", False, "forward whole_fp32, backward whole_fp32"),
+        (1024, 2, "float32", True, "forward tiles_fp32, backward tiles_fp32"),
+    ],
+)
+def test_a_message_names_the_variants(C, M, dtype, moved, want):
+    x, vector = jax.ShapeDtypeStruct((2, 8, C), dtype), jax.ShapeDtypeStruct((C,), "float32")
+    moves = jax.ShapeDtypeStruct((M, 2, 8, C), dtype) if moved else None
+    inputs = MixInputs(x, (vector,) * M, scale=vector, bias=vector, moves=moves)
+    for gpu in GPUS.values():
+        said = NORM_SHIFT_MIX.explain(Context("norm_shift_mix", inputs, Mix(), "gpu", gpu))
+        assert f"triton ({want}, for {C} channels and {M} mixes)" in said
+
+
+def test_the_table_has_every_launch_that_variants_can_take():
+    key = norm_shift_mix_variants.MixKey(GPUS[90], "fwd", "few", 1, True, True, False)
+    for name, mixes, C, is_16bit, has_norm in itertools.product(
+        ("fwd", "bwd"), ("few", "many"), (1, 100, 1024, 2048, 3000, 8192, 16384), (True, False), (True, False)
+    ):
+        one = dataclasses.replace(key, name=name, mixes=mixes, C=C, is_16bit=is_16bit, has_norm=has_norm)
+        variant = norm_shift_mix_variants.select(one)
+        if variant.is_whole:
+            assert norm_shift_mix_variants.whole_launch(variant, one).channels == one.padded_C
+        else:
+            kernels = ("sums", "norm") if name == "bwd" and has_norm else (name,)
+            assert all(norm_shift_mix_variants.tile_launch(variant, kernel, one).warps for kernel in kernels)

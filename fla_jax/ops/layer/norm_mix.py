@@ -59,6 +59,12 @@ def _results(ctx: Context[MixInputs, Mix]) -> Mixed:
     )
 
 
+def _describe(ctx: Context[MixInputs, Mix]) -> str:
+    from ...pallas.layer.norm_shift_mix_variants import describe
+
+    return describe(ctx)
+
+
 TRITON = Implementation(
     "triton",
     _triton,
@@ -66,6 +72,7 @@ TRITON = Implementation(
     triton.preferred,
     opaque=True,
     context_parallel=True,
+    describe=_describe,
     unused_cotangents=("x", "normalised"),  # layers that end or begin a residual stream use no sum
 )
 XLA = Implementation("xla", _xla, context_parallel=True)
