@@ -50,7 +50,7 @@ def test_kernels_say_why_not(op):
     arrays = symbolic(op)
     with (
         lowering_for(90),
-        pytest.warns(UserWarning, match="much slower: its kernels are made for a known number of rows"),
+        pytest.warns(UserWarning, match="much slower: its kernels need a static batch size"),
     ):
         export.export(jax.jit(lambda arrays: cases.call(op, arrays)), platforms=("cuda",))(arrays)
 
