@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from .core.context import Context
 from .core.gpu import current_gpu, platform_of
 from .core.op import Op
+from .core.types import RecurrenceConfig
 from .ops import OPS
 
 _PACKAGES = (
@@ -82,4 +83,5 @@ def _implementations(op: Op) -> str:
     }
     mixes = (jax.ShapeDtypeStruct([_SIZES["c"]], jnp.bfloat16),)
     x = op.inputs._make(mixes if name == "mixes" else shapes.get(name) for name in op.inputs._fields)
-    return op.explain(Context(op.name, x, None, platform_of([]), current_gpu()))
+    settings = RecurrenceConfig() if "initial_state" in op.inputs._fields else None
+    return op.explain(Context(op.name, x, settings, platform_of([]), current_gpu()))

@@ -77,14 +77,14 @@ def ways(f, *args) -> dict[str, list[str]]:
     found = {}
     run = triton._run
 
-    def record(kernel, *rest, **options):
+    def record(call, arrays):
         frames = [
             f"{pathlib.Path(frame.filename).stem}.{frame.name}"
             for frame in traceback.extract_stack()
             if "/fla_jax/" in frame.filename and "/backend/" not in frame.filename
         ]
-        found.setdefault(kernel.__name__, frames)
-        return run(kernel, *rest, **options)
+        found.setdefault(call.kernel.__name__, frames)
+        return run(call, arrays)
 
     with mock.patch.object(triton, "_run", record), lowering_for(90):
         jax.eval_shape(f, *args)

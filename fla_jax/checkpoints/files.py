@@ -1,4 +1,4 @@
-"""Files that are safe to open, and files that are whole when they appear."""
+"""Files that are safe to open, and files that are complete when they appear."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def check_regular(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of ``path`` when the block ends, and goes when the block raises.
+    """A file to write that replaces ``path`` when the block ends, and is removed when the block raises.
 
-    It lies beside ``path`` as ``NAME.PID-N.tmp``, so that any number of threads and processes may save to one
-    path: the last to end wins, and whoever reads sees a whole file. While it is written it is locked; what a
-    killed process left behind is not, and goes.
+    Its name is ``NAME.PID-N.tmp`` in the same directory: several threads and processes may save to one path,
+    the last one to end wins, and readers see complete files. It is locked while it is written; unlocked files
+    of killed processes are removed.
 
     Raises:
         OSError: it cannot be written; the error names ``path``.
@@ -85,7 +85,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _create(path: Path) -> BinaryIO:
-    """A new file beside ``path``, locked, with the permissions that the umask says."""
+    """A new file in the directory of ``path``, locked, with the permissions of the umask."""
     for n in itertools.count():
         try:
             name = path.with_name(f"{path.name}.{os.getpid()}-{n}.tmp")
@@ -100,7 +100,7 @@ def _create(path: Path) -> BinaryIO:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Removes what killed saves to ``path`` have left; a file that cannot be locked belongs to a live one."""
+    """Removes temporary files of killed saves to ``path``; a file that cannot be locked is of a live one."""
     pattern = re.compile(re.escape(path.name) + r"\.\d+(-\d+)?\.tmp")
     with os.scandir(path.parent) as entries:
         found = [entry for entry in entries if pattern.fullmatch(entry.name)]

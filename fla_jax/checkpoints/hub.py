@@ -14,7 +14,7 @@ from .files import as_path
 from .tensors import printable, quoted
 
 PREFIX = "hf://"
-# A model's files, all of them at the top: repositories may hold copies of other formats beside it.
+# The files of a model, in the top directory: repositories may have other formats in other directories.
 _FILES = ["config.json", "model.safetensors.index.json", "*.safetensors"]
 _PART = r"[\w.-]+"
 _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^@]+?))?(?:/(?P<file>[^@]+))?")
@@ -25,8 +25,8 @@ def located(path: Any) -> Path:
 
     Raises:
         TypeError: it is no path. ValueError: it names no repository, or one without safetensors.
-        OSError: what it names is neither in the cache nor within reach. ImportError: there is no
-            huggingface_hub.
+        OSError: the repository or its file is neither in the cache nor can be downloaded. ImportError:
+            huggingface_hub is not installed.
     """
     if not (isinstance(path, str) and path.startswith(PREFIX)):
         return as_path(path)
@@ -46,7 +46,7 @@ def located(path: Any) -> Path:
             return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision))
         options: dict[str, Any] = {"allow_patterns": _FILES, "ignore_patterns": ["*/*"]}
         folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, **options))
-    except OSError as error:  # not there, not allowed, no network and not in the cache
+    except OSError as error:  # missing, forbidden, or no network and not in the cache
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
         raise kind(f"{path}: {printable(error)}") from error
     except EntryNotFoundError as error:  # the repository lacks the file

@@ -1,12 +1,10 @@
-"""Rows whose tokens several devices share: what crosses between them, along one mesh axis.
+"""Sequences that devices split: what they exchange along one mesh axis.
 
-A device's tokens take a recurrence's state S to ``M S + N``. One gather of all devices' (M, N) gives each the
-state that enters its own tokens; in the backward, M^T and what the outputs alone give to the entering state
-do the same for gradients. Which tokens begin a segment, and what the token shift sees, a device asks its left
-neighbour for.
+A device's tokens take a recurrence's state S to ``M S + N`` (transition M, update N). One gather of all
+devices' (M, N) gives each its h0; in the backward, M^T and the gradient of h0 from the outputs alone do the
+same for gradients. Whether a segment begins, and the token shift, need the left neighbour's last token.
 
-Everything here runs inside `jax.shard_map` or a partitioned kernel, where collectives are known by the name
-of their mesh axis.
+Everything here runs inside `jax.shard_map` or a partitioned kernel, where collectives name a mesh axis.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from .mesh import vary_alike
 
 
 class SequenceShard(NamedTuple):
-    """One device's tokens of all rows.
+    """One device's tokens of all sequences.
 
     Attributes:
-        axis: the mesh axis that rows are split over.
-        begins: [B] booleans, whether the first token here begins a segment that is not its row's first; None
-            for no segments.
+        axis: the mesh axis that splits the tokens.
+        begins: [B] booleans, whether the first token here begins a segment that is not the first of its
+            sequence; None for no segments.
     """
 
     axis: str
@@ -34,39 +32,38 @@ class SequenceShard(NamedTuple):
 
     @property
     def is_first(self) -> jax.Array:
-        """Whether rows begin on this device."""
+        """Whether sequences begin on this device."""
         return jax.lax.axis_index(self.axis) == 0
 
     @property
     def is_last(self) -> jax.Array:
-        """Whether rows end on this device."""
+        """Whether sequences end on this device."""
         return jax.lax.axis_index(self.axis) == jax.lax.axis_size(self.axis) - 1
 
     def continued(self, x: jax.Array) -> jax.Array:
-        """``x`` [B, ...], zeros for rows whose first token here begins a segment: nothing enters there."""
-        return x if self.begins is None else jnp.where(_rows_of(self.begins, x), 0, x)
+        """``x`` [B, ...], zeros where the first token here begins a segment."""
+        return x if self.begins is None else jnp.where(_by_batch(self.begins, x), 0, x)
 
     def enter(self, M: jax.Array, N: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The state that enters this device's tokens, and the one that leaves the rows; [B, H, K, V] float32.
+        """h0 of this device's tokens, and the final state; [B, H, K, V] float32.
 
         Args:
-            M: [B, S, H, K, K], or [B, S, H, K] where it is diagonal: of the stretches here, in order.
+            M: [B, S, H, K, K], or [B, S, H, K] where it is diagonal: of the S splits here, in order.
             N: [B, S, H, K, V].
-            start: [B, H, K, V], what enters the rows.
+            start: [B, H, K, V], the initial state.
         """
         M, N = _composed(M, N)
-        entering, final = _walk(self.axis, self.continued(M), N, start, False)
+        entering, final = _exchange(self.axis, self.continued(M), N, start, False)
         return self.continued(entering), final
 
     def enter_backward(self, M: jax.Array, D: jax.Array, end: jax.Array) -> jax.Array:
-        """The gradient of the state that leaves this device's tokens; arguments as in `split_h0`.
+        """The gradient of ht of this device's tokens; M as in `enter`.
 
-        ``D`` is what the outputs of a stretch give to the state that enters it, ``end`` the gradient of the
-        state that leaves the rows.
+        ``D`` is the gradient of a split's h0 from its outputs alone, ``end`` that of the final state.
         """
         flipped = M[:, ::-1] if M.ndim == 4 else jnp.swapaxes(M[:, ::-1], -1, -2)
         M, D = _composed(flipped, D[:, ::-1])
-        return _walk(self.axis, self.continued(M), self.continued(D), end, True)[0]
+        return _exchange(self.axis, self.continued(M), self.continued(D), end, True)[0]
 
 
 def shard_of(cp: ContextParallel, segment_ids: jax.Array | None) -> SequenceShard | None:
@@ -75,9 +72,7 @@ def shard_of(cp: ContextParallel, segment_ids: jax.Array | None) -> SequenceShar
 
 
 def shard_on(axis: str, segment_ids: jax.Array | None) -> SequenceShard:
-    """This device's part of rows that are split over ``axis``; ``segment_ids`` [B, T] are those of its
-    tokens.
-    """
+    """This device's shard of sequences that ``axis`` splits; ``segment_ids`` [B, T] of its tokens."""
     if segment_ids is None:
         return SequenceShard(axis, None)
     left = from_left(segment_ids[:, -1], axis)
@@ -94,8 +89,8 @@ def from_right(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.ppermute(x, axis, [(i + 1, i) for i in range(jax.lax.axis_size(axis) - 1)])
 
 
-def _rows_of(rows: jax.Array, x: jax.Array) -> jax.Array:
-    return rows.reshape(-1, *(1,) * (x.ndim - 1))
+def _by_batch(mask: jax.Array, x: jax.Array) -> jax.Array:
+    return mask.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _apply(M: jax.Array, S: jax.Array) -> jax.Array:
@@ -106,8 +101,8 @@ def _apply(M: jax.Array, S: jax.Array) -> jax.Array:
 
 
 def _composed(M: jax.Array, N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The map of all stretches [B, S, ...] after one another: [B, H, K, K or 1], [B, H, K, V]. By halves,
-    since products of small matrices are latency and nothing else.
+    """(M, N) of all splits [B, S, ...] together: [B, H, K, K or 1], [B, H, K, V]. In a tree, since products
+    of small matrices cost latency only.
     """
     M = M[..., None] if M.ndim == 4 else M
     while N.shape[1] > 1:
@@ -119,17 +114,15 @@ def _composed(M: jax.Array, N: jax.Array) -> tuple[jax.Array, jax.Array]:
     return M[:, 0], N[:, 0]
 
 
-def _walk(
+def _exchange(
     axis: str, M: jax.Array, N: jax.Array, start: jax.Array, reverse: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """What enters this device's map from the ones before it (with ``reverse`` after it), and what the last of
-    them leaves.
-    """
-    own = M.shape[-1]
+    """The state that enters this device from those before it (``reverse``: after it), and the last one."""
+    width = M.shape[-1]
     maps = jax.lax.all_gather(jnp.concatenate([M, N], -1), axis)  # float32, the one collective
 
     def step(S: jax.Array, one: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _apply(one[..., :own], S) + one[..., own:], S
+        return _apply(one[..., :width], S) + one[..., width:], S
 
     start = vary_alike(start, maps)
     # a loop costs more than a step

@@ -22,7 +22,7 @@ from .vjp import differentiable
 
 @dataclasses.dataclass(eq=False)
 class Op(OpSpec[X, Y, S]):
-    """A differentiable op of arrays: an `OpSpec` that can be called.
+    """A differentiable op of arrays: an ``OpSpec`` that can be called.
 
     Attributes:
         check: ``check(ctx, x, outputs)`` has the checks of `fla_jax.checked`.

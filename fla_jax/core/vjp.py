@@ -101,20 +101,20 @@ def _bwd(
     if not _is_sharded(implementation, ctx):
         return rule.bwd(ctx, x, residuals, dy)
     dy_axes = op.outputs._make(None if one is None else axes for axes, one in zip(op.output_axes(ctx), dy))
-    operands = (op.input_axes(x), dict(rule.residual_axes(ctx)), dy_axes)
+    operands = (op.input_axes(x), dy_axes, dict(rule.residual_axes(ctx)))
     dx_axes = jax.tree.map(
         lambda axes, array: _summed_axes(ctx, axes) if jnp.issubdtype(array.dtype, jnp.floating) else None,
         operands[0],
         x,
     )
 
-    def on_shard(ctx: Context[X, S], *args: PyTree) -> X:
+    def on_shard(ctx: Context[X, S], x: X, dy: Y, residuals: Residuals) -> X:
         batch = next(
             array.shape[axes.split().index(BATCH)]
-            for axes, array in zip(jax.tree.leaves(operands), jax.tree.leaves(args))
+            for axes, array in zip(jax.tree.leaves(operands), jax.tree.leaves((x, dy, residuals)))
             if BATCH in axes.split()
         )
-        dx = rule.bwd(ctx, *args)
+        dx = rule.bwd(ctx, x, residuals, dy)
         return jax.tree.map(lambda axes, g: _with_axes(ctx, g, axes.split(), batch), dx_axes, dx)
 
     if ctx.cp.axis is not None and is_manual():
@@ -123,7 +123,7 @@ def _bwd(
             lambda axes, g: g if TOKENS in axes.split() else jax.lax.psum(g, ctx.cp.axis), dy_axes, dy
         )
     run = per_shard(op, implementation.opaque, ctx, on_shard, operands, dx_axes)
-    return _once_differentiable(op, implementation, run)(x, residuals, dy)
+    return _once_differentiable(op, implementation, run)(x, dy, residuals)
 
 
 def _once_differentiable(

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.arguments import check_chunk_size
-from ..ops.rwkv6 import api as rwkv6
-from ..ops.rwkv7 import api as rwkv7
+from ..ops import OPS
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "head_dim")
@@ -18,7 +17,7 @@ _MAX_HEAD_DIM = 256  # of the ops
 
 def implementations() -> tuple[str, ...]:
     """Names that ``implementation`` may have: those in the lists of the ops, which are open."""
-    ops = (rwkv6.CHUNK, rwkv6.RECURRENT, rwkv7.CHUNK, rwkv7.RECURRENT)
+    ops = [op for name, op in OPS.items() if name.startswith(("chunk_", "fused_recurrent_"))]
     return tuple(dict.fromkeys(one.name for op in ops for one in op.implementations))
 
 

@@ -1,4 +1,4 @@
-"""Tokens [B, T, ...] in one block a device, for sums over tokens that each device makes of its own."""
+"""Tokens [B, T, ...] in one block a device, for local sums over tokens."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class RWKVConfig:
         dtype: compute dtype: float16, bfloat16, float32, or float64, which needs ``jax_enable_x64`` when the
             configuration is made. Stored as its name, such as ``'float32'``, which JAX takes for a dtype and
             which equals it. Arithmetic on decays and norms, wkv states and logits have at least float32.
-        param_dtype: dtype of the parameters, one of the same. For training keep float32, also with
+        param_dtype: dtype of the parameters, one of the same. For training use float32, also with
             ``dtype=bfloat16``: the optimizer's small steps vanish in bfloat16.
         scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters are
             stacked under ``blocks`` instead of ``blocks_0``, ``blocks_1``, ... (`stack_layers` and

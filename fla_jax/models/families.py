@@ -40,8 +40,8 @@ class Family:
         carries_v_first: whether layer 0 makes a ``v_first`` that the layers above read.
         not_in_first_layer: parameters of the attention that layer 0 lacks. Stacked layers have zeros there.
         mark: a parameter of the attention that no other family has; needed with ``not_in_first_layer``.
-        sizes: configuration fields that a checkpoint tells through the shapes of parameters.
-        not_in_checkpoints: configuration fields that no checkpoint tells, with the value that it implies.
+        sizes: configuration fields that the shapes of a checkpoint's parameters give.
+        not_in_checkpoints: configuration fields that no checkpoint stores, with the value that it implies.
 
     Example:
         >>> from fla_jax.models import FAMILIES

@@ -1,4 +1,5 @@
-"""Scores and their gradients within a chunk, exact at every decay, by a binary tree over the tokens.
+"""Products of queries and keys within a chunk and their gradients, exact at every decay, by a binary tree
+over the tokens.
 
 A pair (t, i), i < t, is split at the one block boundary m (block size s = 1, 2, 4, ..., C / 2) that has i in
 the left and t in the right half of a block of 2s tokens. Its decay is the product of two factors, both
@@ -7,14 +8,12 @@ products of decays, hence both in [0, 1]::
     prod_{i < j <= t} d_j  =  prod_{i < j < m} d_j  *  prod_{m <= j <= t} d_j
 
 No exponential can overflow, nothing is divided, no large sums are subtracted, d = 0 (w = -inf) is legal.
-"Rows" are the tokens t (r, a), "columns" the tokens i (k, b). Level s holds the rows decayed from the start
-of their s-block and the columns decayed to the end of theirs; one matrix product per level, masked to its
-pairs, gives the scores. A row kind is inclusive if its own decay d_t counts (r in RWKV-7) and exclusive if
-not (r in RWKV-6, a in RWKV-7).
+Queries belong to the tokens t (r, a), keys to the tokens i (k, b). Level s has the queries decayed from the
+start of their s-block and the keys decayed to the end of theirs; one matrix product a level, masked to its
+pairs, gives the products A. A kind of query is inclusive if d_t counts (r in RWKV-7), exclusive if not (r in
+RWKV-6, a in RWKV-7). The diagonal, a token with itself, counts for inclusive queries only, undecayed.
 
-A token's product with itself counts for inclusive rows only, undecayed: the diagonal.
-
-Shapes: decays [..., C, K]; p row kinds [..., p, C, K]; q column kinds [..., q, C, K]; scores
+Shapes: decays [..., C, K]; p query kinds [..., p, C, K]; q key kinds [..., q, C, K]; products
 [..., p * C, q * C].
 """
 
@@ -94,8 +93,8 @@ class Level(NamedTuple):
     """One tree level: blocks of ``s`` tokens, ``total`` [..., C / s, K] their whole decay."""
 
     s: int
-    rows: jax.Array
-    cols: jax.Array
+    queries: jax.Array
+    keys: jax.Array
     total: jax.Array
 
 
@@ -103,21 +102,28 @@ class Tree(NamedTuple):
     """All levels, from single tokens (s = 1) to the whole chunk (s = C)."""
 
     inclusive: tuple[bool, ...]
-    first: tuple[jax.Array, jax.Array]  # rows and columns, undecayed
+    first: tuple[jax.Array, jax.Array]  # queries and keys, undecayed
     levels: tuple[Level, ...]
 
     @classmethod
     def build(
         cls,
         w: jax.Array,
-        rows: tuple[jax.Array, ...],
-        cols: tuple[jax.Array, ...],
+        queries: tuple[jax.Array, ...],
+        keys: tuple[jax.Array, ...],
         inclusive: tuple[bool, ...],
     ) -> Tree:
-        """From log decays ``w`` [..., C, K] and kinds of rows and columns [..., C, K]."""
+        """From log decays ``w`` [..., C, K] and kinds of queries and keys [..., C, K]."""
         d = jnp.exp(w)
-        first = stack(rows), stack(cols)
-        levels = [Level(1, stack([x * d if own else x for x, own in zip(rows, inclusive)]), first[1], d)]
+        first = stack(queries), stack(keys)
+        levels = [
+            Level(
+                1,
+                stack([x * d if is_inclusive else x for x, is_inclusive in zip(queries, inclusive)]),
+                first[1],
+                d,
+            )
+        ]
         while levels[-1].s < w.shape[-2]:
             s, r, c, total = levels[-1]
             halves = total.reshape(*total.shape[:-2], -1, 2, total.shape[-1])
@@ -132,32 +138,32 @@ class Tree(NamedTuple):
         return cls(inclusive, first, tuple(levels))
 
     @property
-    def rows_in(self) -> jax.Array:
-        """Rows decayed from the chunk's start: how they read the state that enters it."""
-        return self.levels[-1].rows
+    def queries_in(self) -> jax.Array:
+        """Queries decayed from the chunk's start: how they read the state that enters it."""
+        return self.levels[-1].queries
 
     @property
-    def cols_out(self) -> jax.Array:
+    def keys_out(self) -> jax.Array:
         """Columns decayed to the chunk's end: how they write to the state that leaves it."""
-        return self.levels[-1].cols
+        return self.levels[-1].keys
 
     @property
     def total(self) -> jax.Array:
         """[..., 1, K]: the chunk's whole decay."""
         return self.levels[-1].total
 
-    def scores(self) -> jax.Array:
-        """[..., p * C, q * C], zero above the diagonal; on it, the undecayed products of inclusive rows."""
-        first, cols = self.first
-        p, C, q = first.shape[-3], first.shape[-2], cols.shape[-3]
-        own = [
-            jnp.sum(pick(first, i) * col, -1, keepdims=True) if self.inclusive[i] else None
+    def pair_products(self) -> jax.Array:
+        """[..., p * C, q * C], zero above the diagonal; on it, those of inclusive queries, undecayed."""
+        first, keys = self.first
+        p, C, q = first.shape[-3], first.shape[-2], keys.shape[-3]
+        diagonals = [
+            jnp.sum(pick(first, i) * key, -1, keepdims=True) if self.inclusive[i] else None
             for i in range(p)
-            for col in kinds(cols)
+            for key in kinds(keys)
         ]
         eye = np.eye(C, dtype=bool)
         A = jnp.zeros((), first.dtype)
-        for n, x in enumerate(own):
+        for n, x in enumerate(diagonals):
             if x is not None:
                 place = np.kron(np.eye(1, p * q, n, dtype=bool).reshape(p, q), eye)
                 A = jnp.where(place, jnp.tile(x, (p, 1)), A)
@@ -165,57 +171,60 @@ class Tree(NamedTuple):
         for level in self.levels[:-1]:
             A = jnp.where(
                 np.tile(pairs(C, level.s), (p, q)),
-                dot("...ik,...jk->...ij", flat(level.rows), flat(level.cols)),
+                dot("...ik,...jk->...ij", flat(level.queries), flat(level.keys)),
                 A,
             )
         return A
 
-    def gradients(self, dA: jax.Array, drows: jax.Array, dcols: jax.Array, dg: jax.Array):
-        """Gradients of the rows and columns given to `build` and of the log decays.
+    def gradients(self, dA: jax.Array, dqueries: jax.Array, dkeys: jax.Array, dg: jax.Array):
+        """Gradients of the queries and keys given to `build` and of the log decays.
 
-        ``dA`` [..., p * C, q * C] are the cotangents of the scores (those above the diagonal are not read);
-        ``drows``, ``dcols`` [..., p or q, C, K] those of `rows_in` and `cols_out`, and ``dg`` [..., C, K] the
-        part of the state that passes through.
+        ``dA`` [..., p * C, q * C] are the cotangents of the products (not read above the diagonal);
+        ``dqueries``, ``dkeys`` [..., p or q, C, K] those of `queries_in` and `keys_out`, and ``dg``
+        [..., C, K] the share of the state that passes through.
 
-        dg_j collects every term whose decay contains d_j. At each level these are the rows right of j's block
-        whose factor spans the block, and the columns left of it: sums over half blocks, walked from the whole
+        dg_j collects every term whose decay contains d_j. At each level these are the queries right of j's
+        block whose factor spans the block, and the keys left of it: sums over half blocks, from the whole
         chunk down. Nothing is added that must be subtracted again.
         """
-        p, C, q = drows.shape[-3], drows.shape[-2], dcols.shape[-3]
+        p, C, q = dqueries.shape[-3], dqueries.shape[-2], dkeys.shape[-3]
         left = np.array([True, False])[:, None, None]
         for above, level in zip(self.levels[:0:-1], self.levels[-2::-1]):
             s = level.s
-            # the right half's rows reach over the left
-            spans = jnp.sum(_halves(sum_kinds(above.rows * drows), s), -2, keepdims=True)[..., 1:, :, :]
-            spanned = jnp.sum(_halves(sum_kinds(above.cols * dcols), s), -2, keepdims=True)[..., :1, :, :]
+            # the right half's queries reach over the left
+            spans = jnp.sum(_halves(sum_kinds(above.queries * dqueries), s), -2, keepdims=True)[..., 1:, :, :]
+            spanned = jnp.sum(_halves(sum_kinds(above.keys * dkeys), s), -2, keepdims=True)[..., :1, :, :]
             dg = (_halves(dg, s) + jnp.where(left, spans, spanned)).reshape(dg.shape)
             D = jnp.where(np.tile(pairs(C, s), (p, q)), dA, 0)
-            drows = _scale_half(drows, level.total, s, True) + dot(
-                "...ij,...jk->...ik", D, flat(level.cols)
-            ).reshape(drows.shape)
-            dcols = _scale_half(dcols, level.total, s, False) + dot(
-                "...ij,...ik->...jk", D, flat(level.rows)
-            ).reshape(dcols.shape)
-        dr, dc, d = list(kinds(drows)), list(kinds(dcols)), self.levels[0].total
+            dqueries = _scale_half(dqueries, level.total, s, True) + dot(
+                "...ij,...jk->...ik", D, flat(level.keys)
+            ).reshape(dqueries.shape)
+            dkeys = _scale_half(dkeys, level.total, s, False) + dot(
+                "...ij,...ik->...jk", D, flat(level.queries)
+            ).reshape(dkeys.shape)
+        dr, dc, d = list(kinds(dqueries)), list(kinds(dkeys)), self.levels[0].total
         for i in range(p):
             if self.inclusive[i]:
-                dg = dg + pick(self.levels[0].rows, i) * dr[i]
+                dg = dg + pick(self.levels[0].queries, i) * dr[i]
                 dr[i] = d * dr[i]
                 for j in range(q):
-                    own = jnp.sum(
+                    diagonal = jnp.sum(
                         jnp.where(
                             np.eye(C, dtype=bool), dA[..., i * C : (i + 1) * C, j * C : (j + 1) * C], 0
                         ),
                         -1,
                         keepdims=True,
                     )
-                    dr[i], dc[j] = dr[i] + own * pick(self.first[1], j), dc[j] + own * pick(self.first[0], i)
+                    dr[i], dc[j] = (
+                        dr[i] + diagonal * pick(self.first[1], j),
+                        dc[j] + diagonal * pick(self.first[0], i),
+                    )
         return tuple(dr), tuple(dc), dg
 
 
 def inverse(A: jax.Array) -> jax.Array:
     """(I - A)^-1 for strictly lower triangular ``A`` [..., C, C], by merging blocks (never by nilpotent
-    doubling over many rows: that is unstable).
+    doubling over many tokens: that is unstable).
     """
     C = A.shape[-1]
     T = jnp.broadcast_to(jnp.eye(C, dtype=A.dtype), A.shape)

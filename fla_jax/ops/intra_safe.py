@@ -1,9 +1,8 @@
-"""Scores and their gradients within a chunk where decays are mild: what `tree.Tree` does, with one matrix
-product. And the choice between the two.
+"""Products of queries and keys and their gradients within a chunk of mild decays, by one matrix product.
 
-With P_t the product of a chunk's decays up to token t, the decay between two tokens is P_t / P_i: rows times
-P and columns over P give all scores at once. While P >= exp(-LIMIT), nothing overflows and all factors are
-exact to a few roundings. At stronger decays only the tree is safe.
+With P_t the product of a chunk's decays up to token t, the decay between two tokens is P_t / P_i: queries
+times P and keys over P give all products at once. While P >= exp(-LIMIT), nothing overflows and all factors
+are exact to a few roundings. At stronger decays only `intra_exact.Tree` is safe; `by_strength` selects.
 """
 
 from __future__ import annotations
@@ -25,109 +24,115 @@ LIMIT = 24.0  # largest sum of -w over a chunk
 
 
 class SafeGate(NamedTuple):
-    """See `tree.Tree`. ``rows`` are decayed from the chunk's start, ``cols`` undone back to it, ``cols_out``
-    decayed to its end.
+    """See `intra_exact.Tree`.
+
+    ``queries`` are decayed from the chunk's start, ``keys`` undone back to it, ``keys_out`` decayed to its
+    end.
     """
 
     inclusive: tuple[bool, ...]
-    prefix: jax.Array  # P [..., C, K], and without the token's own decay
+    prefix: jax.Array  # P [..., C, K], and without the token's decay
     before: jax.Array
-    rows: jax.Array
-    cols: jax.Array
-    cols_out: jax.Array
+    queries: jax.Array
+    keys: jax.Array
+    keys_out: jax.Array
     total: jax.Array
 
     @classmethod
     def build(
         cls,
         w: jax.Array,
-        rows: tuple[jax.Array, ...],
-        cols: tuple[jax.Array, ...],
+        queries: tuple[jax.Array, ...],
+        keys: tuple[jax.Array, ...],
         inclusive: tuple[bool, ...],
     ) -> SafeGate:
-        """From log decays ``w`` [..., C, K] and kinds of rows and columns [..., C, K]."""
+        """From log decays ``w`` [..., C, K] and kinds of queries and keys [..., C, K]."""
         logs = _sum(np.tril(np.ones((w.shape[-2],) * 2)), w)
         prefix, before = jnp.exp(logs), jnp.exp(logs - w)
         total = prefix[..., -1:, :]
-        from_start = stack([x * (prefix if own else before) for x, own in zip(rows, inclusive)])
-        to_start = stack([x / prefix for x in cols])
+        from_start = stack(
+            [x * (prefix if is_inclusive else before) for x, is_inclusive in zip(queries, inclusive)]
+        )
+        to_start = stack([x / prefix for x in keys])
         return cls(inclusive, prefix, before, from_start, to_start, to_start * total[..., None, :, :], total)
 
     @property
-    def rows_in(self) -> jax.Array:
-        """See `tree.Tree`."""
-        return self.rows
+    def queries_in(self) -> jax.Array:
+        """See `intra_exact.Tree`."""
+        return self.queries
 
     def _mask(self, apart: int = 0) -> np.ndarray:
-        """The pairs of a row and a column that it sees, with so many decays between them at least."""
+        """The pairs of a query and a key that it sees, with so many decays between them at least."""
         C = self.prefix.shape[-2]
-        seen = [np.tri(C, k=(0 if own else -1) - apart, dtype=bool) for own in self.inclusive]
-        return np.tile(np.concatenate(seen), (1, self.cols.shape[-3]))
+        masks = [
+            np.tri(C, k=(0 if is_inclusive else -1) - apart, dtype=bool) for is_inclusive in self.inclusive
+        ]
+        return np.tile(np.concatenate(masks), (1, self.keys.shape[-3]))
 
-    def scores(self) -> jax.Array:
-        """[..., p * C, q * C], zero above the diagonal; on it, the undecayed products of inclusive rows."""
-        return jnp.where(self._mask(), dot("...ik,...jk->...ij", flat(self.rows), flat(self.cols)), 0)
+    def pair_products(self) -> jax.Array:
+        """[..., p * C, q * C], zero above the diagonal; on it, those of inclusive queries, undecayed."""
+        return jnp.where(self._mask(), dot("...ik,...jk->...ij", flat(self.queries), flat(self.keys)), 0)
 
-    def gradients(self, dA: jax.Array, drows: jax.Array, dcols: jax.Array, dg: jax.Array):
-        """See `tree.Tree.gradients`.
+    def gradients(self, dA: jax.Array, dqueries: jax.Array, dkeys: jax.Array, dg: jax.Array):
+        """See `intra_exact.Tree.gradients`.
 
-        Pairs with no decay between them, a row's first one, have no part in dg: it comes from a difference,
+        Pairs with no decay between them, a query's first one, have no part in dg: it comes from a difference,
         which their size would drown.
         """
-        far = jnp.where(self._mask(1), dA, 0)
-        reads = drows + dot("...ij,...jk->...ik", far, flat(self.cols)).reshape(drows.shape)
-        inner = dot("...ij,...ik->...jk", far, flat(self.rows)).reshape(dcols.shape)
-        # dg_j: what later rows read from anywhere, less what they read from j on, and what earlier columns
+        decayed_pairs = jnp.where(self._mask(1), dA, 0)
+        reads = dqueries + dot("...ij,...jk->...ik", decayed_pairs, flat(self.keys)).reshape(dqueries.shape)
+        inner = dot("...ij,...ik->...jk", decayed_pairs, flat(self.queries)).reshape(dkeys.shape)
+        # dg_j: what later queries read from anywhere, less what they read from j on, and what earlier keys
         # hand to the state
         ones = np.ones((dg.shape[-2],) * 2)
-        read = self.rows * reads
+        read = self.queries * reads
         dg = (
             dg
-            + _sum(np.triu(ones), sum_kinds(read) - sum_kinds(self.cols * inner))
-            + _sum(np.tril(ones, -1), sum_kinds(self.cols_out * dcols))
+            + _sum(np.triu(ones), sum_kinds(read) - sum_kinds(self.keys * inner))
+            + _sum(np.tril(ones, -1), sum_kinds(self.keys_out * dkeys))
         )
-        for i, own in enumerate(self.inclusive):
-            dg = dg if own else dg - pick(read, i)
-        near_rows, near_cols = self._near_gradients(dA)
-        factors = [self.prefix if own else self.before for own in self.inclusive]
-        dcols = (inner + near_cols + dcols * self.total[..., None, :, :]) / self.prefix[..., None, :, :]
+        for i, is_inclusive in enumerate(self.inclusive):
+            dg = dg if is_inclusive else dg - pick(read, i)
+        undecayed_queries, undecayed_keys = self._undecayed_gradients(dA)
+        factors = [self.prefix if is_inclusive else self.before for is_inclusive in self.inclusive]
+        dkeys = (inner + undecayed_keys + dkeys * self.total[..., None, :, :]) / self.prefix[..., None, :, :]
         return (
-            tuple(x * factor for x, factor in zip(kinds(reads + near_rows), factors)),
-            kinds(dcols),
+            tuple(x * factor for x, factor in zip(kinds(reads + undecayed_queries), factors)),
+            kinds(dkeys),
             dg,
         )
 
-    def _near_gradients(self, dA: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the pairs with no decay between them give to the rows and to the columns."""
-        C, q = self.prefix.shape[-2], self.cols.shape[-3]
+    def _undecayed_gradients(self, dA: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the pairs with no decay between them give to the queries and to the keys."""
+        C, q = self.prefix.shape[-2], self.keys.shape[-3]
         numbers = dA.reshape(*dA.shape[:-2], -1)
-        rows, cols = [jnp.zeros_like(self.prefix)] * len(self.inclusive), [jnp.zeros_like(self.prefix)] * q
-        for i, own in enumerate(self.inclusive):
+        queries, keys = [jnp.zeros_like(self.prefix)] * len(self.inclusive), [jnp.zeros_like(self.prefix)] * q
+        for i, is_inclusive in enumerate(self.inclusive):
             for j in range(q):
                 # a diagonal of the block (i, j) of dA: its numbers lie q C + 1 apart
-                start, count = (i * C + (not own)) * q * C + j * C, C if own else C - 1
+                start, count = (i * C + (not is_inclusive)) * q * C + j * C, C if is_inclusive else C - 1
                 pairs = numbers[..., start : start + (count - 1) * (q * C + 1) + 1 : q * C + 1, None]
-                row, col = pick(self.rows, i), pick(self.cols, j)
-                if own:
-                    rows[i], cols[j] = rows[i] + pairs * col, cols[j] + pairs * row
+                query, key = pick(self.queries, i), pick(self.keys, j)
+                if is_inclusive:
+                    queries[i], keys[j] = queries[i] + pairs * key, keys[j] + pairs * query
                 else:
-                    rows[i] = rows[i] + _moved_on(pairs * col[..., :-1, :])
-                    cols[j] = cols[j] + _moved_back(pairs * row[..., 1:, :])
-        return stack(rows), stack(cols)
+                    queries[i] = queries[i] + _shift_later(pairs * key[..., :-1, :])
+                    keys[j] = keys[j] + _shift_earlier(pairs * query[..., 1:, :])
+        return stack(queries), stack(keys)
 
 
-def _moved_on(x: jax.Array) -> jax.Array:
+def _shift_later(x: jax.Array) -> jax.Array:
     """Zeros and then ``x`` [..., C - 1, K]."""
     return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((1, 0), (0, 0)))
 
 
-def _moved_back(x: jax.Array) -> jax.Array:
+def _shift_earlier(x: jax.Array) -> jax.Array:
     """``x`` [..., C - 1, K] and then zeros."""
     return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, 1), (0, 0)))
 
 
 def _sum(which: np.ndarray, x: jax.Array) -> jax.Array:
-    """Sums over the tokens of ``x`` [..., C, K] that each row of ``which`` [C, C] names: a product, which a
+    """Sums over the tokens of ``x`` [..., C, K] that each line of ``which`` [C, C] names: a product, which a
     CPU does faster than a cumulative sum.
     """
     # one copy per batch entry: a product with a shared left operand transposes the right one to and fro
@@ -136,18 +141,18 @@ def _sum(which: np.ndarray, x: jax.Array) -> jax.Array:
     )
 
 
-Scores = Tree | SafeGate
+Pairs = Tree | SafeGate
 
 
 def build(
     mild: bool,
     w: jax.Array,
-    rows: tuple[jax.Array, ...],
-    cols: tuple[jax.Array, ...],
+    queries: tuple[jax.Array, ...],
+    keys: tuple[jax.Array, ...],
     inclusive: tuple[bool, ...],
-) -> Scores:
+) -> Pairs:
     """`SafeGate` where ``w`` [..., C, K] is ``mild``, else `Tree`."""
-    return (SafeGate if mild else Tree).build(w, rows, cols, inclusive)
+    return (SafeGate if mild else Tree).build(w, queries, keys, inclusive)
 
 
 @jax.custom_batching.custom_vmap
@@ -162,10 +167,10 @@ def _(n: int, mapped: list[bool], x: jax.Array):
 
 
 def by_strength(cfg: RecurrenceConfig, chunks: Chunks, group: Callable[..., T], at: int) -> Callable[..., T]:
-    """The step for `transform.Chunks.scan` made of ``group(mild, carry, tokens, xs)``; ``tokens[at]`` are the
+    """The step for `varlen.Chunks.scan` made of ``group(mild, carry, tokens, xs)``; ``tokens[at]`` are the
     log decays.
 
-    A promise (``lower_bound``) decides once. Without one, each group of chunks goes by its own decays:
+    A promise (``lower_bound``) decides once. Without one, each group of chunks goes by its decays:
     RWKV-7's are always mild. Nobody looks at the decays of a few groups, for which a second branch would cost
     more to compile than it saves, nor with several devices, which would all have to be asked.
     """

@@ -34,7 +34,7 @@ class ContextParallelRule(Generic[X]):
         """See `Rule`."""
         if ctx.cp.size == 1:
             return self.rule.residual_axes(ctx)
-        return {"h0": "b split h k v", "transition": "b split h k j"}
+        return {"h0": "b split h k v", "M": "b split h k j"}
 
     def fwd(self, ctx: Context[X, RecurrenceConfig], x: X) -> tuple[Outputs, Residuals]:
         """See `Rule`."""
@@ -46,7 +46,7 @@ class ContextParallelRule(Generic[X]):
         M, N = (array[:, None] for array in self._transition(ctx, x))
         h0, ht = shard.enter(M, N, x.initial_state)
         outputs, _ = self.rule.fwd(ctx, x._replace(initial_state=h0))
-        residuals = {"h0": h0[:, None], "transition": M} if ctx.save_residuals else {}
+        residuals = {"h0": h0[:, None], "M": M} if ctx.save_residuals else {}
         return outputs._replace(final_state=ht), residuals
 
     def bwd(self, ctx: Context[X, RecurrenceConfig], x: X, residuals: Residuals, dy: Outputs) -> X:
@@ -61,7 +61,7 @@ class ContextParallelRule(Generic[X]):
             return self.rule.bwd(ctx, x, saved, dy)
         no_dht = vary_alike(jnp.zeros_like(dy.final_state), x)
         D = self.rule.bwd(ctx, x, saved, dy._replace(final_state=no_dht)).initial_state
-        dht = shard.enter_backward(residuals["transition"], D[:, None], dy.final_state)
+        dht = shard.enter_backward(residuals["M"], D[:, None], dy.final_state)
         dx = self.rule.bwd(ctx, x, saved, dy._replace(final_state=dht))
         return dx._replace(initial_state=jnp.where(shard.is_first, dx.initial_state, 0))
 
@@ -80,4 +80,4 @@ class ContextParallelRule(Generic[X]):
         B, H, K, V = x.initial_state.shape
         zeros = x.initial_state[0, 0, 0, 0] * 0
         of_size = lambda n: jnp.broadcast_to(zeros, (B, ctx.cp.size, H, K, n))
-        return {"h0": of_size(V), "transition": of_size(K)}
+        return {"h0": of_size(V), "M": of_size(K)}

@@ -54,49 +54,36 @@ def triton_call(
     names = kernel.arg_names
     if len(names) != len(groups) + 2:
         raise TypeError(f"{kernel.__name__} has {len(names)} parameters, got {len(groups) + 2}")
-    named = dict(zip(names, groups, strict=False))
-    results = {operand: f"0.{output}" for operand, output in (aliases or {}).items()}
-    return _run(kernel, named, (out,), {names[-1]: config}, grid, launch, results)[0]
-
-
-def _run(
-    kernel: Any,
-    groups: Mapping[str, Any],
-    out: tuple[Any, ...],
-    constants: Mapping[str, Hashable],
-    grid: tuple[int, int, int],
-    launch: Launch,
-    aliases: Mapping[str, str],
-) -> Any:
-    leaves, tree = jax.tree.flatten(tuple(groups.values()))
-    shapes, outputs = jax.tree.flatten(out)
-    scalars = tuple(x if isinstance(x, int) else None for x in leaves)
-    arrays = [x for x in leaves if not isinstance(x, int)]
+    leaves, tree = jax.tree.flatten(groups)
+    shapes, outputs = jax.tree.flatten((out,))
     call = TritonCall(
         kernel=kernel,
         groups=tree,
-        scalars=scalars,
+        scalars=tuple(x if isinstance(x, int) else None for x in leaves),
         outputs=outputs,
         shapes=tuple(shapes),
-        constants=tuple(sorted(constants.items())),
+        constants=((names[-1], config),),
         grid=grid,
         launch=launch,
         capability=current_gpu().capability,
-        aliases=_positions(groups, out, aliases),
+        aliases=_positions(dict(zip(names, groups, strict=False)), out, aliases or {}),
     )
+    results = _run(call, [x for x in leaves if not isinstance(x, int)])
+    return jax.tree.unflatten(outputs, results)[0]
+
+
+def _run(call: TritonCall, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     if INTERPRET:
         from .interpreter import run_interpreted
 
-        return jax.tree.unflatten(outputs, run_interpreted(call, arrays))
+        return run_interpreted(call, arrays)
     from .lowering import triton_call_p
 
+    if not call.aliases:
+        return triton_call_p.bind(*arrays, call=call)
     # XLA fuses a slice of an operand or into an output with the call and then loses that they share memory
-    if aliases:
-        arrays = jax.lax.optimization_barrier(arrays)
-    results = triton_call_p.bind(*arrays, call=call)
-    if aliases:
-        results = jax.lax.optimization_barrier(results)
-    return jax.tree.unflatten(outputs, results)
+    arrays = jax.lax.optimization_barrier(list(arrays))
+    return jax.lax.optimization_barrier(triton_call_p.bind(*arrays, call=call))
 
 
 def _positions(
@@ -115,40 +102,6 @@ def _positions(
 
 def _path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def launch(
-    kernel: Any,
-    inputs: Mapping[str, jax.Array | int],
-    out: Mapping[str, jax.ShapeDtypeStruct],
-    *,
-    grid: Sequence[int],
-    num_warps: int,
-    num_stages: int,
-    aliases: Mapping[str, str] | None = None,
-    MAX_REGISTERS: int | None = None,
-    **constexprs: Any,
-) -> dict[str, jax.Array]:
-    """Calls a kernel with flat parameters by name: inputs, then outputs, then constants."""
-    if MAX_REGISTERS is not None:
-        constexprs["MAX_REGISTERS"] = MAX_REGISTERS
-    names = [name for name in kernel.arg_names if name not in constexprs]
-    if {*names, *constexprs} != {*inputs, *out, *constexprs}:
-        wrong = sorted({*kernel.arg_names} ^ {*inputs, *out, *constexprs})
-        raise TypeError(f"{kernel.__name__}: parameters missing, or given without being there: {wrong}")
-    operands = {name: inputs[name] for name in names if name in inputs}
-    outputs = [name for name in names if name in out]
-    positions = {name: str(outputs.index(result)) for name, result in (aliases or {}).items()}
-    results = _run(
-        kernel,
-        operands,
-        tuple(out[name] for name in outputs),
-        constexprs,
-        tuple([*grid, 1, 1][:3]),  # type: ignore[arg-type]
-        Launch(num_warps, num_stages, MAX_REGISTERS or 0),
-        positions,
-    )
-    return dict(zip(outputs, results, strict=True))
 
 
 def supports(ctx: Context) -> Unsupported | None:

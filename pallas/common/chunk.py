@@ -248,7 +248,7 @@ class Segments(NamedTuple):
 
 @triton.jit
 def chunk_segments(segment_bits_, split, n):
-    """The segments of the split's chunk ``n``, from one integer (`chunk_host.segment_bits`).
+    """The segments of the split's chunk ``n``, from one integer (`chunk_plan.segment_bits`).
 
     One integer is copied ahead in the background; ids of all tokens would be loaded once for each layout.
     """

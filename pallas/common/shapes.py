@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 Record = TypeVar("Record", bound=Any)  # a named tuple
 
@@ -23,11 +22,6 @@ def shaped(shape: tuple[int, ...], dtype: Any) -> Any:
 def like(x: jax.Array, dtype: Any = None) -> Any:
     """`shaped` of ``x``, with its dtype unless another is given."""
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
-
-
-def unused() -> jax.Array:
-    """What a kernel gets for an array that it does not read."""
-    return jnp.zeros(1, jnp.int32)
 
 
 def like_fields(x: Record, *names: str) -> Record:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .chunk_host import CHUNK, ChunkPlan
+from .chunk_plan import CHUNK, ChunkPlan
 from .shapes import tile
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ...core.context_parallel import SequenceShard
 from ..backend.triton import Launch, triton_call
-from .chunk_host import ChunkPlan
+from .chunk_plan import ChunkPlan
 from .shapes import like, tile
 from .state_passing import (
     EntryOutput,

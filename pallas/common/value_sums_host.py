@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..backend.pallas import pallas_call
-from .recurrent_host import RecurrentPlan
 from .recurrent_pairs import BLOCK, contract_state, contract_values
+from .recurrent_plan import RecurrentPlan
 
 RATES = 32  # rows of K that a program of the gradients takes, in one warp
 STATE_WARPS, VALUE_WARPS = 2, 1  # of programs of `contract_state` and `contract_values`

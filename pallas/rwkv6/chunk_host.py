@@ -12,7 +12,8 @@ from ...core.context_parallel import shard_of
 from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ..backend.triton import triton_call
-from ..common.chunk_host import (
+from ..common import chunk_variants
+from ..common.chunk_plan import (
     ChunkPlan,
     local_num_splits,
     num_splits_of,
@@ -21,10 +22,10 @@ from ..common.chunk_host import (
     sum_value_blocks,
     with_cotangent_scale,
 )
+from ..common.chunk_variants import launch_of, select, variant_key
 from ..common.shapes import like, shaped
 from ..common.state_buffers_host import StateBuffers, state_buffers
 from ..common.state_passing_host import split_dht, split_h0
-from ..common.variants import launch_of, select, variant_key
 from .chunk_bwd import Saved, rwkv6_bwd_kernel
 from .chunk_fwd import FwdOut, rwkv6_fwd_kernel
 from .chunk_state import StateOut, rwkv6_chunk_state_kernel
@@ -35,16 +36,21 @@ Ctx = Context[RWKV6Inputs, RecurrenceConfig]
 
 def _plan(ctx: Ctx, x: RWKV6Inputs, name: str, num_splits: int) -> ChunkPlan:
     """The pass ``name`` of the call's variant."""
-    key = variant_key(x, ctx.settings)
+    key = variant_key(ctx, x)
     variant = select(VARIANTS, key)
     launch = launch_of(LAUNCHES, variant, name, key)
     return plan_pass(ctx, x, launch, key.bf16_dots, num_splits, key_major=variant.key_major)
 
 
 def _state_buffers(ctx: Ctx, x: RWKV6Inputs) -> StateBuffers:
-    key = variant_key(x, ctx.settings)
+    key = variant_key(ctx, x)
     launch = launch_of(LAUNCHES, select(VARIANTS, key), "bwd", key)
     return state_buffers(x, ("r", "k", "v", "w"), launch.block, key.store_dtype)
+
+
+def describe(ctx: Ctx) -> str:
+    """The variant of a call, for messages."""
+    return chunk_variants.describe(VARIANTS, variant_key(ctx, ctx.shapes))
 
 
 def residual_axes(ctx: Ctx) -> dict[str, str]:

@@ -14,7 +14,7 @@ from ...core.context import Context
 from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ..backend.pallas import pallas_call
-from ..common.recurrent_host import RecurrentPlan, by_key_block, make_plan
+from ..common.recurrent_plan import RecurrentPlan, by_key_block, make_plan
 from ..common.value_sums_host import RATES, float32, sum_over_values
 from .recurrent_kernels import rwkv6_gradients, rwkv6_scan
 

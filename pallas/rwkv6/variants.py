@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.variants import BlockLaunch, LaunchTable, Variant, VariantKey
+from ..common.chunk_variants import BlockLaunch, LaunchTable, Variant, VariantKey
 
 
 def _is_key_major(key: VariantKey) -> bool:
@@ -14,9 +14,14 @@ def _is_key_major(key: VariantKey) -> bool:
 
 
 VARIANTS = (
-    Variant("fused_wgmma", _is_key_major, key_major=True),
-    Variant("fused", lambda key: key.bf16_dots),
-    Variant("fused_fp32", lambda key: True),
+    Variant(
+        "fused_wgmma",
+        "bfloat16 and heads of 33 to 64, under a safe gate to 128, on compute capability 9.0",
+        _is_key_major,
+        key_major=True,
+    ),
+    Variant("fused", "16-bit inputs", lambda key: key.bf16_dots),
+    Variant("fused_fp32", "float32 inputs", lambda key: True),
 )
 
 # measured on an H200; for other GPUs what fits and spills least

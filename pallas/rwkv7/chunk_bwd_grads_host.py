@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from ...core.context import Context
 from ...core.types import RecurrenceConfig, RWKV7Inputs
 from ..backend.triton import triton_call
-from ..common.chunk_host import CHUNK, ChunkPlan, plan_pass, with_cotangent_scale
+from ..common.chunk_plan import CHUNK, ChunkPlan, plan_pass, with_cotangent_scale
+from ..common.chunk_variants import BlockLaunch
 from ..common.shapes import like, tile
 from ..common.state_buffers_host import StateBuffers
-from ..common.variants import BlockLaunch
 from .chunk_bwd_split import GradsSaved, rwkv7_bwd_grads_kernel
 from .chunk_tokens import KeyGrads
 from .variants import GRADS_VALUES, from_scans_launch
@@ -62,7 +62,7 @@ def bwd_grads_from_scans(
             state gradients at the ends of chunks, [B, T / 16, H, V, K]; all but do float32.
         dht: cotangents of the final states, [N, H, K, V].
     """
-    launch = from_scans_launch(x.r.shape[-1])
+    launch = from_scans_launch(ctx.gpu, x.r.shape[-1])
     plan = plan_pass(ctx, x, launch, bf16_dots=False, from_scans=True)
     plan = with_cotangent_scale(plan, x, saved.do, dht)
     return bwd_grads(plan, x, saved, StateBuffers(0, 0, 1, jnp.float32), launch)

@@ -12,7 +12,8 @@ from ...core.context_parallel import shard_of
 from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ..backend.triton import triton_call
-from ..common.chunk_host import (
+from ..common import chunk_variants
+from ..common.chunk_plan import (
     CHUNK,
     ChunkPlan,
     local_num_splits,
@@ -22,10 +23,10 @@ from ..common.chunk_host import (
     sum_value_blocks,
     with_cotangent_scale,
 )
+from ..common.chunk_variants import Variant, VariantKey, launch_of, select, variant_key
 from ..common.shapes import like, shaped, tile
 from ..common.state_buffers_host import StateBuffers, state_buffers
 from ..common.state_passing_host import add_entry_output, split_dht, split_h0
-from ..common.variants import Variant, VariantKey, launch_of, select, variant_key
 from .chunk_A import NUM_A_TILES, AOut, rwkv7_chunk_A_kernel
 from .chunk_bwd import DhOut, Saved, rwkv7_bwd_dh_kernel, rwkv7_bwd_kernel
 from .chunk_bwd_grads_host import bwd_grads
@@ -46,7 +47,7 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, ctx: Ctx, x: RWKV7Inputs) -> Call:
         """The call of the op on ``x``."""
-        key = variant_key(x, ctx.settings)
+        key = variant_key(ctx, x)
         return cls(key, select(VARIANTS, key))
 
     def plan(self, ctx: Ctx, x: RWKV7Inputs, name: str, num_splits: int) -> ChunkPlan:
@@ -75,6 +76,11 @@ class Call(NamedTuple):
         """Where the first of two backward kernels stores gradients of states."""
         block, dtype = tile(self.key.V), self.key.store_dtype
         return state_buffers(x, ("r", "k", "a", "b"), block, dtype, self.variant.chunks_per_state)
+
+
+def describe(ctx: Ctx) -> str:
+    """The variant of a call, for messages."""
+    return chunk_variants.describe(VARIANTS, variant_key(ctx, ctx.shapes))
 
 
 def residual_axes(ctx: Ctx) -> dict[str, str]:

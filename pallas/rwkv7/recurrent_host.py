@@ -14,9 +14,9 @@ from ...core.context import Context
 from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ..backend import pallas, triton
-from ..common.recurrent_host import RecurrentPlan, by_key_block, make_plan
+from ..common.chunk_variants import variant_key
+from ..common.recurrent_plan import RecurrentPlan, by_key_block, make_plan
 from ..common.value_sums_host import RATES, float32, sum_over_values
-from ..common.variants import variant_key
 from .chunk_bwd_grads_host import bwd_grads_from_scans
 from .chunk_bwd_split import GradsSaved
 from .recurrent_kernels import rwkv7_gradients, rwkv7_scan
@@ -46,7 +46,7 @@ def _by_chunks(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> b
     what the rounding to 16 bits does. So where one of these gradients is float32, all are made by pairs of
     tokens, from products of decays alone.
     """
-    half = variant_key(x, ctx.settings).bf16_dots and x.w.dtype.itemsize == 2 and x.r.shape[-1] <= 128
+    half = variant_key(ctx, x).bf16_dots and x.w.dtype.itemsize == 2 and x.r.shape[-1] <= 128
     runs = pallas.preferred(ctx) and triton.preferred(ctx) and triton.supports(ctx) is None
     return half and runs
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from ...core.gpu import current_gpu
+from ...core.gpu import GPU
+from ..common.chunk_variants import BlockLaunch, LaunchTable, Variant
 from ..common.shapes import tile
-from ..common.variants import BlockLaunch, LaunchTable, Variant
 
 VARIANTS = (
     Variant(
         "fused_wgmma",
+        "bfloat16 and heads of 33 to 64, on compute capability 9.0",
         lambda key: key.gpu.wgmma and key.all_bf16 and not key.w_float16 and 32 < key.K <= 64,
         key_major=True,
     ),
-    Variant("fused", lambda key: key.bf16_dots and key.K <= 64),
+    Variant("fused", "16-bit inputs and heads up to 64", lambda key: key.bf16_dots and key.K <= 64),
     Variant(
         "split_pair_wgmma",
+        "bfloat16 and heads up to 128, on compute capability 9.0",
         lambda key: key.gpu.wgmma and key.all_bf16 and max(key.K, key.V) <= 128,
         split_bwd=True,
         key_major=True,
@@ -22,18 +24,20 @@ VARIANTS = (
     ),
     Variant(
         "split_pair",
+        "16-bit inputs and heads up to 128",
         lambda key: key.bf16_dots and max(key.K, key.V) <= 128,
         split_bwd=True,
         chunks_per_state=2,
     ),
     Variant(
         "split_fp32",
+        "float32 inputs and heads up to 128",
         lambda key: not key.bf16_dots and max(key.K, key.V) <= 128,
         split_bwd=True,
         precomputed_A=True,
     ),
-    Variant("fused_large", lambda key: key.bf16_dots),
-    Variant("fused_large_fp32", lambda key: True, precomputed_A=True),
+    Variant("fused_large", "16-bit inputs and heads over 128", lambda key: key.bf16_dots),
+    Variant("fused_large_fp32", "float32 inputs and heads over 128", lambda key: True, precomputed_A=True),
 )
 
 # measured on an H200; for other GPUs, and for fused passes of heads over 128, what fits and spills least
@@ -80,7 +84,7 @@ A_LAUNCH = BlockLaunch(16, 1, 1)  # of the kernel that computes A: keys at a tim
 GRADS_VALUES = 32  # values at a time in the gradients of one chunk
 
 
-def from_scans_launch(K: int) -> BlockLaunch:
+def from_scans_launch(gpu: GPU, K: int) -> BlockLaunch:
     """The launch of the recurrent op's gradients, as of the variant ``split_fp32``."""
     large, small = LAUNCHES["split_fp32", "bwd_grads", max(64, tile(K))]
-    return large if current_gpu().large_tiles else small
+    return large if gpu.large_tiles else small

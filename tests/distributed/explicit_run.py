@@ -41,7 +41,7 @@ def whole(path, x):
     return P()
 
 
-def by_rows(path, x):
+def by_batch(path, x):
     """The batch axis splits the largest axis of every parameter, vectors included."""
     axis = int(np.argmax(x.shape))
     return P(*(None,) * axis, "data") if x.shape[axis] % 4 == 0 else P()
@@ -142,7 +142,7 @@ def report(version):
     with jax.set_mesh(MESH):
         text, segments = jax.device_put((tokens, ids), ROWS)
         attempt("init", traced, scanned.init, jax.random.key(0), text)
-        for how in (whole, by_rows, by_heads, by_both):
+        for how in (whole, by_batch, by_heads, by_both):
             # `state` is whole on every device, as it comes from elsewhere: it is resharded with the batch
             for model, p, options in ((scanned, params, ()), (plain, one, (state, segments))):
                 p, name = sharded(p, how), f"{how.__name__}, {'plain' if options else 'scanned'}"

@@ -211,10 +211,8 @@ REFUSED = {
     "got 'tokens'; it has ('sequence',)": refused(CALL, "xla", {}, "tokens"),
     "axis T of r must be a multiple of mesh axis 'sequence' = 8, got T = 20": refused(SHORT, "xla", {}),
     "cu_seqlens cannot go with tokens over mesh axis 'sequence'; segment_ids can": refused(PACKED, "xla", {}),
-    "8 devices share it takes 128 tokens, or any multiple, got T = 64": refused(CALL, "triton", {}),
-    "'pallas' cannot run this call: it takes whole sequences, and T is split over": refused(
-        CALL, "pallas", {}
-    ),
+    "8 devices split it takes 128 tokens, or any multiple, got T = 64": refused(CALL, "triton", {}),
+    "'pallas' cannot run this call: it takes whole sequences, and T is": refused(CALL, "pallas", {}),
     "is sharded over mesh axis 'sequence'": refused(CALL, "triton", {"t": "sequence"}, None),
     "sequence_axis='sequence'": refused(CALL, "triton", {"t": "sequence"}, None),
 }

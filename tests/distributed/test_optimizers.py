@@ -32,7 +32,7 @@ def test_optimizer(name):
     assert len(found) == 4
     for mesh in found.values():
         assert mesh["error"] < 1e-13 and mesh["moved"] > 1e-4, found
-    # what mirrors a parameter is stored in parts
+    # what mirrors a parameter is sharded
     stored = {mesh: numbers["stored"] for mesh, numbers in found.items()}
-    in_parts = max(stored.pop("fsdp"), stored.pop("fsdp and tensor, explicit"))
-    assert in_parts < stored["data"] == stored["one device"], found
+    sharded = max(stored.pop("fsdp"), stored.pop("fsdp and tensor, explicit"))
+    assert sharded < stored["data"] == stored["one device"], found

@@ -21,7 +21,7 @@ import small_models as small
 from fla_jax.training import next_token_loss
 
 HERE = Path(__file__).parent
-LAUNCHERS = {
+MANAGERS = {
     "SLURM": lambda rank: {
         "SLURM_JOB_ID": "1",
         "SLURM_STEP_NODELIST": "127.0.0.1",
@@ -38,7 +38,7 @@ LAUNCHERS = {
 }
 
 
-def run(launcher, *meshes):
+def run(manager, *meshes):
     """What both processes report."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -54,7 +54,7 @@ def run(launcher, *meshes):
     }
     command = [sys.executable, str(HERE / "processes_run.py"), *meshes]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    both = [subprocess.Popen(command, env=env | LAUNCHERS[launcher](rank), **pipes) for rank in "01"]
+    both = [subprocess.Popen(command, env=env | MANAGERS[manager](rank), **pipes) for rank in "01"]
     try:
         said = [one.communicate(timeout=400) for one in both]
     finally:
@@ -82,14 +82,14 @@ def alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "launcher, meshes",
+    "manager, meshes",
     [
         pytest.param("SLURM", ("rows and tokens", "tokens"), marks=pytest.mark.one_python),
         ("Open MPI", ("fsdp",)),
     ],
 )
-def test_two_processes(launcher, meshes):
-    (first, one), (second, two) = run(launcher, *meshes)
+def test_two_processes(manager, meshes):
+    (first, one), (second, two) = run(manager, *meshes)
     assert (first, second) == (0, 1) and one == two and tuple(one) == meshes
     want = alone()
     for name, got in one.items():

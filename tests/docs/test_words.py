@@ -33,7 +33,8 @@ OLD_WORDS = {
 }
 # also wrong in the prose of pages, though a good word elsewhere
 OLD_WORDS_OF_PAGES = {
-    r"rows?": "batch element, sequence, request, example, query",
+    r"rows (of|and|or|over|that|are|to)|(its|few|all|own) rows": "batch element, sequence, request, example",
+    r"(each|every|per|one|long|packed) row|rows? and heads?": "batch element, sequence, request, example",
     r"pieces?": "chunk, microbatch, layer operation",
     r"alive|hands? (on|over)|handed (on|over)": "active, pass",
     r"columns?": "key",

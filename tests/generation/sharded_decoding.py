@@ -24,7 +24,7 @@ RULES = (
 
 
 def report(version: int) -> dict:
-    """Greedy tokens of rows of different lengths on one device, and on two with and without slots; the
+    """Greedy tokens of requests of different lengths on one device, and on two with and without slots; the
     largest difference of the states; the implementation chosen and the refusal of another.
     """
     model = small.model(version, hidden_size=64, num_layers=2, logical_axes=True)
@@ -45,7 +45,7 @@ def report(version: int) -> dict:
     except ValueError as error:
         refused = str(error)
     return {
-        "tokens": [[row.tolist() for row in one.tokens] for one in (want, got, slots)],
+        "tokens": [[request.tolist() for request in one.tokens] for one in (want, got, slots)],
         "state": max(jax.tree.leaves(jax.tree.map(small.error, got.state, want.state))),
         "implementation": Decoder(model, shared).implementation,
         "refused": refused,

@@ -64,7 +64,7 @@ def test_one_token_is_the_models(version):
 
 @pytest.mark.parametrize("version", [7, pytest.param(6, marks=SLOW)])
 def test_greedy_tokens_are_the_models(version):
-    """512 of two rows, in float32."""
+    """512 of two requests, in float32."""
     model, params = setup(version)
     want = generate(model, params, PROMPTS, 512, GREEDY)
     got = generate(
@@ -150,7 +150,7 @@ def test_bfloat16_is_as_near_as_the_model(version):
 
 @pytest.mark.parametrize("name, bound", [("float16", 2e-3), ("bfloat16", 2e-2)])
 def test_states_of_16_bits(name, bound):
-    """After 256 tokens, in units of the largest logit. Rows that are over keep their state exactly."""
+    """After 256 tokens, in units of the largest logit. Requests that are over keep their state exactly."""
     model, params = setup(7)
     tokens = small.tokens(256, 2, seed=5)
     want = logits_of(Decoder(model, params, implementation="plain"), tokens, model.init_state(2))
@@ -222,7 +222,7 @@ class Device(NamedTuple):
         return self.stats
 
 
-def test_kernels_are_taken_where_there_is_room_for_their_weights(monkeypatch):
+def test_kernels_are_taken_where_memory_allows(monkeypatch):
     model, params = setup(7)
     size = 4 * sum(x.size for x in jax.tree.leaves(params))
     assert decoder.has_room(model, params) and decoder.has_room(model, params, Device(None))
@@ -234,8 +234,8 @@ def test_kernels_are_taken_where_there_is_room_for_their_weights(monkeypatch):
     assert decoder.has_room(half, params, Device({"bytes_limit": 2 * size, "bytes_in_use": size + size // 2}))
     monkeypatch.setattr(decoder, "unsupported", lambda *arguments: None)
     monkeypatch.setattr(decoder.triton, "INTERPRET", False)
-    for room, taken in ((True, "triton"), (False, "model")):
-        monkeypatch.setattr(decoder, "has_room", lambda *arguments, room=room: room)
+    for enough, taken in ((True, "triton"), (False, "model")):
+        monkeypatch.setattr(decoder, "has_room", lambda *arguments, enough=enough: enough)
         assert Decoder(model, params).implementation == taken
 
 
@@ -325,7 +325,7 @@ def test_donated_parameters_are_named():
 
 @pytest.mark.parametrize("version", small.VERSIONS)
 def test_what_is_no_token_has_no_logits(version):
-    """NaN on every way to decode, and nothing in the other rows; a list says which rows live."""
+    """NaN on every way to decode, and nothing in the other requests; a list says which requests live."""
     model, params = setup(version)
     for implementation in ("model", "plain"):
         decoder = Decoder(model, params, implementation=implementation)

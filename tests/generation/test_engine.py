@@ -1,4 +1,4 @@
-"""Rows that join and leave a batch of slots, against each row alone; how much of the slots is used."""
+"""Continuous batching: requests against each one alone; how much of the slots is used."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ LENGTHS = (21, 1, 9, 30, 5, 17, 2)
 
 @pytest.fixture(scope="module")
 def alone(setup):
-    """Prompts, and the rows that they give one by one: the row's own limit of tokens, seed and state."""
-    rows = []
+    """Prompts with their limits of tokens, seeds and states, and the results of each alone."""
+    requests = []
     for i, length in enumerate(LENGTHS):
         prompt = [int(t) for t in small.tokens(1, length, seed=length)[0]]
         state = small.random_state(setup[0], 1, seed=i) if i % 3 == 1 else None
         limit = (3, 40, 17, 0, 33, 8, 25)[i]
         result = generate(*setup, [prompt], limit, SAMPLING, seed=50 + i, state=state)
-        rows.append((prompt, limit, 50 + i, state, result))
-    assert len({len(result.tokens[0]) for *_, result in rows}) > 4, "rows must end at different times"
-    return rows
+        requests.append((prompt, limit, 50 + i, state, result))
+    assert len({len(result.tokens[0]) for *_, result in requests}) > 4, "requests must end at different times"
+    return requests
 
 
-def test_every_row_is_what_it_is_alone(setup, alone):
-    """Put in at once or between results; the state after each row is its own, too."""
+def test_every_request_is_what_it_is_alone(setup, alone):
+    """Put in at once or between results; the state after each request is its own, too."""
     engine = Engine(*setup, 3, SAMPLING, states=True)
     waiting = [(prompt, limit, seed, state) for prompt, limit, seed, state, _ in alone]
     for prompt, limit, seed, state in waiting[:4]:
@@ -66,10 +66,10 @@ def test_generate_with_more_prompts_than_slots(setup):
 
 @pytest.mark.parametrize(("known", "fixed"), [(True, None), (False, None), (True, 8), (False, 8)])
 def test_the_slots_are_used(setup, monkeypatch, known, fixed):
-    """Lengths from 16 to 1024 in 16 slots, eight prompts for each: 85 % of the row-steps give a token.
+    """Lengths from 16 to 1024 in 16 slots, eight prompts for each: 85 % of the request-steps give a token.
 
     It is about the bookkeeping, which is the same for any model: this one counts down in its state from the
-    length that a row shall have, and then says the stop token, where the engine does not know the length.
+    length that a request shall have, and then says the stop token, where the engine does not know the length.
     """
 
     class Countdown:
@@ -79,7 +79,7 @@ def test_the_slots_are_used(setup, monkeypatch, known, fixed):
             left = state.att_shift - active[None, :, None]
             return jax.nn.one_hot(jnp.where(left[0, :, 0] > 0, 1, 23), 24), state.replace(att_shift=left)
 
-    def reading(model, params, rows, batch, initial):
+    def reading(model, params, requests, batch, initial):
         yield jax.nn.one_hot(jnp.ones(initial.wkv.shape[1], int), 24), initial
 
     monkeypatch.setattr(module, "prefill_chunks", reading)
@@ -118,8 +118,8 @@ def test_nothing_waits_for_the_device(setup, monkeypatch):
     assert events == ["start", "start", "read", "start", "read", "read"]
 
 
-def test_a_row_that_becomes_nan_fails_alone(setup, alone):
-    """Rows with NaN in their initial state end with an error, rows beside and after them as they do alone."""
+def test_a_request_that_becomes_nan_fails_alone(setup, alone):
+    """Requests with NaN in their initial state end with an error, all others as they do alone."""
     nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), setup[0].init_state(1))
     engine = Engine(*setup, 3, SAMPLING, states=True)
     bad = [engine.put([1, 2], 9, state=nan)]
@@ -149,15 +149,15 @@ def test_a_row_that_becomes_nan_fails_alone(setup, alone):
 
 
 @pytest.mark.parametrize("implementation", ["model", "plain"])
-def test_a_row_that_becomes_nan_later_keeps_its_tokens(setup, implementation):
-    """A token whose embedding is NaN: rows that choose it end with the next one, other rows go on."""
+def test_a_request_that_becomes_nan_later_keeps_its_tokens(setup, implementation):
+    """A token whose embedding is NaN: requests that choose it end with the next one, other requests go on."""
     model = setup[0] if implementation == "model" else small.model(7, hidden_size=64)
     params, greedy = small.params(model), Sampling(temperature=0.0, presence_penalty=2.0)
     prompts = [[1], [2], [4], [5]]
     decoder = Decoder(model, params, implementation=implementation)
     whole = generate(model, params, prompts, 12, greedy, slots=3, decoder=decoder).tokens
-    whole = [row.tolist() for row in whole]
-    inside = lambda token: [token in row[:-1] for row in whole]
+    whole = [request.tolist() for request in whole]
+    inside = lambda token: [token in request[:-1] for request in whole]
     token = next(t for t in range(6, 24) if any(inside(t)) and not all(inside(t)))
     broken = {**params, "emb": {"embedding": params["emb"]["embedding"].at[token].set(jnp.nan)}}
     decoder = Decoder(model, broken, implementation=implementation)
@@ -172,7 +172,7 @@ def test_a_row_that_becomes_nan_later_keeps_its_tokens(setup, implementation):
         generate(model, broken, prompts, 12, greedy, slots=3, decoder=decoder)
 
 
-def test_a_row_whose_state_was_donated_fails_alone(setup):
+def test_a_request_whose_state_was_donated_fails_alone(setup):
     model, params = setup
     engine, state = Engine(*setup, 2, Sampling(temperature=0.0)), small.random_state(model, 1)
     numbers = [engine.put([1, 2], 3), engine.put([1, 2], 3, state=state)]
@@ -186,7 +186,7 @@ def test_a_row_whose_state_was_donated_fails_alone(setup):
 
 
 def test_parameters_of_an_engine_stay(setup):
-    """Set, changed in place, and donated while rows wait."""
+    """Set, changed in place, and donated while requests wait."""
     model, params = setup
     mine = jax.tree.map(jnp.copy, params)
     engine = Engine(model, mine, 1, Sampling(temperature=0.0))

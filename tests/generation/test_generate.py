@@ -1,4 +1,4 @@
-"""Generation against the official models in NumPy, rows against themselves alone, and streaming against the
+"""Generation against the official models in NumPy, requests against each alone, and streaming against the
 whole.
 """
 
@@ -65,8 +65,8 @@ def test_equals_the_official_model_step_by_step(version):
         assert small.error(getattr(got.state, name)[:, 0], want) < 2e-5
 
 
-def test_rows_equal_themselves_alone(setup, batch):
-    assert [len(row) for row in batch.tokens] == [40] * 3
+def test_requests_equal_themselves_alone(setup, batch):
+    assert [len(request) for request in batch.tokens] == [40] * 3
     for i, prompt in enumerate(PROMPTS):
         alone = generate(*setup, [prompt], 40, SAMPLING, seed=3 + i)
         np.testing.assert_array_equal(alone.tokens[0], batch.tokens[i])
@@ -82,15 +82,15 @@ def test_every_step_draws_anew(setup):
     """
     model, params = setup
     params = {**params, "head": jax.tree.map(jnp.zeros_like, params["head"])}
-    rows = generate(
+    requests = generate(
         model, params, PROMPTS, 40, Sampling(top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0)
     ).tokens
-    assert all(len(set(row.tolist())) > 12 for row in rows)
+    assert all(len(set(request.tolist())) > 12 for request in requests)
 
 
 def test_stop_and_ban(setup, batch):
-    """Every row ends before its first stop token, with the state at that point; banned tokens do not come."""
-    assert not any((row == 0).any() for row in batch.tokens)
+    """Requests end before their first stop token, with the state at that point; banned tokens do not come."""
+    assert not any((request == 0).any() for request in batch.tokens)
     stop = int(batch.tokens[0][6])
     got = generate(
         *setup,
@@ -99,11 +99,11 @@ def test_stop_and_ban(setup, batch):
         Sampling(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,), stop=(stop,)),
         seed=3,
     )
-    for row, whole in zip(got.tokens, batch.tokens):
+    for request, whole in zip(got.tokens, batch.tokens):
         ends = [*np.flatnonzero(whole == stop), 40][0]
-        assert row.tolist() == whole[:ends].tolist()
+        assert request.tolist() == whole[:ends].tolist()
     assert len(got.tokens[0]) <= 6
-    _, want = prefill(*setup, [[*prompt, *row] for prompt, row in zip(PROMPTS, got.tokens)])
+    _, want = prefill(*setup, [[*prompt, *request] for prompt, request in zip(PROMPTS, got.tokens)])
     jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 1e-5), got.state, want)
 
 
@@ -111,10 +111,10 @@ def test_streaming(setup, batch):
     stop = int(batch.tokens[0][6])
     settings = Sampling(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,), stop=(stop,))
     want = generate(*setup, PROMPTS, 40, settings, seed=3).tokens
-    rows = np.stack(list(stream(*setup, PROMPTS, 40, settings, seed=3)))
-    assert rows.shape == (max(map(len, want)), 3)
-    for row, whole in zip(rows.T, want):
-        assert row[row >= 0].tolist() == whole.tolist() and (row[len(whole) :] < 0).all()
+    requests = np.stack(list(stream(*setup, PROMPTS, 40, settings, seed=3)))
+    assert requests.shape == (max(map(len, want)), 3)
+    for request, whole in zip(requests.T, want):
+        assert request[request >= 0].tolist() == whole.tolist() and (request[len(whole) :] < 0).all()
 
 
 def test_the_state_is_donated_and_the_callers_is_not(setup):
@@ -122,8 +122,8 @@ def test_the_state_is_donated_and_the_callers_is_not(setup):
     state = small.random_state(model, 3)
     generate(model, params, PROMPTS, 2, SAMPLING, state=state)
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-    rows = [np.array(row, np.int32) for row in PROMPTS]
-    carry, decoder, rules = decoding._start(model, params, rows, 2, SAMPLING, 0, state, None)
+    requests = [np.array(request, np.int32) for request in PROMPTS]
+    carry, decoder, rules = decoding._start(model, params, requests, 2, SAMPLING, 0, state, None)
     new, _ = loop.decode(decoder.step, decoder.weights, rules, carry, np.int32(1), None)
     assert carry.state.wkv.is_deleted() and not new.state.wkv.is_deleted()
 
@@ -145,18 +145,20 @@ def test_parameters_placed_by_hand_compile_nothing_twice():
     for _ in range(2):
         list(stream(model, params, [[1] * (2 * longest + 3), [2]], 3))
     assert loop.decode._cache_size() == before[0] + 1
-    # the longest piece, twice, and a short one; the other row's, from zeros
+    # the longest piece, twice, and a short one; the other request's, from zeros
     assert reading._read._cache_size() == before[1] + 3
 
 
 def test_all_bits_of_a_seed_count(setup, batch):
-    """Row i has seed + i, over the border of 32 bits too; below it the keys are those of `jax.random.key`."""
+    """Request i has seed + i, also beyond 32 bits; below, the keys are those of `jax.random.key`."""
     first = 2**32 - 2
     seeds = [first, first + 1, first + 2]
-    rows = generate(*setup, [PROMPTS[0]] * 3, 12, SAMPLING, seed=first).tokens
-    np.testing.assert_array_equal(rows, generate(*setup, [PROMPTS[0]] * 3, 12, SAMPLING, seed=seeds).tokens)
+    requests = generate(*setup, [PROMPTS[0]] * 3, 12, SAMPLING, seed=first).tokens
+    np.testing.assert_array_equal(
+        requests, generate(*setup, [PROMPTS[0]] * 3, 12, SAMPLING, seed=seeds).tokens
+    )
     more = generate(*setup, [PROMPTS[0]] * 3, 12, SAMPLING, seed=np.array([0, -1, 2**63 - 1])).tokens
-    assert len({row.tobytes() for row in (*rows, *more)}) == 6
+    assert len({request.tobytes() for request in (*requests, *more)}) == 6
     data = lambda seed, batch: np.asarray(jax.random.key_data(loop.row_keys(loop.row_seeds(seed, batch))))
     for seed in (0, 3, 2**31, 2**32 - 1):
         np.testing.assert_array_equal(data(seed, 1)[0], jax.random.key_data(jax.random.key(np.uint32(seed))))
@@ -169,9 +171,7 @@ def test_all_bits_of_a_seed_count(setup, batch):
 
 
 def test_not_a_number_is_an_error(setup):
-    """In the parameters, at once; in one row's state, that row is named; in a row that is over, never
-    mind.
-    """
+    """In the parameters, at once; in a request's state, naming the request; ignored in a finished one."""
     model, params = setup
     broken = {**params, "ln_out": jax.tree.map(lambda x: x.at[3].set(jnp.nan), params["ln_out"])}
     message = "row 0: the logits for new token 0 hold NaN or no finite largest one. Either params or state"
@@ -181,16 +181,18 @@ def test_not_a_number_is_an_error(setup):
     state = model.init_state(3)
     with pytest.raises(FloatingPointError, match="row 1: the logits for new token 0"):
         generate(model, params, PROMPTS, 3, state=state.replace(wkv=state.wkv.at[0, 1, 0, 0, 0].set(jnp.nan)))
-    # a token whose embedding is NaN: nothing happens until it is read, and never in a row that it ends
+    # a token whose embedding is NaN: nothing happens until it is read, and never in a request that it ends
     prompts, greedy = [[1], [2], [4]], Sampling(temperature=0.0, presence_penalty=2.0)
-    whole = [row.tolist() for row in generate(model, params, prompts, 5, greedy).tokens]
+    whole = [request.tolist() for request in generate(model, params, prompts, 5, greedy).tokens]
     token = whole[0][0]
-    assert token not in (1, 2, 4) and any(token not in row for row in whole)
+    assert token not in (1, 2, 4) and any(token not in request for request in whole)
     broken = {**params, "emb": {"embedding": params["emb"]["embedding"].at[token].set(jnp.nan)}}
     with pytest.raises(FloatingPointError, match="row 0: the logits for new token 1"):
         generate(model, broken, prompts, 5, greedy)
     stopped = generate(model, broken, prompts, 5, dataclasses.replace(greedy, stop=(token,))).tokens
-    assert [row.tolist() for row in stopped] == [row[: [*row, token].index(token)] for row in whole]
+    assert [request.tolist() for request in stopped] == [
+        request[: [*request, token].index(token)] for request in whole
+    ]
 
 
 def test_it_is_not_to_be_traced(setup):
@@ -207,7 +209,7 @@ def test_it_is_not_to_be_traced(setup):
 
 
 def test_no_tokens(setup):
-    assert [len(row) for row in generate(*setup, PROMPTS, 0).tokens] == [0, 0, 0]
+    assert [len(request) for request in generate(*setup, PROMPTS, 0).tokens] == [0, 0, 0]
     assert list(stream(*setup, PROMPTS, 0)) == []
 
 

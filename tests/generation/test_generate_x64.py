@@ -33,25 +33,25 @@ def test_every_precision(version, dtype):
     gives the same tokens, and so does float32 without jax_enable_x64; a state handed on goes on."""
     with jax.enable_x64(True):
         model, params = model_and_params(version, dtype)
-        rows, state = generate(model, params, PROMPTS, 6, SAMPLING, seed=[2**40, -3])
+        requests, state = generate(model, params, PROMPTS, 6, SAMPLING, seed=[2**40, -3])
         streamed = np.stack(list(stream(model, params, PROMPTS, 6, SAMPLING, seed=[2**40, -3])))
-        for row, new in zip(rows, streamed.T):
-            assert row.tolist() == new[new >= 0].tolist() and not {0, 4} & set(row.tolist())
+        for request, new in zip(requests, streamed.T):
+            assert request.tolist() == new[new >= 0].tolist() and not {0, 4} & set(request.tolist())
         tolerance = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}[dtype]
         z = official.checkpoint(params, version)
-        for i, row in enumerate(rows):
-            _, want = official.run(z, version, [*PROMPTS[i], *row], heads=small.HEADS)
+        for i, request in enumerate(requests):
+            _, want = official.run(z, version, [*PROMPTS[i], *request], heads=small.HEADS)
             for x, y in zip((state.att_shift, state.ffn_shift, state.wkv), want):
                 assert small.error(x[:, i], y) < tolerance
         greedy = Sampling(temperature=0.0, presence_penalty=1.5)
         whole = generate(model, params, PROMPTS, 6, greedy).tokens
         logits, state = prefill(model, params, PROMPTS)
         assert logits.dtype == ("float64" if dtype == "float64" else "float32")
-        assert [row[0] for row in whole] == np.argmax(logits, -1).tolist()
-        again = generate(model, params, [[row[0]] for row in whole], 0, greedy, state=state)
-        want = prefill(model, params, [[*prompt, row[0]] for prompt, row in zip(PROMPTS, whole)])[1]
+        assert [request[0] for request in whole] == np.argmax(logits, -1).tolist()
+        again = generate(model, params, [[request[0]] for request in whole], 0, greedy, state=state)
+        want = prefill(model, params, [[*prompt, request[0]] for prompt, request in zip(PROMPTS, whole)])[1]
         for x, y in zip(jax.tree.leaves(again.state), jax.tree.leaves(want)):
             assert small.error(x, y) < tolerance
     if dtype == "float32":
         without = generate(model, params, PROMPTS, 6, SAMPLING, seed=[2**40, -3]).tokens
-        assert [row.tolist() for row in without] == [row.tolist() for row in rows]
+        assert [request.tolist() for request in without] == [request.tolist() for request in requests]

@@ -1,4 +1,4 @@
-"""Rows of different lengths in one call of a model, and prompts read in few pieces by few programs."""
+"""Requests of different lengths in one call of a model, and prompts read in few pieces by few programs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def setup():
     return model, small.params(model)
 
 
-def official_rows(params, version, rows, state):
-    """Logits and state after each row, read alone, in float64 NumPy; None for the logits of an empty row."""
+def official_rows(params, version, requests, state):
+    """Logits (None if it is empty) and state after each request, read alone, in float64 NumPy."""
     z, out = official.checkpoint(params, version), []
-    for i, row in enumerate(rows):
+    for i, request in enumerate(requests):
         now = [np.asarray(x)[:, i] for x in (state.att_shift, state.ffn_shift, state.wkv)]
-        logits, now = official.run(z, version, row, now, heads=small.HEADS)
-        out.append((logits if len(row) else None, now))
+        logits, now = official.run(z, version, request, now, heads=small.HEADS)
+        out.append((logits if len(request) else None, now))
     return out
 
 
@@ -41,7 +41,7 @@ def assert_row(i, state, want):
 
 
 @pytest.mark.parametrize("version, scan", [(6, False), (7, False), (7, True)])
-def test_a_row_with_a_length_equals_the_row_alone(version, scan):
+def test_a_request_with_a_length_equals_the_request_alone(version, scan):
     """Behind the ends stands a token whose embedding is NaN: nothing of it may reach a result."""
     model = small.model(version, num_layers=2 if scan else 1)
     params, state = small.params(model), small.random_state(model, 4)
@@ -56,8 +56,8 @@ def test_a_row_with_a_length_equals_the_row_alone(version, scan):
     for T in (37, 1):  # the chunked op and the recurrent one
         lengths = np.minimum(LENGTHS, T)
         logits, new = apply({"params": broken}, tokens[:, :T], state, lengths=lengths)
-        rows = [row[:length] for row, length in zip(tokens, lengths)]
-        for i, (want, want_new) in enumerate(official_rows(params, version, rows, state)):
+        requests = [request[:length] for request, length in zip(tokens, lengths)]
+        for i, (want, want_new) in enumerate(official_rows(params, version, requests, state)):
             assert want is None or small.error(logits[i, : lengths[i]], want) < 2e-5
             assert_row(i, new, want_new)
 
@@ -151,14 +151,14 @@ def reads(monkeypatch):
     [
         # in fours of falling lengths: 75 to 61, 56 to 41, 36 to 21, 16 to 1
         ((*range(1, 75, 5), 75), [(4, 32)] * 2 + [(4, 16)] + [(4, 32)] * 3 + [(4, 16)] * 2),
-        # in pairs, the last of which is one row
+        # in pairs, the last of which is one request
         ((3, 75, 1, 16, 70), [(2, 32)] * 2 + [(2, 16)] * 3),
         # nothing to gain
         ((40, 33, 48), [(3, 32), (3, 16)]),
     ],
 )
-def test_rows_of_similar_lengths_are_read_together(setup, reads, monkeypatch, lengths, want):
-    """From states of their own; every row comes back in its place."""
+def test_requests_of_similar_lengths_are_read_together(setup, reads, monkeypatch, lengths, want):
+    """From states of their own; every request comes back in its place."""
     model, params = setup
     monkeypatch.setattr(module, "chunk_sizes", lambda *_: (16, 32))
     prompts = [np.asarray(small.tokens(1, n, seed=n)[0]) for n in lengths]
@@ -176,25 +176,25 @@ def test_pieces_without_padding(setup, monkeypatch):
     """Long ones are read by a program that masks nothing; it hands on what the other one does."""
     model, params = setup
     monkeypatch.setattr(module, "chunk_sizes", lambda *_: (16, 32))
-    rows, state = small.tokens(2, 80), small.random_state(model, 2)
-    want = prefill(model, params, rows, state)
+    requests, state = small.tokens(2, 80), small.random_state(model, 2)
+    want = prefill(model, params, requests, state)
     masked, read = [], module._read
     monkeypatch.setattr(module, "_WHOLE", 64)
     monkeypatch.setattr(module, "_read", lambda *args: masked.append(args[-1] is not None) or read(*args))
-    got = prefill(model, params, rows, state)
+    got = prefill(model, params, requests, state)
     assert masked == [False, False, True]
     jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 2e-5), got, want)
 
 
-@pytest.mark.parametrize("rows, share", [(32, 1.35), (256, 1.2)])
-def test_mixed_lengths_read_little_padding(rows, share):
-    """Rows from 16 to 1024 tokens, on a GPU's sizes: one batch would read twice as many as there are."""
+@pytest.mark.parametrize("requests, share", [(32, 1.35), (256, 1.2)])
+def test_mixed_lengths_read_little_padding(requests, share):
+    """Requests from 16 to 1024 tokens, on a GPU's sizes: one batch would read twice as many as there are."""
     sizes = lambda batch: chunk_sizes(1024, batch, Device("gpu", 100 << 30))
-    lengths = np.random.default_rng(0).integers(16, 1025, rows)
+    lengths = np.random.default_rng(0).integers(16, 1025, requests)
     groups = module.grouped(lengths, sizes, 1024)
-    assert sorted(np.concatenate(groups).tolist()) == list(range(rows))
+    assert sorted(np.concatenate(groups).tolist()) == list(range(requests))
     read = sum(len(groups[0]) * sum(plan(int(lengths[g].max()), sizes(len(groups[0])))) for g in groups)
-    assert read <= share * lengths.sum() and rows * max(lengths) > 1.8 * lengths.sum()
+    assert read <= share * lengths.sum() and requests * max(lengths) > 1.8 * lengths.sum()
 
 
 def test_a_prompt_is_one_call(setup, reads, monkeypatch):
@@ -212,18 +212,18 @@ def test_a_prompt_is_one_call(setup, reads, monkeypatch):
 def test_prompts_of_any_kind(setup):
     """Lists, NumPy and JAX arrays of any integers, a whole batch as one array; a state in another dtype."""
     model, params = setup
-    rows = [[3, 5, 7], [1, 2, 3]]
+    requests = [[3, 5, 7], [1, 2, 3]]
     state = small.random_state(model, 2)
-    want = prefill(model, params, rows, state)
+    want = prefill(model, params, requests, state)
     for prompts in (
-        jnp.array(rows),
-        np.array(rows, np.uint8),
-        tuple(jnp.array(row) for row in rows),
-        [[np.int64(token) for token in row] for row in rows],
-        [list(jnp.array(row)) for row in rows],
+        jnp.array(requests),
+        np.array(requests, np.uint8),
+        tuple(jnp.array(request) for request in requests),
+        [[np.int64(token) for token in request] for request in requests],
+        [list(jnp.array(request)) for request in requests],
     ):
         jax.tree.map(np.testing.assert_array_equal, prefill(model, params, prompts, state), want)
-    got = prefill(model, params, rows, jax.tree.map(lambda x: np.asarray(x, np.float64), state))
+    got = prefill(model, params, requests, jax.tree.map(lambda x: np.asarray(x, np.float64), state))
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 

@@ -41,12 +41,12 @@ def steps(seed, count=8):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_equals_the_rules(name):
     settings = SETTINGS[name]
-    rules, rows = settings.arrays(V), (steps(0), steps(1))
-    want = np.stack([reference(settings, row) for row in rows], 1)
-    occurrences, got = TokenCounts.none(2, V), []
-    for (a, i), (b, j) in zip(*rows):
-        got.append(jax.nn.softmax(adjusted(rules, jnp.asarray([a, b], jnp.float32), occurrences)))
-        occurrences = occurrences.add(rules, jnp.array([i, j]))
+    rules, requests = settings.arrays(V), (steps(0), steps(1))
+    want = np.stack([reference(settings, request) for request in requests], 1)
+    counts, got = TokenCounts.none(2, V), []
+    for (a, i), (b, j) in zip(*requests):
+        got.append(jax.nn.softmax(adjusted(rules, jnp.asarray([a, b], jnp.float32), counts)))
+        counts = counts.add(rules, jnp.array([i, j]))
     np.testing.assert_allclose(np.stack(got), want, atol=2e-6)
 
 
@@ -55,22 +55,22 @@ OTHERS = ("defaults", "plain", "cold", "hot", "top_p 0", "freezing")
 
 
 def interpreted():
-    """The launcher of kernels, where Triton's interpreter is on."""
-    launcher = pytest.importorskip("fla_jax.pallas.decode.host")
+    """The host of kernels, where Triton's interpreter is on."""
+    host = pytest.importorskip("fla_jax.pallas.decode.host")
     if not run_triton.INTERPRET:
         pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
-    return launcher
+    return host
 
 
 @pytest.mark.one_python
 @pytest.mark.parametrize("part", tiers.first([4, 16]))
 @pytest.mark.parametrize("name", tiers.first(["both", "penalties", "greedy", "boiling", *OTHERS], 4))
 def test_without_sorting(name, part, monkeypatch):
-    """The kernels, in Triton's interpreter, choose the tokens that sorting does: many draws, rows with ties,
+    """The kernels, in Triton's interpreter, choose the tokens that sorting does: many draws, some with ties,
     with infinities, and with nothing to choose from; the vocabulary in one part and in four.
     """
-    launcher = interpreted()
-    monkeypatch.setattr(launcher, "PART", part)
+    host = interpreted()
+    monkeypatch.setattr(host, "PART", part)
     rules, rng = (SETTINGS | EXTREMES)[name].arrays(V), np.random.default_rng(1)
     logits = (2 * rng.normal(size=(16, V))).astype(np.float32)
     logits[1] = 0  # all tie
@@ -80,14 +80,14 @@ def test_without_sorting(name, part, monkeypatch):
     logits[5, 2] = np.inf
     logits[6] = -np.inf
     seen = rng.random((16, V)) < 0.3
-    occurrences = TokenCounts(jnp.array(seen), jnp.array(seen * rng.random((16, V)), jnp.float32))
+    counts = TokenCounts(jnp.array(seen), jnp.array(seen * rng.random((16, V)), jnp.float32))
     keys = jax.random.split(jax.random.key(0), 16)
-    arguments = rules, jnp.array(logits), occurrences, keys
+    arguments = rules, jnp.array(logits), counts, keys
     want, after = sample(*arguments, implementation="xla")
-    got, occurrences = sample(*arguments, implementation="triton")
+    got, counts = sample(*arguments, implementation="triton")
     np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(occurrences.seen, after.seen)
-    np.testing.assert_allclose(occurrences.count, after.count, rtol=1e-6)
+    np.testing.assert_array_equal(counts.seen, after.seen)
+    np.testing.assert_allclose(counts.count, after.count, rtol=1e-6)
     assert (np.asarray(got[4:7]) == sampling.UNDEFINED).all()
 
 
@@ -99,22 +99,20 @@ def test_without_sorting(name, part, monkeypatch):
     ),
 )
 def test_lists_of_what_is_probable_enough(name, spread, monkeypatch):
-    """Distributions from nearly flat to nearly certain, over parts of which the last is not full. A row alone
-    gets the same token.
-    """
+    """Distributions from nearly flat to nearly certain, over parts of which the last is not full."""
     monkeypatch.setattr(interpreted(), "PART", 256)
     rules, rng = SETTINGS[name].arrays(1000), np.random.default_rng(2)
     logits = jnp.array(spread * rng.normal(size=(6, 1000)), jnp.float32)
-    occurrences = TokenCounts.none(6, 1000)
+    counts = TokenCounts.none(6, 1000)
     for i in range(2):  # tokens that have been chosen are less probable then
         keys = jax.random.split(jax.random.key(i), 6)
-        alone = [x[:1] for x in (logits, occurrences.seen, occurrences.count)]
+        alone = [x[:1] for x in (logits, counts.seen, counts.count)]
         one, _ = sample(rules, alone[0], TokenCounts(*alone[1:]), keys[:1], "triton")
-        want, after = sample(rules, logits, occurrences, keys)
-        got, occurrences = sample(rules, logits, occurrences, keys, "triton")
+        want, after = sample(rules, logits, counts, keys)
+        got, counts = sample(rules, logits, counts, keys, "triton")
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(one, got[:1])
-        jax.tree.map(np.testing.assert_array_equal, occurrences, after)
+        jax.tree.map(np.testing.assert_array_equal, counts, after)
 
 
 def test_equals_pipeline(monkeypatch):
@@ -157,8 +155,8 @@ def test_draws_follow_the_probabilities():
 
 def test_a_seed_means_the_same_whatever_is_configured():
     def tokens():
-        rules, rows = SETTINGS["plain"].arrays(V), jnp.zeros((64, V))
-        return sample(rules, rows, TokenCounts.none(64, V), row_keys(range(64)))[0]
+        rules, requests = SETTINGS["plain"].arrays(V), jnp.zeros((64, V))
+        return sample(rules, requests, TokenCounts.none(64, V), row_keys(range(64)))[0]
 
     want = tokens()
     with jax.threefry_partitionable(False):
@@ -169,10 +167,10 @@ def test_a_seed_means_the_same_whatever_is_configured():
 
 @functools.partial(jax.jit, static_argnums=2)
 def draws(rules, logits, n):
-    """[n] draws from one row of logits."""
+    """[n] draws from one request of logits."""
     keys = jax.random.split(jax.random.key(1), n)
-    rows = jnp.broadcast_to(logits, (n, logits.shape[-1]))
-    return sample(rules, rows, TokenCounts.none(n, logits.shape[-1]), keys)[0]
+    requests = jnp.broadcast_to(logits, (n, logits.shape[-1]))
+    return sample(rules, requests, TokenCounts.none(n, logits.shape[-1]), keys)[0]
 
 
 # tokens 10, 3, 0 and 7 lead
@@ -210,23 +208,25 @@ def test_no_penalty_lets_a_token_in(penalty, temperature):
     """Penalties that add up to more than float32 holds, on all tokens that are left."""
     settings = Sampling(temperature, banned=(0, 3), presence_penalty=penalty, frequency_penalty=penalty)
     rules, seen = settings.arrays(V), jnp.arange(V)[None] > 0
-    occurrences = TokenCounts(jnp.broadcast_to(seen, (200, V)), jnp.broadcast_to(200.0 * seen, (200, V)))
+    counts = TokenCounts(jnp.broadcast_to(seen, (200, V)), jnp.broadcast_to(200.0 * seen, (200, V)))
     logits = jnp.broadcast_to(LOGITS, (200, V))
-    tokens, _ = sample(rules, logits, occurrences, jax.random.split(jax.random.key(0), 200))
+    tokens, _ = sample(rules, logits, counts, jax.random.split(jax.random.key(0), 200))
     assert tokens.min() >= 0 and not {0, 3} & set(tokens.tolist())
 
 
 def test_logits_to_choose_nothing_from():
-    """NaN and infinity give no token and do not disturb other rows; -inf is a token that does not come."""
-    rows = jnp.stack([jnp.asarray(LOGITS)] * 5)
-    rows = rows.at[1, 4].set(jnp.nan).at[2, 4].set(jnp.inf).at[3].set(-jnp.inf).at[4, 10].set(-jnp.inf)
+    """NaN and infinity give no token and do not disturb other requests; -inf never comes."""
+    requests = jnp.stack([jnp.asarray(LOGITS)] * 5)
+    requests = (
+        requests.at[1, 4].set(jnp.nan).at[2, 4].set(jnp.inf).at[3].set(-jnp.inf).at[4, 10].set(-jnp.inf)
+    )
     keys = jax.random.split(jax.random.key(0), 5)
     for temperature in (0.0, 1e38):
         settings = Sampling(temperature=temperature, top_k=1)
-        tokens, _ = sample(settings.arrays(V), rows, TokenCounts.none(5, V), keys)
+        tokens, _ = sample(settings.arrays(V), requests, TokenCounts.none(5, V), keys)
         assert tokens.tolist() == [10, sampling.UNDEFINED, sampling.UNDEFINED, sampling.UNDEFINED, 3]
         nan_is_banned = dataclasses.replace(settings, banned=(4,)).arrays(V)
-        tokens, _ = sample(nan_is_banned, rows, TokenCounts.none(5, V), keys)
+        tokens, _ = sample(nan_is_banned, requests, TokenCounts.none(5, V), keys)
         assert tokens.tolist() == [10, 10, 10, sampling.UNDEFINED, 3]
 
 

@@ -133,11 +133,11 @@ def test_choice_without_sorting(V):
         sample = jax.jit(sampling.sample, static_argnums=4)
         rules = settings.arrays(V)
         want, after = sample(rules, logits, before, keys, "xla")
-        got, occurrences = sample(rules, logits, before, keys, "triton")
+        got, counts = sample(rules, logits, before, keys, "triton")
         same = np.asarray(want == got)
         assert (~same).sum() <= 1  # a sum of probabilities may meet top-p to rounding
-        np.testing.assert_array_equal(occurrences.seen[same], after.seen[same])
-        np.testing.assert_allclose(occurrences.count[same], after.count[same], rtol=1e-6)
+        np.testing.assert_array_equal(counts.seen[same], after.seen[same])
+        np.testing.assert_allclose(counts.count[same], after.count[same], rtol=1e-6)
         np.testing.assert_array_equal(sample(rules, logits, before, keys, "triton")[0], got)
         np.testing.assert_array_equal(sample(rules, logits[:1], first, keys[:1], "triton")[0], got[:1])
 

@@ -24,8 +24,8 @@ STATED = pathlib.Path(__file__).parents[1] / "kernels" / "spills.json"
 
 
 def _recurrences() -> list[str]:
-    """Each kernel for each kind of GPU; most for sm_90, whose speed README states. The form for any decay
-    contains the bounded one and is the larger; sm_86 is as sm_89.
+    """Each kernel for each kind of GPU; most for sm_90, whose speed README states. The unsafe gate's form
+    contains the safe gate's; sm_86 is as sm_89.
     """
     found = []
     for op in cases.OPS:

@@ -54,9 +54,9 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
     "bf16 dots": ((RWKV7, "select", _of_bf16),),
     "key-major": ((RWKV6, "select", _key_major), (RWKV7, "select", _key_major)),
     "no wgmma": ((RWKV7, "select", _without_wgmma),),
-    "tf32x3": (("fla_jax.pallas.common.chunk_host", "INTERPRET", lambda old: False),),
-    "splits": (("fla_jax.pallas.common.chunk_host", "MIN_SPLIT_LEN", lambda old: 16),),
-    "no splits": (("fla_jax.pallas.common.chunk_host", "MAX_SPLIT_PROGRAMS", lambda old: {}),),
+    "tf32x3": (("fla_jax.pallas.common.chunk_plan", "INTERPRET", lambda old: False),),
+    "splits": (("fla_jax.pallas.common.chunk_plan", "MIN_SPLIT_LEN", lambda old: 16),),
+    "no splits": (("fla_jax.pallas.common.chunk_plan", "MAX_SPLIT_PROGRAMS", lambda old: {}),),
     "recurrent gradients by chunks": (
         ("fla_jax.pallas.rwkv7.recurrent_host", "_by_chunks", lambda old: lambda ctx, x: True),
     ),
@@ -87,6 +87,6 @@ def forced(*names: str) -> Iterator[None]:
 
 def num_splits(case: cases.Case) -> int:
     """How often kernels split the tokens of a batch entry."""
-    from fla_jax.pallas.common import chunk_host
+    from fla_jax.pallas.common import chunk_plan
 
-    return chunk_host.num_splits_of(case.context())
+    return chunk_plan.num_splits_of(case.context())

@@ -7,7 +7,7 @@ from harness.cases import Case
 
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 
-from fla_jax.pallas.common import chunk_host
+from fla_jax.pallas.common import chunk_plan
 from fla_jax.pallas.common.state_buffers_host import state_buffers
 from fla_jax.pallas.rwkv7 import chunk_host as rwkv7
 
@@ -60,7 +60,7 @@ def test_segment_bits():
     lengths = (5, 11, 1, 30, 2, 15, 7)
     ids = jnp.repeat(jnp.arange(len(lengths)), jnp.array(lengths), total_repeat_length=71)[None]
     starts = [sum(lengths[:i]) for i in range(1, len(lengths))]
-    for chunk, word in enumerate(chunk_host.segment_bits(ids)[0].tolist()):
+    for chunk, word in enumerate(chunk_plan.segment_bits(ids)[0].tolist()):
         local = [t % 16 for t in starts if t // 16 == chunk]
         assert word & 0x1FFFF == sum(1 << t for t in (*local, 16))
         assert (word >> 17 & 31, word >> 22) == (min(local, default=16), max(local, default=0))

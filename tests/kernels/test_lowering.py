@@ -22,7 +22,7 @@ from fla_jax.core.names import remat_policy
 
 pytest.importorskip("triton", reason="Triton is not installed (it exists for Linux only)")
 
-# decays are bounded: kernels with that form alone compile in half the time, as do small heads
+# a safe gate and small heads: fewer kernels to trace
 BOUNDED: dict[str, Any] = dict(lower_bound=-0.61, implementation="triton")
 # calls of the forward kernel in the program of a gradient: a scan over layers has one in its body
 FORWARDS = {

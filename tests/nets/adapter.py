@@ -80,8 +80,8 @@ FORCED: dict[str, tuple[tuple[str, Any], ...]] = {
     "bf16 kernels": ((_RWKV7 + ":select", variants._of_bf16),),
     "key-major tiles": ((_RWKV6 + ":select", variants._key_major), (_RWKV7 + ":select", variants._key_major)),
     "no wgmma": ((_RWKV7 + ":select", variants._without_wgmma),),
-    "tf32x3 products": (("fla_jax.pallas.common.chunk_host:INTERPRET", False),),
-    "splits of 16 tokens": (("fla_jax.pallas.common.chunk_host:MIN_SPLIT_LEN", 16),),
+    "tf32x3 products": (("fla_jax.pallas.common.chunk_plan:INTERPRET", False),),
+    "splits of 16 tokens": (("fla_jax.pallas.common.chunk_plan:MIN_SPLIT_LEN", 16),),
     "recurrent gradients by chunks": (
         ("fla_jax.pallas.rwkv7.recurrent_host:_by_chunks", lambda call, x: True),
     ),

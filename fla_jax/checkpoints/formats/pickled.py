@@ -47,7 +47,7 @@ class Tensor(NamedTuple):
         """Raises ValueError unless offset, shape and strides are sizes, and the tensor only its values."""
         _, offset, shape, stride, metadata = self
         sizes = (offset, *shape, *stride) if type(shape) is type(stride) is tuple else (None,)
-        # PyTorch has them in 64 bits; larger ones are there to make the arithmetic slow
+        # PyTorch has them in 64 bits; larger ones would only make the arithmetic slow
         if not all(type(size) is int and 0 <= size < 2**63 for size in sizes) or len(shape) != len(stride):
             raise ValueError("has a shape or strides that are no sizes")
         if len(shape) > _MOST_AXES:

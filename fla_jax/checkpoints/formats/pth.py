@@ -76,7 +76,7 @@ class _Archive:
         """The bytes of a member, the checksum not compared.
 
         Raises:
-            KeyError: there is none. ValueError: it is not where it should be.
+            KeyError: the archive lacks it. ValueError: its position is wrong.
         """
         info = self.infos[name]
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
@@ -193,8 +193,8 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     Raises:
         ValueError: it is no regular file, is truncated, damaged or broken, of PyTorch's older format,
-            compressed, asks for anything but tensors, or holds something else. The message names the file
-            and, where there is one, the tensor.
+            compressed, or holds anything but tensors. The message names the file
+            and the tensor, if it concerns one.
         TypeError: ``path`` is no path. OSError: the file cannot be opened.
 
     Example:

@@ -54,7 +54,7 @@ def map_for(family: Family, scheme: str) -> ParamMap:
     """The map with which models of a family are written in a scheme, the last of several.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no map fits.
     """
     for param_map in reversed(PARAM_MAPS):
         if param_map.family is family and param_map.scheme == scheme:

@@ -111,7 +111,7 @@ class ParamMap:
         prefix: regular expression of what trainers prepend to names.
         slices: {end of a name: ends of the names of its slices} of tensors that hold several parameters.
             Slices named like ``x_bias[0]`` are written as one tensor, others as separate tensors.
-        config_json: the contents of a ``config.json`` beside the tensors, from a configuration without a size
+        config_json: the contents of the ``config.json`` of a directory, from a configuration without a size
             that is None, and the dtype of the embedding.
 
     Example:

@@ -45,6 +45,12 @@ def _triton() -> _Rule:
     return chunk_host
 
 
+def _variant(ctx: Context[RWKV6Inputs, RecurrenceConfig]) -> str:
+    from ...pallas.rwkv6 import chunk_host
+
+    return chunk_host.describe(ctx)
+
+
 def _pallas() -> _Rule:
     from ...pallas.rwkv6 import recurrent_host
 
@@ -59,7 +65,7 @@ def _has_several_tokens(ctx: Context[RWKV6Inputs, RecurrenceConfig]) -> bool:
 REFERENCE = Implementation("reference", _reference, context_parallel=True)
 XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
-    "triton", _triton, triton_supports, triton.preferred, opaque=True, context_parallel=True
+    "triton", _triton, triton_supports, triton.preferred, _variant, opaque=True, context_parallel=True
 )
 PALLAS = Implementation("pallas", _pallas, pallas.supports, _has_several_tokens, opaque=True)
 

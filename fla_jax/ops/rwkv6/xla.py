@@ -1,11 +1,10 @@
 """RWKV-6 by chunks in plain JAX. With C tokens a chunk, S0 the state that enters it, S1 the state that leaves
-it, and scores A of `tree.Tree`::
+it, and products A of `intra_exact.Tree`::
 
     Y = Q S0 + A V,   Q = r decayed from the chunk's start, A with r . (u k) on its diagonal
     S1 = gam S0 + K'^T V,   K' = k decayed to the chunk's end
 
-All but the state's own recurrence is computed for a group of chunks at once. The backward gets the states and
-A from the forward.
+All but the recurrence of the state is computed for a group of chunks at once. States and A are residuals.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ...core.varlen import Segments, chunk_plan, ends, segments, select, zeros
 from .. import intra_exact
 from ..intra_exact import dot
-from ..intra_safe import Scores, build, by_strength
+from ..intra_safe import Pairs, build, by_strength
 
-INCLUSIVE = (False,)  # r reads the state before its own decay
+INCLUSIVE = (False,)  # r reads the state before its decay
 
 
-def _reach(x: Scores, seg: Segments | None):
-    """Rows from the entering state, columns to the leaving one [..., C, K], and what passes through
+def _masked(x: Pairs, seg: Segments | None):
+    """Queries from the entering state, keys to the leaving one [..., C, K], and what passes through
     [..., K, 1], cut at restarts.
     """
     start, end, passes = ends(seg)
-    rows, cols, through = (
-        intra_exact.pick(x.rows_in, 0),
-        intra_exact.pick(x.cols_out, 0),
+    queries, keys, through = (
+        intra_exact.pick(x.queries_in, 0),
+        intra_exact.pick(x.keys_out, 0),
         jnp.swapaxes(x.total, -1, -2),
     )
-    return select(start, rows), select(end, cols), select(passes, through)
+    return select(start, queries), select(end, keys), select(passes, through)
 
 
 def residual_axes(ctx: Context[RWKV6Inputs, RecurrenceConfig]) -> dict[str, str]:
     """See `Rule`."""
-    return {"h0": "chunk b h k v", "intra_A": "chunk b h i j"}
+    return {"h0": "chunk b h k v", "A": "chunk b h i j"}
 
 
 def fwd(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs) -> tuple[Outputs, Residuals]:
@@ -51,18 +50,18 @@ def fwd(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs) -> tuple[Ou
         (r, k, v, w), (sequences, seg) = tokens, xs
         r = r * cfg.scale
         decayed = build(mild, w, (r,), (k,), INCLUSIVE)
-        A = decayed.scores() if seg is None else jnp.where(seg.pairs, decayed.scores(), 0)
+        A = decayed.pair_products() if seg is None else jnp.where(seg.pairs, decayed.pair_products(), 0)
         A = jnp.where(np.eye(chunks.size, dtype=bool), jnp.sum(r * u * k, -1, keepdims=True), A)
-        rows, cols, through = _reach(decayed, seg)
+        queries, keys, through = _masked(decayed, seg)
         start, end, passes = ends(seg)
 
         def step(carry, chunk):
-            sequence, rows, cols, v, through, passes = chunk
+            sequence, queries, keys, v, through, passes = chunk
             S = chunks.read(carry, sequence)
-            new = select(passes, through * S) + dot("bhck,bhcv->bhkv", cols, v)
-            return chunks.write(carry, new, sequence), (S, dot("bhck,bhkv->bhcv", rows, S))
+            new = select(passes, through * S) + dot("bhck,bhcv->bhkv", keys, v)
+            return chunks.write(carry, new, sequence), (S, dot("bhck,bhkv->bhcv", queries, S))
 
-        each = (sequences, rows, cols, select(end, v), through, passes)
+        each = (sequences, queries, keys, select(end, v), through, passes)
         carry, (states, y) = chunks.each(step, carry, each)
         return carry, (select(start, y) + dot("...ij,...jv->...iv", A, v),), (states, A)
 
@@ -70,7 +69,7 @@ def fwd(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs) -> tuple[Ou
     step = by_strength(cfg, chunks, group, 3)
     tokens = (x.r, x.k, x.v, x.w)
     final, (o,), (states, A) = chunks.scan(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
-    return Outputs(o, final), {"h0": states, "intra_A": A} if ctx.save_residuals else {}
+    return Outputs(o, final), {"h0": states, "A": A} if ctx.save_residuals else {}
 
 
 def bwd(
@@ -87,36 +86,36 @@ def bwd(
         (carry, du), (r, k, v, w, dy), (sequences, seg, (states, A)) = carry, tokens, xs
         r = r * cfg.scale
         decayed = build(mild, w, (r,), (k,), INCLUSIVE)
-        rows, cols, through = _reach(decayed, seg)
+        queries, keys, through = _masked(decayed, seg)
         start, end, passes = ends(seg)
 
         def step(carry, chunk):
-            sequence, S, rows, cols, v, through, passes, dy = chunk
+            sequence, S, queries, keys, v, through, passes, dy = chunk
             dS = chunks.read(carry, sequence)
-            new = select(passes, through * dS) + dot("bhck,bhcv->bhkv", rows, dy)
+            new = select(passes, through * dS) + dot("bhck,bhcv->bhkv", queries, dy)
             return chunks.write(carry, new, sequence), (
-                dot("bhck,bhkv->bhcv", cols, dS),
+                dot("bhck,bhkv->bhcv", keys, dS),
                 dot("bhjv,bhkv->bhjk", v, dS),
                 jnp.sum(S * dS, -1),
             )
 
-        each = (sequences, states, rows, cols, v, through, passes, select(start, dy))
+        each = (sequences, states, queries, keys, v, through, passes, select(start, dy))
         carry, (dv, dk, passed) = chunks.each(step, carry, each, reverse=True)
         dv = select(end, dv) + dot("...ij,...iv->...jv", A, dy)
         dA, dr = dot("...iv,...jv->...ij", dy, v), dot("...iv,...kv->...ik", dy, states)
-        own = jnp.sum(dy * v, -1, keepdims=True)
+        do_v = jnp.sum(dy * v, -1, keepdims=True)
         if seg is not None:
             dA = jnp.where(seg.pairs, dA, 0)
         dr, dk = select(start, dr), select(end, dk)
         dg = select(passes, jnp.swapaxes(through, -1, -2) * passed[..., None, :])
         dg = jnp.broadcast_to(dg, w.shape)
         (dr,), (dk,), dw = decayed.gradients(dA, dr[..., None, :, :], dk[..., None, :, :], dg)
-        dr, dk = (dr + own * bonus * k) * cfg.scale, dk + own * bonus * r
-        return (carry, du + jnp.sum(own * r * k, (0, 1, 3))), (dr, dk, dv, dw), None
+        dr, dk = (dr + do_v * bonus * k) * cfg.scale, dk + do_v * bonus * r
+        return (carry, du + jnp.sum(do_v * r * k, (0, 1, 3))), (dr, dk, dv, dw), None
 
     do, ds = dy
     carry = (ds, zeros(x.u, do, cfg.compute))
-    xs = (chunks.sequence, segments(chunks, x.segment_ids), (residuals["h0"], residuals["intra_A"]))
+    xs = (chunks.sequence, segments(chunks, x.segment_ids), (residuals["h0"], residuals["A"]))
     step = by_strength(cfg, chunks, group, 3)
     tokens = (x.r, x.k, x.v, x.w)
     (ds0, du), (dr, dk, dv, dw), _ = chunks.scan(

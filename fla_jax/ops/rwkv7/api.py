@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias, Unpack, overload
 
 from jaxtyping import Array, Float, Int
 
+from ...core.context import Context
 from ...core.implementation import Implementation, Rule
 from ...core.op import Op
 from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
@@ -44,6 +45,12 @@ def _triton() -> _Rule:
     return chunk_host
 
 
+def _variant(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> str:
+    from ...pallas.rwkv7 import chunk_host
+
+    return chunk_host.describe(ctx)
+
+
 def _pallas() -> _Rule:
     from ...pallas.rwkv7 import recurrent_host
 
@@ -53,7 +60,7 @@ def _pallas() -> _Rule:
 REFERENCE = Implementation("reference", _reference, context_parallel=True)
 XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
-    "triton", _triton, triton_supports, triton.preferred, opaque=True, context_parallel=True
+    "triton", _triton, triton_supports, triton.preferred, _variant, opaque=True, context_parallel=True
 )
 PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, opaque=True)
 

@@ -1,11 +1,11 @@
 """RWKV-7 by chunks in plain JAX. With C tokens a chunk, S0 the state that enters it, S1 the state that leaves
-it, and scores A of `tree.Tree`::
+it, and products A of `intra_exact.Tree`::
 
     U = T (A' S0 + A_ak V),   T = (I - A_ab)^-1          what the tokens write through b
     Y = Q S0 + A_qk V + A_qb U                           Q, A' = r, a decayed from the chunk's start
     S1 = gam S0 + K'^T V + B'^T U                        K', B' = k, b decayed to the chunk's end
 
-All but the state's own recurrence is computed for a group of chunks at once. The backward transposes these
+All but the recurrence of the state is computed for a group of chunks at once. The backward transposes these
 lines (dU = A_qb^T dY + B' dS1, dZ = T^T dU, ...); it gets the states and U from the forward.
 """
 
@@ -22,17 +22,17 @@ from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ...core.varlen import Segments, chunk_plan, ends, segments, select
 from .. import intra_exact
 from ..intra_exact import dot
-from ..intra_safe import Scores, build, by_strength
+from ..intra_safe import Pairs, build, by_strength
 
-INCLUSIVE = (True, False)  # rows: r counts its own decay, a does not
+INCLUSIVE = (True, False)  # queries: r counts its decay, a does not
 
 
 class _Intra(NamedTuple):
     """What a group of chunks needs besides its states; all [group, B, H, ...]."""
 
-    decayed: Scores
-    rows: jax.Array  # Q, A' [..., 2, C, K]
-    cols: jax.Array  # K', B'
+    decayed: Pairs
+    queries: jax.Array  # Q, A' [..., 2, C, K]
+    keys: jax.Array  # K', B'
     through: jax.Array  # gam [..., K, 1]
     A: jax.Array  # [..., 2C, 2C]: ((qk, qb), (ak, ab))
     T: jax.Array  # [..., C, C]
@@ -41,17 +41,21 @@ class _Intra(NamedTuple):
 
 def _intra(cfg: RecurrenceConfig, mild: bool, r, w, k, a, b, seg: Segments | None) -> _Intra:
     x = build(mild, w, (r * cfg.scale, a), (k, b), INCLUSIVE)
-    A, rows, cols, through = x.scores(), x.rows_in, x.cols_out, jnp.swapaxes(x.total, -1, -2)
+    A, queries, keys, through = x.pair_products(), x.queries_in, x.keys_out, jnp.swapaxes(x.total, -1, -2)
     start, end, passes = ends(seg)
     if seg is not None:
         A = jnp.where(jnp.tile(seg.pairs, (2, 2)), A, 0)
-    rows, cols, through = select(_kinds(start), rows), select(_kinds(end), cols), select(passes, through)
+    queries, keys, through = (
+        select(_kinds(start), queries),
+        select(_kinds(end), keys),
+        select(passes, through),
+    )
     C = w.shape[-2]
     T = intra_exact.inverse(A[..., C:, C:])
     readers = intra_exact.stack(
-        [intra_exact.pick(rows, 0), dot("...ij,...jk->...ik", T, intra_exact.pick(rows, 1))]
+        [intra_exact.pick(queries, 0), dot("...ij,...jk->...ik", T, intra_exact.pick(queries, 1))]
     )
-    return _Intra(x, rows, cols, through, A, T, select(_twice(start), intra_exact.flat(readers)))
+    return _Intra(x, queries, keys, through, A, T, select(_twice(start), intra_exact.flat(readers)))
 
 
 def _kinds(mask: jax.Array | None) -> jax.Array | None:
@@ -66,7 +70,7 @@ def _twice(mask: jax.Array | None) -> jax.Array | None:
 
 def residual_axes(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> dict[str, str]:
     """See `Rule`."""
-    return {"h0": "chunk b h k v", "v_new": "chunk b h i v"}
+    return {"h0": "chunk b h k v", "U": "chunk b h i v"}
 
 
 def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
@@ -76,24 +80,24 @@ def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Ou
 
     def group(mild, carry, tokens, xs):
         (r, w, k, v, a, b), (sequences, seg) = tokens, xs
-        _, _, cols, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
-        own = dot("...ij,...jv->...iv", T, dot("...ij,...jv->...iv", A[..., C:, :C], v))  # T A_ak V
+        _, _, keys, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
+        v_local = dot("...ij,...jv->...iv", T, dot("...ij,...jv->...iv", A[..., C:, :C], v))  # T A_ak V
         start, end, passes = ends(seg)
 
         def step(carry, chunk):
-            sequence, readers, own, v, cols, through, start, end, passes = chunk
+            sequence, readers, v_local, v, keys, through, start, end, passes = chunk
             S = chunks.read(carry, sequence)
             y, U = jnp.split(select(start, dot("bhck,bhkv->bhcv", readers, S)), 2, -2)
-            vu = jnp.concatenate([v, own + U], -2)
-            new = select(passes, through * S) + dot("bhck,bhcv->bhkv", cols, select(end, vu))
+            vu = jnp.concatenate([v, v_local + U], -2)
+            new = select(passes, through * S) + dot("bhck,bhcv->bhkv", keys, select(end, vu))
             return chunks.write(carry, new, sequence), (S, y, vu)
 
         each = (
             sequences,
             readers,
-            own,
+            v_local,
             v,
-            intra_exact.flat(cols),
+            intra_exact.flat(keys),
             through,
             _twice(start),
             _twice(end),
@@ -106,7 +110,7 @@ def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Ou
     step = by_strength(cfg, chunks, group, 1)
     tokens = (x.r, x.w, x.k, x.v, x.a, x.b)
     final, (o,), (states, U) = chunks.scan(step, x.initial_state, tokens, xs, (x.v,), cfg.compute)
-    return Outputs(o, final), {"h0": states, "v_new": U} if ctx.save_residuals else {}
+    return Outputs(o, final), {"h0": states, "U": U} if ctx.save_residuals else {}
 
 
 def bwd(
@@ -121,15 +125,15 @@ def bwd(
 
     def group(mild, carry, tokens, xs):
         (r, w, k, v, a, b, dy), (sequences, seg, (states, U)) = tokens, xs
-        scores, rows, cols, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
+        products, queries, keys, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
         from_y = dot("...ij,...iv->...jv", A[..., :C, :], dy)  # to v and U, within the chunk
         vu = intra_exact.flat(intra_exact.stack([v, U]))
         start, end, passes = ends(seg)
 
         def step(carry, chunk):
-            sequence, S, readers, cols, vu, through, dy, from_y, start, end, passes = chunk
+            sequence, S, readers, keys, vu, through, dy, from_y, start, end, passes = chunk
             dS = chunks.read(carry, sequence)
-            dvu = from_y + select(end, dot("bhck,bhkv->bhcv", cols, dS))
+            dvu = from_y + select(end, dot("bhck,bhkv->bhcv", keys, dS))
             new = select(passes, through * dS)
             new += dot("bhck,bhcv->bhkv", readers, select(start, jnp.concatenate([dy, dvu[..., C:, :]], -2)))
             return chunks.write(carry, new, sequence), (
@@ -139,22 +143,25 @@ def bwd(
             )
 
         masks = (_twice(start), _twice(end), passes)
-        each = (sequences, states, readers, intra_exact.flat(cols), vu, through, dy, from_y, *masks)
-        carry, (dvu, dcols, passed) = chunks.each(step, carry, each, reverse=True)
+        each = (sequences, states, readers, intra_exact.flat(keys), vu, through, dy, from_y, *masks)
+        carry, (dvu, dkeys, passed) = chunks.each(step, carry, each, reverse=True)
         dZ = dot("...ij,...iv->...jv", T, dvu[..., C:, :])
         dv = dvu[..., :C, :] + dot("...ij,...iv->...jv", A[..., C:, :C], dZ)
         dout = intra_exact.flat(intra_exact.stack([dy, dZ]))
         dA = dot("...iv,...jv->...ij", dout, vu)
-        drows, dcols = dot("...iv,...kv->...ik", dout, states).reshape(rows.shape), dcols.reshape(cols.shape)
+        dqueries, dkeys = (
+            dot("...iv,...kv->...ik", dout, states).reshape(queries.shape),
+            dkeys.reshape(keys.shape),
+        )
         if seg is not None:
             dA = jnp.where(jnp.tile(seg.pairs, (2, 2)), dA, 0)
-        drows, dcols = select(_kinds(start), drows), select(_kinds(end), dcols)
+        dqueries, dkeys = select(_kinds(start), dqueries), select(_kinds(end), dkeys)
         dg = select(passes, jnp.swapaxes(through, -1, -2) * passed[..., None, :])
         dg = jnp.broadcast_to(dg, w.shape)
-        (dr, da), (dk, db), dw = scores.gradients(dA, drows, dcols, dg)
+        (dr, da), (dk, db), dw = products.gradients(dA, dqueries, dkeys, dg)
         return carry, (dr * cfg.scale, dw, dk, dv, da, db), None
 
-    xs = (chunks.sequence, segments(chunks, x.segment_ids), (residuals["h0"], residuals["v_new"]))
+    xs = (chunks.sequence, segments(chunks, x.segment_ids), (residuals["h0"], residuals["U"]))
     step = by_strength(cfg, chunks, group, 1)
     tokens = (x.r, x.w, x.k, x.v, x.a, x.b)
     do, ds = dy

@@ -15,9 +15,9 @@ from ...core.types import RecurrenceConfig
 from ..backend.triton import INTERPRET, Launch, triton_call
 from .chunk import UNSAFE_GATE, C, Index
 from .chunk_config import Config
+from .chunk_variants import SAFE_GATE_BOUND, BlockLaunch
 from .cotangent_scale import Cotangents, Scaled, cotangent_scale_kernel
 from .shapes import like, tile
-from .variants import SAFE_GATE_BOUND, BlockLaunch
 
 CHUNK = C.value
 SAFE_GATE_EXPONENT = -CHUNK / 2 / math.log(2)  # times the lowest log decay: log2 of half a chunk's decay

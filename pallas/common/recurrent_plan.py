@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ...core import varlen as packing
 from .recurrent_scan import ScanTile, Sizes
-from .shapes import tile, unused
+from .shapes import tile
 
 
 class RecurrentPlan(NamedTuple):
@@ -95,7 +95,7 @@ def make_plan(x: Any, save_every: int, keep: bool = True) -> RecurrentPlan:
     (B, T, H, K), V, segment_ids, cu_seqlens = x.r.shape, x.v.shape[-1], x.segment_ids, x.cu_seqlens
     save_every = save_every if keep or cu_seqlens is not None else T
     chunks = packing.plan(T, save_every, cu_seqlens)
-    restart = bounds = unused()
+    restart = bounds = jnp.zeros(1, jnp.int32)  # Pallas kernels have no absent arrays
     if segment_ids is not None:
         change = (segment_ids[:, 1:] != segment_ids[:, :-1]).astype(jnp.int32)
         restart = jnp.pad(change, ((0, 0), (1, chunks.number * save_every - T))).reshape(-1)

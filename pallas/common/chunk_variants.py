@@ -10,7 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...core.gpu import GPU, current_gpu
+from ...core.context import Context
+from ...core.gpu import GPU
 from ...core.types import RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 from ..backend.triton import Launch
 from .shapes import tile
@@ -70,7 +71,8 @@ class Variant:
 
     Attributes:
         name: key of the launch table.
-        when: whether the variant serves a call.
+        serves: the calls that it serves, for messages.
+        when: whether it serves a call.
         split_bwd: whether two kernels compute the backward: state gradients, then token gradients.
         key_major: whether backward tiles of keys are held transposed (`key_major`), for products of a warp
         group. precomputed_A: whether a kernel computes the A matrices of all chunks first.
@@ -78,6 +80,7 @@ class Variant:
     """
 
     name: str
+    serves: str
     when: Callable[[VariantKey], bool]
     split_bwd: bool = False
     key_major: bool = False
@@ -85,23 +88,29 @@ class Variant:
     chunks_per_state: int = 1
 
 
-def variant_key(x: RWKV6Inputs | RWKV7Inputs, settings: RecurrenceConfig) -> VariantKey:
-    """The key of a call, from shapes and dtypes alone."""
+def variant_key(ctx: Context[Any, RecurrenceConfig], x: RWKV6Inputs | RWKV7Inputs) -> VariantKey:
+    """The key of a call on ``x`` (or on its shapes)."""
     dtypes = [array.dtype for name, array in x._asdict().items() if name in "rkvab"]
     return VariantKey(
-        gpu=current_gpu(),
+        gpu=ctx.gpu,
         K=x.r.shape[-1],
         V=x.v.shape[-1],
         bf16_dots=all(dtype in (jnp.bfloat16, jnp.float16) for dtype in dtypes),
         all_bf16=all(dtype == jnp.bfloat16 for dtype in dtypes),
         w_float16=x.w.dtype == jnp.float16,
-        safe_gate=settings.lower_bound is not None and settings.lower_bound >= SAFE_GATE_BOUND,
+        safe_gate=ctx.settings.lower_bound is not None and ctx.settings.lower_bound >= SAFE_GATE_BOUND,
     )
 
 
 def select(variants: Sequence[Variant], key: VariantKey) -> Variant:
     """The first variant that serves the call; the last one serves all."""
     return next(variant for variant in variants if variant.when(key))
+
+
+def describe(variants: Sequence[Variant], key: VariantKey) -> str:
+    """Which variant a call takes and why, for messages."""
+    variant = select(variants, key)
+    return f"variant {variant.name} for {variant.serves}"
 
 
 def launch_of(table: LaunchTable, variant: Variant, name: str, key: VariantKey) -> BlockLaunch:
