@@ -7,8 +7,9 @@ Grids: (B, mixes), and (blocks of BN rows of the matrix, blocks of BB batch elem
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import triton
 import triton.language as tl
 
@@ -28,8 +29,8 @@ class MixTokensConfig:
 class MixTokensOut(NamedTuple):
     """Planes [mixes, B, K], and the normalised tokens [B, K] for the next step."""
 
-    planes: Any
-    shift: Any
+    planes: jax.Array
+    shift: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class GemmConfig(ProductConfig):
 class GemmOut(NamedTuple):
     """y [B, N]."""
 
-    y: Any
+    y: jax.Array
 
 
 @triton.jit

@@ -13,8 +13,9 @@ delay all other loads. Grid: blocks of BN rows of the matrix.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import triton
 import triton.language as tl
 
@@ -72,34 +73,34 @@ class Tokens(NamedTuple):
         layer: ``2 layer + 3``, an odd number, which the compiler does not specialise.
     """
 
-    x: Any
-    scale: Any = None
-    bias: Any = None
-    mixes: Any = None
-    last: Any = None
-    active: Any = None
-    layer: Any = None
+    x: jax.Array
+    scale: jax.Array | None = None
+    bias: jax.Array | None = None
+    mixes: jax.Array | None = None
+    last: jax.Array | None = None
+    active: jax.Array | None = None
+    layer: int | None = None
 
 
 class Weights(NamedTuple):
     """A matrix [N, K], and the scales [N, K / group] of int8 weights."""
 
-    w: Any
-    scale: Any = None
+    w: jax.Array
+    scale: jax.Array | None = None
 
 
 class Epilogue(NamedTuple):
     """What follows a product: a gate [B, gate_stride] that multiplies, and a summand [B, N]."""
 
-    gate: Any = None
-    add: Any = None
+    gate: jax.Array | None = None
+    add: jax.Array | None = None
 
 
 class GemvOut(NamedTuple):
     """y [B, N], and the normalised tokens [B, K] for the next step, None without mixes."""
 
-    y: Any
-    shift: Any
+    y: jax.Array
+    shift: jax.Array | None
 
 
 @triton.jit

@@ -7,8 +7,9 @@ power of two.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import triton
 import triton.language as tl
 
@@ -41,9 +42,9 @@ class StepConfig:
 class StepState(NamedTuple):
     """The stacked states: wkv [layers, B, H, N, N], the token shifts [layers, B, C]."""
 
-    wkv: Any
-    att_shift: Any
-    ffn_shift: Any
+    wkv: jax.Array
+    att_shift: jax.Array
+    ffn_shift: jax.Array
 
 
 class StepInputs(NamedTuple):
@@ -59,20 +60,20 @@ class StepInputs(NamedTuple):
         layer: ``2 layer + 3``, an odd number, which the compiler does not specialise.
     """
 
-    projections: Any
-    first_projections: Any
-    second: Any
-    att_shift: Any
-    ffn_shift: Any
-    active: Any
-    layer: Any
+    projections: jax.Array
+    first_projections: jax.Array | None
+    second: jax.Array | None
+    att_shift: jax.Array
+    ffn_shift: jax.Array
+    active: jax.Array
+    layer: int
 
 
 class StepOut(NamedTuple):
     """y [B, C], the input of the output projection, and the states, in place."""
 
-    y: Any
-    state: Any
+    y: jax.Array
+    state: StepState
 
 
 @triton.jit

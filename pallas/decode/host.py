@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..backend.triton import Launch, triton_call
+from ..common.shapes import like, shaped
 from .head_step import StepConfig, StepInputs, StepOut, StepState
 from .projections_host import CODE_ROWS, MAX_GEMV, layer_code, project
 from .rwkv6_step import (
@@ -61,7 +62,7 @@ def _step(
         x,
         p,
         arrays,
-        out=StepOut(jax.ShapeDtypeStruct((config.B, config.H * config.N), dtype), _shapes(arrays)),
+        out=StepOut(shaped((config.B, config.H * config.N), dtype), _shapes(arrays)),
         config=config,
         grid=(config.H, config.B, 1),
         launch=launch,
@@ -71,7 +72,7 @@ def _step(
 
 
 def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    return jax.tree.map(like, tree)
 
 
 def rwkv7_step(
@@ -143,7 +144,7 @@ def rwkv6_mix(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.
     return triton_call(
         mix_delta_kernel,
         MixDeltaInputs(x, last, z, p.moves, p.mixes, layer_code(layer)),
-        out=MixDeltaOut(jax.ShapeDtypeStruct((5, B, C), dtype)),
+        out=MixDeltaOut(shaped((5, B, C), dtype)),
         config=config,
         grid=(-(-C // config.BC), 5, B),
         launch=Launch(4),
@@ -195,14 +196,14 @@ def sample_tokens(
     P = -(-V // part)
     padded = 1 << (P - 1).bit_length()
     config = SampleConfig(V=V, P=P, BP=padded, BV=part, BK=min(128, part), undefined=undefined)
-    floats, ints = (jax.ShapeDtypeStruct((B, P), dtype) for dtype in (jnp.float32, jnp.int32))
-    of_tokens = lambda dtype: jax.ShapeDtypeStruct((B, V), dtype)
+    floats, ints = (shaped((B, P), dtype) for dtype in (jnp.float32, jnp.int32))
+    of_tokens = lambda dtype: shaped((B, V), dtype)
     survey = triton_call(
         sample_survey_kernel,
         SampleInputs(
             logits=logits,
             seen=seen,
-            count=count,
+            counts=count,
             banned=jnp.asarray(rules.banned),
             presence=scalar(rules.presence_penalty),
             frequency=scalar(rules.frequency_penalty),
@@ -212,7 +213,7 @@ def sample_tokens(
         config=config,
         grid=(P, B, 1),
         launch=Launch(4),
-        aliases={"x.logits": "logits", "x.count": "count"},
+        aliases={"x.logits": "logits", "x.counts": "counts"},
     )
     top_p = scalar(rules.top_p)
     drawn = triton_call(
@@ -233,17 +234,17 @@ def sample_tokens(
         sample_choose_kernel,
         SampleInputs(
             seen=seen,
-            count=survey.count,
+            counts=survey.counts,
             uncounted=jnp.asarray(rules.uncounted),
             top_p=top_p,
             top_k=scalar(rules.top_k),
         ),
         drawn,
         survey.parts,
-        out=ChooseOut(jax.ShapeDtypeStruct((B,), jnp.int32), *_shapes((seen, count))),
+        out=ChooseOut(shaped((B,), jnp.int32), *_shapes((seen, count))),
         config=dataclasses.replace(config, BK=max(1, min(part, 2048 // padded))),
         grid=(B, 1, 1),
         launch=Launch(8),
-        aliases={"x.seen": "seen", "x.count": "count"},
+        aliases={"x.seen": "seen", "x.counts": "counts"},
     )
-    return chosen.token, chosen.seen, chosen.count
+    return chosen.token, chosen.seen, chosen.counts

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ..backend.triton import Launch, triton_call
-from ..common.shapes import tile
+from ..common.shapes import shaped, tile
 from .gemm import GemmConfig, GemmOut, MixTokensConfig, MixTokensOut, gemm_kernel, mix_kernel
 from .gemv import Epilogue, GemvConfig, GemvOut, Tokens, Weights, gemv_kernel
 
@@ -178,13 +178,13 @@ def _gemv(matrix: Any, x: Tokens, epilogue: Epilogue, gate_at: int, dtype: Any) 
         eps=NORM_EPS,
         **_product_facts(matrix, x.x, epilogue.gate, gate_at),
     )
-    shift = None if x.mixes is None else jax.ShapeDtypeStruct((B, K), x.last.dtype)
+    shift = None if x.last is None else shaped((B, K), x.last.dtype)
     out = triton_call(
         gemv_kernel,
         x,
         Weights(matrix.weight, matrix.scale),
         epilogue,
-        out=GemvOut(jax.ShapeDtypeStruct((B, N), dtype), shift),
+        out=GemvOut(shaped((B, N), dtype), shift),
         config=config,
         grid=(-(-N // launch.BN), 1, 1),
         launch=Launch(launch.num_warps),
@@ -194,14 +194,13 @@ def _gemv(matrix: Any, x: Tokens, epilogue: Epilogue, gate_at: int, dtype: Any) 
 
 def _mix(x: Tokens) -> tuple[jax.Array, jax.Array]:
     """Planes [mixes, B, K] and shift [B, K]."""
+    assert x.mixes is not None and x.last is not None
     (B, K), M = x.x.shape, x.mixes.shape[0]
     BK = 1 << (K - 1).bit_length()
     out = triton_call(
         mix_kernel,
         x,
-        out=MixTokensOut(
-            jax.ShapeDtypeStruct((M, B, K), x.x.dtype), jax.ShapeDtypeStruct((B, K), x.last.dtype)
-        ),
+        out=MixTokensOut(shaped((M, B, K), x.x.dtype), shaped((B, K), x.last.dtype)),
         config=MixTokensConfig(B, K, BK, NORM_EPS),
         grid=(B, M, 1),
         launch=Launch(_warps(BK)),
@@ -255,7 +254,7 @@ def _gemm(matrix: Any, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype: An
         Tokens(x),
         Weights(matrix.dense(x.dtype)),
         epilogue,
-        out=GemmOut(jax.ShapeDtypeStruct((B, N), dtype)),
+        out=GemmOut(shaped((B, N), dtype)),
         config=config,
         grid=(-(-N // launch.BN), -(-B // launch.BB), 1),
         launch=Launch(launch.num_warps, launch.stages),

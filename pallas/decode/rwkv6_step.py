@@ -8,8 +8,9 @@ Grids: (tiles of channels, 5 mixes, B), and (heads, B).
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import triton
 import triton.language as tl
 
@@ -20,11 +21,11 @@ from .head_step import group_norm, load_low_rank, load_vector, low_rank_sum, sto
 class RWKV6Params(NamedTuple):
     """Parameters of a layer: [C] each, and the decay's second stage [C, R], None if its result is given."""
 
-    second: Any
-    base: Any
-    bonus: Any
-    scale: Any
-    bias: Any
+    second: jax.Array | None
+    base: jax.Array
+    bonus: jax.Array
+    scale: jax.Array
+    bias: jax.Array
 
 
 @triton.jit
@@ -90,18 +91,18 @@ class MixDeltaInputs(NamedTuple):
         layer: ``2 layer + 3``.
     """
 
-    x: Any
-    last: Any
-    z: Any
-    w: Any
-    mixes: Any
-    layer: Any
+    x: jax.Array
+    last: jax.Array
+    z: jax.Array
+    w: jax.Array
+    mixes: jax.Array
+    layer: int
 
 
 class MixDeltaOut(NamedTuple):
     """Planes [5, B, C]."""
 
-    planes: Any
+    planes: jax.Array
 
 
 @triton.jit

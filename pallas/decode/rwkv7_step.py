@@ -9,8 +9,9 @@ Grid: heads, batch elements.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import triton
 import triton.language as tl
 
@@ -38,15 +39,15 @@ class RWKV7StepConfig(StepConfig):
 class RWKV7Params(NamedTuple):
     """Parameters of a layer: [C] each, and the second stages [4, C, R], None if their results are given."""
 
-    second: Any
-    w0: Any
-    a0: Any
-    v0: Any
-    k_k: Any
-    k_a: Any
-    r_k: Any
-    scale: Any
-    bias: Any
+    second: jax.Array | None
+    w0: jax.Array
+    a0: jax.Array
+    v0: jax.Array | None
+    k_k: jax.Array
+    k_a: jax.Array
+    r_k: jax.Array
+    scale: jax.Array
+    bias: jax.Array
 
 
 @triton.jit

@@ -17,8 +17,9 @@ above t have more than top-p. No choice depends on the batch size.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import triton
 import triton.language as tl
 
@@ -49,25 +50,25 @@ class SampleInputs(NamedTuple):
 
     Attributes:
         logits: [B, V]; the survey subtracts penalties in place.
-        seen: [B, V] booleans, the tokens that have occurred, and count: [B, V], how often; written in place.
+        seen: [B, V] booleans, the tokens that have occurred, and counts: [B, V], how often; written in place.
         banned: [V], tokens that are forbidden, and uncounted: [V], those that are not counted.
         presence, frequency, decay: [1] each, penalties and what they decay by.
         keys: [B, 2] int32, Threefry keys.
         top_p, top_k, temperature: [1] each.
     """
 
-    logits: Any = None
-    seen: Any = None
-    count: Any = None
-    banned: Any = None
-    uncounted: Any = None
-    presence: Any = None
-    frequency: Any = None
-    decay: Any = None
-    keys: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    temperature: Any = None
+    logits: jax.Array | None = None
+    seen: jax.Array | None = None
+    counts: jax.Array | None = None
+    banned: jax.Array | None = None
+    uncounted: jax.Array | None = None
+    presence: jax.Array | None = None
+    frequency: jax.Array | None = None
+    decay: jax.Array | None = None
+    keys: jax.Array | None = None
+    top_p: jax.Array | None = None
+    top_k: jax.Array | None = None
+    temperature: jax.Array | None = None
 
 
 class PartSums(NamedTuple):
@@ -75,43 +76,43 @@ class PartSums(NamedTuple):
     NaN where a logit is.
     """
 
-    high: Any
-    mass: Any
-    root_mass: Any
+    high: jax.Array
+    mass: jax.Array
+    root_mass: jax.Array
 
 
 class SurveyOut(NamedTuple):
-    """Outputs of the survey; logits and count are the inputs' memory."""
+    """Outputs of the survey; logits and counts are the inputs' memory."""
 
-    parts: Any
-    logits: Any
-    count: Any
+    parts: PartSums
+    logits: jax.Array
+    counts: jax.Array
 
 
 class Candidates(NamedTuple):
     """Lists [B, V]; a part's begin where the part does."""
 
-    token: Any
-    logit: Any
-    score: Any
+    token: jax.Array
+    logit: jax.Array
+    score: jax.Array
 
 
 class DrawOut(NamedTuple):
     """The candidates, and of each part, [B, P], their number and the first of the best ones."""
 
-    candidates: Any
-    number: Any
-    best_score: Any
-    best_logit: Any
-    best_token: Any
+    candidates: Candidates
+    number: jax.Array
+    best_score: jax.Array
+    best_logit: jax.Array
+    best_token: jax.Array
 
 
 class ChooseOut(NamedTuple):
-    """Token [B]; seen and count are the inputs' memory."""
+    """Token [B]; seen and counts are the inputs' memory."""
 
-    token: Any
-    seen: Any
-    count: Any
+    token: jax.Array
+    seen: jax.Array
+    counts: jax.Array
 
 
 @triton.jit
@@ -190,13 +191,13 @@ def sample_survey_kernel(x, out, c: tl.constexpr):
     logits = tokens_at(x.logits + start, tokens, V, UNMASKED, -float("inf"))
     seen = tokens_at(x.seen + start, tokens, V, UNMASKED, 0) != 0
     banned = tokens_at(x.banned, tokens, V, UNMASKED, 0) != 0
-    count = tl.load(x.count + start + tokens, mask=seen, other=0.0)
+    count = tl.load(x.counts + start + tokens, mask=seen, other=0.0)
     penalties = tl.load(x.presence) + count * tl.load(x.frequency)
     # -inf is for forbidden tokens, so penalties stay finite
     penalties = tl.clamp(penalties, -3.4028234663852886e38, 3.4028234663852886e38)
     logits = tl.where(banned, -float("inf"), tl.where(seen, logits - penalties, logits))
     tl.store(x.logits + start + tokens, logits, mask=seen | banned)
-    tl.store(x.count + start + tokens, count * tl.load(x.decay), mask=seen)
+    tl.store(x.counts + start + tokens, count * tl.load(x.decay), mask=seen)
     high = max_of(logits)
     # e^((logit - high) / 2)
     root = tl.exp2(0.7213475204444817 * (logits - tl.where(high > -float("inf"), high, 0.0)))
@@ -317,5 +318,5 @@ def sample_choose_kernel(x, drawn, sums, out, c: tl.constexpr):
     tl.store(out.token + b, chosen)
     if chosen >= 0:
         counted = tl.where(tl.load(x.uncounted + chosen) != 0, 0.0, 1.0)
-        tl.store(x.count + start + chosen, tl.load(x.count + start + chosen) + counted)
+        tl.store(x.counts + start + chosen, tl.load(x.counts + start + chosen) + counted)
         tl.store(x.seen + start + chosen, 1)
