@@ -14,9 +14,10 @@ each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xl
 
 
 def some(n: int):
-    """Fixed draws: dw of a channel to which a single token contributes may cancel to few digits."""
-    settings = hypothesis.settings(max_examples=n, deadline=None, database=None)
-    return lambda f: hypothesis.seed(1)(settings(f))
+    """Drawn calls have 14 tokens: with more, `Case.errors` judges channels of dw alone, and where segments
+    and strong decays leave one term to a channel it cancels to few digits in float32.
+    """
+    return hypothesis.settings(max_examples=n, deadline=None, derandomize=True, database=None)
 
 
 @each_op
@@ -92,8 +93,8 @@ def check_drawn(case: Case, implementation: str, layout: dict, levels: list[floa
 @each_implementation
 @each_op
 def test_any_segments_and_decays(op, implementation):
-    case = Case(op, T=21, layout="segments", lengths=(21,), chunk_size=8)
-    ids = st.lists(st.lists(st.integers(-2, 2), min_size=21, max_size=21), min_size=2, max_size=2)
+    case = Case(op, T=14, layout="segments", lengths=(14,), chunk_size=8)
+    ids = st.lists(st.lists(st.integers(-2, 2), min_size=14, max_size=14), min_size=2, max_size=2)
 
     @some(12)
     @hypothesis.given(ids=ids, levels=some_levels, seed=seeds)
@@ -106,12 +107,12 @@ def test_any_segments_and_decays(op, implementation):
 @each_implementation
 @each_op
 def test_any_packing_and_decays(op, implementation):
-    case = Case(op, layout="packed", lengths=(5, 5, 5, 6), chunk_size=4)
+    case = Case(op, layout="packed", lengths=(3, 3, 3, 5), chunk_size=4)
 
     @some(12)
-    @hypothesis.given(st.lists(st.integers(0, 21), min_size=3, max_size=3), some_levels, seeds)
+    @hypothesis.given(st.lists(st.integers(0, 14), min_size=3, max_size=3), some_levels, seeds)
     def examples(cuts, levels, seed):
-        layout = {"cu_seqlens": np.array([0, *sorted(cuts), 21], np.int32)}
+        layout = {"cu_seqlens": np.array([0, *sorted(cuts), 14], np.int32)}
         check_drawn(case, implementation, layout, levels, seed)
 
     examples()
