@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,22 +16,9 @@ from ..core.arguments import shown
 from ..layers.state import RWKVState, check_state
 from ..models.config import check_model
 from .deleted import explain_deleted
+from .prefill_plan import UNMASKED_TOKENS, chunk_overhead, chunk_sizes, grouped, plan
 from .steps import of_rows
 
-# What a piece costs besides its tokens, as a number of tokens of all rows. Launching the kernels of a layer
-# takes an accelerator 0.1 ms at least, in which a layer of width 1024 reads about a thousand tokens, other
-# widths in inverse proportion to C^2; and fetching the weights from memory takes as long as 128 tokens or
-# more at any width, on a CPU as long as some thirty.
-_OVERHEAD, _LEAST_OVERHEAD, _MOST_OVERHEAD, _CPU_OVERHEAD = 2**30, 128, 4096, 32
-# The largest piece, in tokens of all rows. A CPU gains nothing from longer ones. An accelerator shall not
-# give more than a sixteenth of its memory to what a layer makes of a piece, some 25 float32 numbers for a
-# token and channel.
-_LARGEST, _CPU_LARGEST, _MEMORY_SHARE, _BYTES = 2**14, 512, 1 / 16, 100
-_CHUNK = 16  # tokens in a chunk of the ops
-# From so many tokens on, a piece without padding is read by a program of its own, which masks nothing: a
-# sixteenth of the time or so, and one more program to compile.
-_WHOLE = 2048
-_GROWTH = 1.15
 # For the programs that read. One call of a model of 24 x 1024 for 8192 tokens takes an H200 17.5 ms with all
 # three, 18.2 with the first alone, and 20 with none.
 COMPILER_OPTIONS = {
@@ -140,7 +126,7 @@ def prefill_chunks(
 
     groups = [np.arange(len(rows))]
     if len(rows) > 1 and _on_one_device(place, initial):
-        groups = grouped(lengths, sizes, _overhead(model.config.hidden_size, device)) or groups
+        groups = grouped(lengths, sizes, chunk_overhead(model.config.hidden_size, device)) or groups
     size = batch if len(groups) == 1 else len(groups[0])
     ends: list[tuple[jax.Array, RWKVState]] = []
     for group in groups:
@@ -161,7 +147,7 @@ def prefill_chunks(
             if ends or start:
                 yield None
             here = np.minimum(np.maximum(now - start, 0), length)
-            whole = size * length >= _WHOLE and (here == length).all()
+            whole = size * length >= UNMASKED_TOKENS and (here == length).all()
             piece, alone = tokens[:, start : start + length], carry is None and len(groups) == 1
             carry = _read(model, alone, params, carry, piece, None if whole else here)
             if alone:
@@ -176,81 +162,6 @@ def prefill_chunks(
     # no layers: hundreds of arrays take a millisecond to hand over
     rest = {name: value for name, value in params.items() if not name.startswith("blocks")}
     yield _head(model, rest, hidden), state
-
-
-def grouped(lengths: np.ndarray, sizes: Callable[[int], Sequence[int]], overhead: float) -> Any:
-    """Rows that are read together, so that a batch is not read to the end of its longest row in all rows.
-
-    Rows of similar lengths make a group, and all groups have the same number of rows, a power of two, for
-    which few programs serve. The number is the one by which the fewest tokens are read, launches counted as
-    ``overhead`` tokens each; without a gain of a fifth all rows are one group.
-
-    Args:
-        lengths: [B], tokens of each row.
-        sizes: the lengths of pieces for a number of rows.
-        overhead: what a piece costs besides its tokens, in tokens of all rows.
-
-    Returns:
-        The indices of the rows of each group, or None for one group of all rows as they stand.
-    """
-    falling = np.argsort(-lengths, kind="stable")
-
-    def cost(size: int) -> float:
-        longest = lengths[falling[::size]]
-        pieces = [plan(int(length), sizes(size)) for length in longest]
-        return sum(len(some) * overhead + size * sum(some) for some in pieces)
-
-    batch = len(lengths)
-    smaller = [1 << n for n in range((batch - 1).bit_length())]
-    best = min(smaller, key=cost, default=batch)
-    if best == batch or cost(best) > 0.8 * cost(batch):
-        return None
-    return [falling[start : start + best] for start in range(0, batch, best)]
-
-
-@functools.lru_cache
-def chunk_sizes(hidden_size: int, batch: int, device: Any) -> tuple[int, ...]:
-    """The lengths of the pieces that `prefill` reads, rising. It compiles a program for each that it needs.
-
-    All are whole chunks of the ops, and from the smallest on all powers of two are among them.
-
-    Args:
-        hidden_size: C, width of the model.
-        batch: number of rows, B.
-        device: a `jax.Device`; its platform and the size of its memory count, not what is free at the moment.
-    """
-    largest = _CPU_LARGEST if device.platform == "cpu" else _LARGEST
-    memory = None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
-    if memory:
-        largest = min(largest, int(memory * _MEMORY_SHARE / (_BYTES * hidden_size)))
-    overhead = _overhead(hidden_size, device) / batch
-    last = _power_of_two(largest // batch)
-    sizes = [min(_power_of_two(int((_GROWTH - 1) * overhead)), last)]
-    while sizes[-1] < last:
-        size = sizes[-1]
-        low, high = overhead + size, overhead + 2 * size
-        steps = math.ceil(math.log(high / low, _GROWTH))
-        between = (low * (high / low) ** (i / steps) - overhead for i in range(1, steps))
-        sizes += sorted({2 * size, *(math.ceil(n / _CHUNK) * _CHUNK for n in between)})
-    return tuple(sizes)
-
-
-def _overhead(hidden_size: int, device: Any) -> float:
-    """What a piece costs besides its tokens, in tokens of all rows."""
-    if device.platform == "cpu":
-        return float(_CPU_OVERHEAD)
-    return min(max(_OVERHEAD / hidden_size**2, _LEAST_OVERHEAD), _MOST_OVERHEAD)
-
-
-def _power_of_two(n: int) -> int:
-    """The largest one up to ``n``, and at least a chunk."""
-    return max(_CHUNK, 1 << max(n, 1).bit_length() - 1)
-
-
-def plan(length: int, sizes: Sequence[int]) -> list[int]:
-    """The pieces that ``length`` tokens are read in; the last one may be longer than what is left for it."""
-    whole, rest = divmod(length, sizes[-1])
-    return [sizes[-1]] * whole + [size for size in sizes if size >= rest > 0][:1]
 
 
 def check_prompts(prompts: Any, vocab_size: int) -> list[np.ndarray]:

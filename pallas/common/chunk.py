@@ -1,4 +1,4 @@
-"""What the chunked Triton kernels of RWKV-6 and RWKV-7 share: their config, the index of their tokens, and
+"""What the chunked Triton kernels of RWKV-6 and RWKV-7 share: the index of their tokens, and
 the tiles and masks of a chunk.
 
 A program takes one block of values of one head of one split: a sequence, or one of the pieces of equal length
@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .gate import inverse_state_scale, state_scale
+
 C = tl.constexpr(16)  # tokens of a chunk
-
-
-UNSAFE_GATE = tl.constexpr(-256)  # the gate of an unsafe program with a cotangent scale of 2^0
 
 
 class Index(NamedTuple):
@@ -36,43 +35,6 @@ class Index(NamedTuple):
     gates: Any
     T: Any
     split_len: Any
-
-
-@triton.jit
-def load_gate(index, number, c: tl.constexpr):
-    """The gate of split ``number`` and the program's head.
-
-    0 and above: the safe gate, centred: q side times 2^gate, k side and state divided by it. Below 0: the
-    unsafe gate, UNSAFE_GATE plus the exponent of `cotangent_scale`.
-    """
-    if c.unsafe_gate:
-        return tl.load(index.gates + number * c.H + tl.program_id(1))
-    else:
-        return tl.full((), c.safe_gate_exponent, tl.int32)
-
-
-@triton.jit
-def has_unsafe_gate(gate, c: tl.constexpr):
-    """Selects the body. Where the config excludes the unsafe gate only one body is compiled."""
-    if c.unsafe_gate:
-        return gate < 0
-    else:
-        return False
-
-
-@triton.jit
-def power_of_two(n):
-    """2^n, exactly, for ``n`` from -126 to 127."""
-    return ((127 + n) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def cotangent_scale(gate):
-    """Under an unsafe gate, the powers of two that multiply loaded cotangents and stored gradients
-    (`cotangent_scale_kernel`).
-    """
-    n = gate - UNSAFE_GATE
-    return power_of_two(n), power_of_two(-n)
 
 
 class Split(NamedTuple):
@@ -294,26 +256,6 @@ def masked(x, mask, segments):
     if segments.first < C:
         x = tl.where(mask, x, 0.0).to(x.dtype)
     return x
-
-
-@triton.jit
-def state_scale(gate, c: tl.constexpr, GRADIENT: tl.constexpr):
-    """The factor of a state, or of its gradient, during the scan."""
-    if not c.unsafe_gate:
-        return power_of_two(gate if GRADIENT else -gate)
-    elif GRADIENT:
-        return cotangent_scale(gate)[0]
-    else:
-        return tl.full((), 1.0, tl.float32)
-
-
-@triton.jit
-def inverse_state_scale(gate, c: tl.constexpr):
-    """The factor that undoes `state_scale` of a state's gradient."""
-    if c.unsafe_gate:
-        return cotangent_scale(gate)[1]
-    else:
-        return power_of_two(-gate)
 
 
 class StateTile(NamedTuple):

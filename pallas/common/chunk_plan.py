@@ -13,10 +13,11 @@ import triton.language as tl
 from ...core.context import Context
 from ...core.types import RecurrenceConfig
 from ..backend.triton import INTERPRET, Launch, triton_call
-from .chunk import UNSAFE_GATE, C, Index
+from .chunk import C, Index
 from .chunk_config import Config
 from .chunk_variants import SAFE_GATE_BOUND, BlockLaunch
 from .cotangent_scale import Cotangents, Scaled, cotangent_scale_kernel
+from .gate import UNSAFE_GATE
 from .shapes import like, tile
 
 CHUNK = C.value

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .chunk import UNSAFE_GATE, load_gate, program_split
+from .chunk import program_split
+from .gate import UNSAFE_GATE, load_gate
 
 TARGET_EXPONENT = tl.constexpr(14)
 TILE_ELEMENTS = tl.constexpr(4096)  # of a tile of `max_abs`

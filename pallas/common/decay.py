@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .chunk import state_scale
 from .dots import dot, token_sums
+from .gate import state_scale
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(-128.0)  # exp is 0 in float32, and unlike -inf times 0 is 0

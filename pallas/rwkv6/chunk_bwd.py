@@ -20,11 +20,8 @@ from ..common.chunk import (
     C,
     chunk_mask,
     chunk_segments,
-    cotangent_scale,
     does_h0_reach_ht,
-    has_unsafe_gate,
     in_one_segment,
-    load_gate,
     load_state,
     partial_sums,
     program_split,
@@ -39,6 +36,7 @@ from ..common.chunk import (
 from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors, in_first_half, masked_A
 from ..common.dots import dot, token_sums_f32
+from ..common.gate import cotangent_scale, has_unsafe_gate, load_gate
 from ..common.state_buffers import aliased_gradients, state_offset, state_pointers
 from ..common.token_tiles import load_tokens, store_gradient, where_or_zero
 from .chunk_bwd_key_major import chunk_bwd_key_major

@@ -8,18 +8,16 @@ import triton.language as tl
 from ..common.chunk import (
     C,
     chunk_segments,
-    cotangent_scale,
     does_h0_reach_ht,
     in_one_segment,
-    inverse_state_scale,
     masked,
     partial_sums,
     program_split,
-    state_scale,
     tile_axes,
 )
 from ..common.decay import LOG2E, LOG_MIN, LOG_ZERO, at_least, in_first_half, sums_to_middles
 from ..common.dots import dot
+from ..common.gate import cotangent_scale, inverse_state_scale, state_scale
 from ..common.key_major import (
     concat,
     split2,

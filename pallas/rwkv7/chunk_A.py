@@ -16,9 +16,7 @@ from ..common.chunk import (
     chunk_mask,
     chunk_segments,
     chunks_of_program,
-    has_unsafe_gate,
     in_one_segment,
-    load_gate,
     split_of_program,
     tile_axes,
     token_offsets,
@@ -26,6 +24,7 @@ from ..common.chunk import (
 from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors, masked_A
 from ..common.dots import inverse16
+from ..common.gate import has_unsafe_gate, load_gate
 from ..common.token_tiles import load_tokens
 from .chunk_tokens import scaled_tokens
 

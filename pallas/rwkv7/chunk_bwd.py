@@ -24,11 +24,8 @@ from ..common.chunk import (
     causal_masks,
     chunk_mask,
     chunk_segments,
-    cotangent_scale,
     does_h0_reach_ht,
-    has_unsafe_gate,
     in_one_segment,
-    load_gate,
     load_state,
     partial_sums,
     program_split,
@@ -43,6 +40,7 @@ from ..common.chunk import (
 from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors
 from ..common.dots import dot
+from ..common.gate import cotangent_scale, has_unsafe_gate, load_gate
 from ..common.state_buffers import aliased_gradients, state_offset, state_pointers
 from ..common.token_tiles import load_tokens, store_gradient, store_tokens, where_or_zero
 from .chunk_A import load_A

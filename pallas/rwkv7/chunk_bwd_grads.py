@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.chunk import cotangent_scale
 from ..common.chunk_config import with_safe_gate
 from ..common.decay import Keys, in_first_half
 from ..common.dots import dot, token_sums_f32
+from ..common.gate import cotangent_scale
 from ..common.token_tiles import store_gradient, where_or_zero
 
 

@@ -11,18 +11,16 @@ import triton.language as tl
 from ..common.chunk import (
     C,
     chunk_segments,
-    cotangent_scale,
     does_h0_reach_ht,
     has_no_restart,
-    inverse_state_scale,
     masked,
     partial_sums,
     program_split,
-    state_scale,
     tile_axes,
 )
 from ..common.decay import LOG2E, LOG_FEW, LOG_MIN, LOG_ZERO, at_least, in_first_half, sums_to_middles
 from ..common.dots import dot
+from ..common.gate import cotangent_scale, inverse_state_scale, state_scale
 from ..common.key_major import (
     concat,
     select_concat,

@@ -19,11 +19,8 @@ from ..common.chunk import (
     chunk_mask,
     chunk_segments,
     chunks_of_program,
-    cotangent_scale,
     does_h0_reach_ht,
-    has_unsafe_gate,
     in_one_segment,
-    load_gate,
     split_of_program,
     tile_axes,
     token_offsets,
@@ -33,6 +30,7 @@ from ..common.chunk import (
 from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors
 from ..common.dots import dot
+from ..common.gate import cotangent_scale, has_unsafe_gate, load_gate
 from ..common.state_buffers import aliased_gradients, state_offset, state_pointers
 from ..common.token_tiles import load_tokens, where_or_zero
 from .chunk_bwd_grads import A_gradients, Masks, TokenTiles, Values, token_gradients

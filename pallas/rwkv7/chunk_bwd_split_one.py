@@ -13,7 +13,6 @@ from ..common.chunk import (
     chunk_segments,
     does_h0_reach_ht,
     in_one_segment,
-    state_scale,
     tile_axes,
     token_offsets,
     tokens_reaching_ht,
@@ -21,6 +20,7 @@ from ..common.chunk import (
 )
 from ..common.decay import decay_factors
 from ..common.dots import dot
+from ..common.gate import state_scale
 from ..common.state_buffers import state_offset, state_pointers
 from ..common.token_tiles import load_tokens, where_or_zero
 from .chunk_bwd_grads import A_gradients, Masks, TokenTiles, Values, token_gradients

@@ -9,9 +9,10 @@ The maths is that of `chunk_bwd_split`.
 import triton
 import triton.language as tl
 
-from ..common.chunk import C, chunk_segments, state_scale
+from ..common.chunk import C, chunk_segments
 from ..common.decay import LOG2E
 from ..common.dots import dot
+from ..common.gate import state_scale
 from ..common.key_major import concat, split2, sums_over_tokens, sums_over_tokens_f32
 from ..common.token_tiles import load_tokens, store_tokens
 

@@ -21,13 +21,10 @@ from ..common.chunk import (
     chunk_mask,
     chunk_segments,
     does_h0_reach_ht,
-    has_unsafe_gate,
     in_one_segment,
-    load_gate,
     load_state,
     masked,
     program_split,
-    state_scale,
     state_tile,
     store_state,
     tile_axes,
@@ -39,6 +36,7 @@ from ..common.chunk import (
 from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors
 from ..common.dots import dot
+from ..common.gate import has_unsafe_gate, load_gate, state_scale
 from ..common.state_buffers import state_offset, state_pointers
 from ..common.token_tiles import load_tokens, store_tokens
 from .chunk_A import compute_A, load_A, store_A

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.chunk import has_unsafe_gate, load_gate
 from ..common.chunk_config import with_safe_gate, with_square_state
+from ..common.gate import has_unsafe_gate, load_gate
 from .chunk_fwd import FwdOut, chunk_fwd
 from .chunk_tokens import ScanInputs
 

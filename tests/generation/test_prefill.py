@@ -13,7 +13,8 @@ import small_models as small
 from harness import tiers
 
 from fla_jax.generation import prompts as module
-from fla_jax.generation.prompts import chunk_sizes, plan, prefill
+from fla_jax.generation.prefill_plan import chunk_sizes, plan
+from fla_jax.generation.prompts import prefill
 from fla_jax.models import stack_layers
 
 LENGTHS = (20, 0, 37, 5)
@@ -179,7 +180,7 @@ def test_pieces_without_padding(setup, monkeypatch):
     requests, state = small.tokens(2, 80), small.random_state(model, 2)
     want = prefill(model, params, requests, state)
     masked, read = [], module._read
-    monkeypatch.setattr(module, "_WHOLE", 64)
+    monkeypatch.setattr(module, "UNMASKED_TOKENS", 64)
     monkeypatch.setattr(module, "_read", lambda *args: masked.append(args[-1] is not None) or read(*args))
     got = prefill(model, params, requests, state)
     assert masked == [False, False, True]

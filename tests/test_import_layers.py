@@ -1,13 +1,11 @@
-"""The rooms of the package: who may import whom. Read from the source, so that imports inside functions count
-as well.
-"""
+"""Import layers of the package, read from the source, so that imports inside functions count as well."""
 
 import ast
 import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent
-# each room may import those before it (and itself); `fla_jax` itself, the public face, may import all
-ROOMS = (
+# a package may import those before it and itself; `fla_jax` itself may import all
+PACKAGES = (
     "core",
     "pallas",
     "ops",
@@ -19,9 +17,18 @@ ROOMS = (
     "data",
     "parallel",
 )
+SHARED_BY_OPS = (
+    "array_checks",
+    "recurrence",
+    "recurrence_checks",
+    "recurrence_cp",
+    "scan",
+    "intra_exact",
+    "intra_safe",
+)
 INSIDE = {
     "pallas": ("backend", "common", ("rwkv6", "rwkv7", "layer", "decode")),
-    "ops": ("op", "common", ("rwkv6", "rwkv7", "layer", "decode")),
+    "ops": (SHARED_BY_OPS, ("rwkv6", "rwkv7", "layer", "decode")),
 }
 
 
@@ -59,27 +66,27 @@ def graph() -> dict[str, set[str]]:
     return {name: imports(name, tree, known, name in packages) for name, tree in known.items()}
 
 
-def position(name: str, rooms: tuple, depth: int) -> int | None:
+def position(name: str, packages: tuple, depth: int) -> int | None:
     parts = name.split(".")
     if len(parts) <= depth:
         return None
-    for i, room in enumerate(rooms):
-        if parts[depth] == room or (isinstance(room, tuple) and parts[depth] in room):
+    for i, package in enumerate(packages):
+        if parts[depth] == package or (isinstance(package, tuple) and parts[depth] in package):
             return i
     return None
 
 
-def test_no_room_knows_what_is_above_it():
+def test_nobody_imports_what_comes_later():
     wrong = []
     for name, targets in graph().items():
         for target in targets:
-            here, there = position(name, ROOMS, 1), position(target, ROOMS, 1)
+            here, there = position(name, PACKAGES, 1), position(target, PACKAGES, 1)
             if here is not None and there is not None and there > here:
                 wrong.append(f"{name} -> {target}")
             if here is not None and target == "fla_jax":
                 wrong.append(f"{name} -> {target}")
-            if here is not None and here == there and ROOMS[here] in INSIDE:
-                inside = INSIDE[ROOMS[here]]
+            if here is not None and here == there and PACKAGES[here] in INSIDE:
+                inside = INSIDE[PACKAGES[here]]
                 a, b = position(name, inside, 2), position(target, inside, 2)
                 if a is not None and b is not None and b > a:
                     wrong.append(f"{name} -> {target}")
