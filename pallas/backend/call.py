@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .types import Tensor
+
 
 class Launch(NamedTuple):
     """How a kernel's programs are compiled.
@@ -38,10 +40,10 @@ class TritonCall(NamedTuple):
         aliases: pairs of an array among the operands and an output that takes over its memory.
     """
 
-    kernel: Any
-    groups: Any
+    kernel: Tensor
+    groups: Tensor
     scalars: tuple[int | None, ...]
-    outputs: Any
+    outputs: Tensor
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     constants: tuple[tuple[str, Hashable], ...]
     grid: tuple[int, int, int]

@@ -5,11 +5,12 @@ A program takes one block of values of one head of one split: a sequence, or one
 into which sequences are cut. It scans the split's chunks of 16 tokens with the state [V, K] in registers.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from .gate import inverse_state_scale, state_scale
 
 C = tl.constexpr(16)  # tokens of a chunk
@@ -28,13 +29,13 @@ class Index(NamedTuple):
         split_len: tokens of a split.
     """
 
-    segment_bits: Any
-    cu_seqlens: Any
-    chunk_offsets: Any
-    chunk_indices: Any
-    gates: Any
-    T: Any
-    split_len: Any
+    segment_bits: Tensor
+    cu_seqlens: Tensor
+    chunk_offsets: Tensor
+    chunk_indices: Tensor
+    gates: Tensor
+    T: Tensor
+    split_len: Tensor
 
 
 class Split(NamedTuple):
@@ -49,12 +50,12 @@ class Split(NamedTuple):
         first_chunk: first chunk of the split, counted through all rows or packed sequences.
     """
 
-    index: Any
-    row: Any
-    base: Any
-    first: Any
-    length: Any
-    first_chunk: Any
+    index: Tensor
+    row: Tensor
+    base: Tensor
+    first: Tensor
+    length: Tensor
+    first_chunk: Tensor
 
 
 @triton.jit
@@ -119,11 +120,11 @@ class Axes(NamedTuple):
     """The axes of a program's tiles: tokens [16], keys [BK], values [BV], and whether keys and values
     exist."""
 
-    token: Any
-    key: Any
-    value: Any
-    has_key: Any
-    has_value: Any
+    token: Tensor
+    key: Tensor
+    value: Tensor
+    has_key: Tensor
+    has_value: Tensor
 
 
 @triton.jit
@@ -139,10 +140,10 @@ class Offsets(NamedTuple):
     16], values [16, BV], values transposed [BV, 16].
     """
 
-    key: Any
-    batched16: Any
-    value: Any
-    transposed: Any
+    key: Tensor
+    batched16: Tensor
+    value: Tensor
+    transposed: Tensor
 
 
 @triton.jit
@@ -163,9 +164,9 @@ def batched16_keys(c: tl.constexpr):
 class Mask(NamedTuple):
     """Whether elements of a chunk's tiles exist: tokens [16], keys [16, BK], values [16, BV]."""
 
-    token: Any
-    key: Any
-    value: Any
+    token: Tensor
+    key: Tensor
+    value: Tensor
 
 
 @triton.jit
@@ -203,9 +204,9 @@ class Segments(NamedTuple):
         last: the last one, 0 if none.
     """
 
-    bits: Any
-    first: Any
-    last: Any
+    bits: Tensor
+    first: Tensor
+    last: Tensor
 
 
 @triton.jit
@@ -263,8 +264,8 @@ class StateTile(NamedTuple):
     its elements exist.
     """
 
-    offsets: Any
-    mask: Any
+    offsets: Tensor
+    mask: Tensor
 
 
 @triton.jit

@@ -6,11 +6,12 @@ kernels multiply cotangents by a power of two, exactly, and divide gradients by 
 gradients of A to about 2^TARGET_EXPONENT whatever the scale of the loss and of the values.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from .chunk import program_split
 from .gate import UNSAFE_GATE, load_gate
 
@@ -28,17 +29,17 @@ class Cotangents(NamedTuple):
         v: [B, T, H, V].
     """
 
-    do: Any
-    dht_max: Any
-    r: Any
-    k: Any
-    v: Any
+    do: Tensor
+    dht_max: Tensor
+    r: Tensor
+    k: Tensor
+    v: Tensor
 
 
 class Scaled(NamedTuple):
     """Output of the kernel: `Index.gates` with the exponent of the scale added to unsafe gates."""
 
-    gates: Any
+    gates: Tensor
 
 
 @triton.jit

@@ -14,11 +14,12 @@ and the state alike. Under an unsafe gate (docs/maths.md, section 7) decays may 
   69.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from .dots import dot, token_sums
 from .gate import state_scale
 
@@ -43,15 +44,15 @@ class DecayFactors(NamedTuple):
         clamp_ratio: each token's decay divided by its clamped decay; undefined under a safe gate.
     """
 
-    score_gi: Any
-    score_ge: Any
-    first_half: Any
-    second_half: Any
-    state_gi: Any
-    state_ge: Any
-    decay_pre: Any
-    decay_post: Any
-    clamp_ratio: Any
+    score_gi: Tensor
+    score_ge: Tensor
+    first_half: Tensor
+    second_half: Tensor
+    state_gi: Tensor
+    state_ge: Tensor
+    decay_pre: Tensor
+    decay_post: Tensor
+    clamp_ratio: Tensor
 
 
 @triton.jit
@@ -168,16 +169,16 @@ def safe_gate_factors_by_cumsum(w, gate, last):
 class Queries(NamedTuple):
     """Queries [16, K] times their decay factors: for the state at the start, and for A."""
 
-    state: Any
-    score: Any
+    state: Tensor
+    score: Tensor
 
 
 class Keys(NamedTuple):
     """Keys [16, K] times their decay factors: for the first half's queries; for the others and the state at
     the end."""
 
-    first_half: Any
-    second_half: Any
+    first_half: Tensor
+    second_half: Tensor
 
 
 @triton.jit

@@ -4,11 +4,12 @@ A program scans the tiles of a block of tokens, for some of the heads. Channels 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from .token_tiles import load_tokens, store_tokens
 
 
@@ -38,8 +39,8 @@ class HeadwiseConfig:
 class Dims(NamedTuple):
     """Lengths that are known at run time: tokens of a sequence, and tokens of a program's block."""
 
-    T: Any
-    block_len: Any
+    T: Tensor
+    block_len: Tensor
 
 
 class TokenBlock(NamedTuple):
@@ -47,11 +48,11 @@ class TokenBlock(NamedTuple):
     heads from ``head`` on.
     """
 
-    batch: Any
-    index: Any
-    head: Any
-    start: Any
-    end: Any
+    batch: Tensor
+    index: Tensor
+    head: Tensor
+    start: Tensor
+    end: Tensor
 
 
 @triton.jit
@@ -73,8 +74,8 @@ class Channels(NamedTuple):
     exist.
     """
 
-    offsets: Any
-    mask: Any
+    offsets: Tensor
+    mask: Tensor
 
 
 @triton.jit
@@ -87,9 +88,9 @@ def head_channels(block, c: tl.constexpr):
 class Tile(NamedTuple):
     """A tile of tokens: offset of its first token, offsets from there, and which elements exist."""
 
-    base: Any
-    offsets: Any
-    mask: Any
+    base: Tensor
+    offsets: Tensor
+    mask: Tensor
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ...core.context import Context
 from ..backend.triton import Launch, triton_call
+from ..backend.types import Tensor
 from .headwise import Dims, HeadwiseConfig
 from .shapes import tile
 
@@ -45,7 +46,7 @@ class HeadwisePlan(NamedTuple):
     dims: Dims
     grid: tuple[int, int, int]
     launch: Launch
-    fields: dict[str, Any]  # of `HeadwiseConfig`
+    fields: dict[str, Tensor]  # of `HeadwiseConfig`
     sums: tuple[int, int]  # B and blocks of a sequence
 
     def __call__(

@@ -5,11 +5,12 @@ A split maps the state h0 at its start to ``ht = transition h0 + update`` at its
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from .dots import dot
 
 
@@ -38,9 +39,9 @@ class Passing(NamedTuple):
         edge: [B, H, K, V], the state at the start of each sequence, or its gradient at the end.
     """
 
-    transition: Any
-    update: Any
-    edge: Any
+    transition: Tensor
+    update: Tensor
+    edge: Tensor
 
 
 class Passed(NamedTuple):
@@ -51,8 +52,8 @@ class Passed(NamedTuple):
         last: [B, H, K, V], at the far edge of the last split.
     """
 
-    states: Any
-    last: Any
+    states: Tensor
+    last: Tensor
 
 
 class EntryOutput(NamedTuple):
@@ -66,23 +67,23 @@ class EntryOutput(NamedTuple):
         split_len: tokens of a split.
     """
 
-    q_entry: Any
-    o: Any
-    h0: Any
-    T: Any
-    split_len: Any
+    q_entry: Tensor
+    o: Tensor
+    h0: Tensor
+    T: Tensor
+    split_len: Tensor
 
 
 class SplitOutput(NamedTuple):
     """Output of `add_entry_output_kernel`, o [B, T, H, V]."""
 
-    o: Any
+    o: Tensor
 
 
 class SplitGrad(NamedTuple):
     """Output of `state_grad_kernel`, dh [splits, H, K, V] float32."""
 
-    dh: Any
+    dh: Tensor
 
 
 @triton.jit

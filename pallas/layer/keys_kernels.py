@@ -8,11 +8,12 @@ head's sums over its channels stay within a few lanes. Grid: `token_block`.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.headwise import (
     HeadwiseConfig,
     head_channels,
@@ -40,29 +41,29 @@ class KeysConfig(HeadwiseConfig):
 class FirstValues(NamedTuple):
     """Inputs of `first_values_kernel`: arrays of ``size`` elements, of which a program has ``block_len``."""
 
-    v: Any
-    v_first: Any
-    residual: Any
-    size: Any
-    block_len: Any
+    v: Tensor
+    v_first: Tensor
+    residual: Tensor
+    size: Tensor
+    block_len: Tensor
 
 
 class KeysOut(NamedTuple):
     """Outputs of the forward, None for those that equal an input."""
 
-    w: Any
-    k: Any
-    v: Any
-    a: Any
-    b: Any
-    v_first: Any
+    w: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    v_first: Tensor
 
 
 class KeysGrads(NamedTuple):
     """Gradients of the token arrays, and the blocks' sums for w0, a0, k_k, k_a and v0."""
 
-    x: Any
-    sums: Any
+    x: Tensor
+    sums: Tensor
 
 
 @triton.jit

@@ -9,11 +9,12 @@ two runs give the same bits. Grid: blocks of tokens of all sequences, tiles of c
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.sums import extended, sums
 from .norm_shift_mix_tiles import MixConfig, read, starts_segment, token_block, write
 
@@ -27,26 +28,26 @@ class MixGrads(NamedTuple):
         tile_sums: [B, T, tiles, 2] float32, the sums over channels that dx needs; None for whole tokens.
     """
 
-    x: Any
-    sums: Any
-    tile_sums: Any
+    x: Tensor
+    sums: Tensor
+    tile_sums: Tensor
 
 
 class NormBwdInputs(NamedTuple):
     """Inputs of `norm_bwd_kernel`: ``dsum`` is the cotangent of x + y, or None."""
 
-    x: Any
-    scale: Any
-    stats: Any
-    dh: Any
-    tile_sums: Any
-    dsum: Any
+    x: Tensor
+    scale: Tensor
+    stats: Tensor
+    dh: Tensor
+    tile_sums: Tensor
+    dsum: Tensor
 
 
 class NormBwdOut(NamedTuple):
     """Output of `norm_bwd_kernel`."""
 
-    dx: Any
+    dx: Tensor
 
 
 @dataclasses.dataclass(frozen=True)

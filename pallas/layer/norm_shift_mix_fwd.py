@@ -5,11 +5,12 @@
 Grid: blocks of tokens of all sequences, tiles of channels.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.sums import extended
 from .norm_shift_mix_tiles import read, read_sum, starts_segment, statistics, token_block, write
 
@@ -17,15 +18,15 @@ from .norm_shift_mix_tiles import read, read_sum, starts_segment, statistics, to
 class FwdOut(NamedTuple):
     """Outputs of `mix_fwd_kernel`: the op's results (`Mixed`), and statistics that the backward needs."""
 
-    results: Any
-    stats: Any
+    results: Tensor
+    stats: Tensor
 
 
 class StatisticsOut(NamedTuple):
     """Outputs of `statistics_kernel`: `Stats`, and x + y, None without y."""
 
-    stats: Any
-    x: Any
+    stats: Tensor
+    x: Tensor
 
 
 @triton.jit

@@ -6,11 +6,12 @@ completes.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.sums import extended, sums
 
 
@@ -36,16 +37,16 @@ class MixConfig:
 class Dims(NamedTuple):
     """Lengths that are known at run time: sequences, tokens of a sequence, tokens of a program's block."""
 
-    B: Any
-    T: Any
-    block_len: Any
+    B: Tensor
+    T: Tensor
+    block_len: Tensor
 
 
 class Stats(NamedTuple):
     """Statistics of the norm, [B, T] float32: means, and one over the standard deviations."""
 
-    mean: Any
-    rstd: Any
+    mean: Tensor
+    rstd: Tensor
 
 
 @triton.jit

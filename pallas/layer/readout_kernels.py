@@ -8,11 +8,12 @@ within a few lanes. Grid: `token_block`.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.headwise import (
     HeadwiseConfig,
     head_channels,
@@ -39,8 +40,8 @@ class ReadoutConfig(HeadwiseConfig):
 class ReadoutGrads(NamedTuple):
     """Gradients of the token arrays, and the blocks' sums for scale, bias and r_k."""
 
-    x: Any
-    sums: Any
+    x: Tensor
+    sums: Tensor
 
 
 @triton.jit

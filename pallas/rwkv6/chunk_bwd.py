@@ -10,12 +10,13 @@ The gradient of a log decay sums only terms that contain that decay (section 6).
 Grid: blocks of values, heads, splits.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ...core.types import RWKV6Inputs
+from ..backend.types import Tensor
 from ..common.chunk import (
     C,
     chunk_mask,
@@ -48,9 +49,9 @@ class Saved(NamedTuple):
     the states at the starts of chunks.
     """
 
-    do: Any
-    dht: Any
-    states: Any
+    do: Tensor
+    dht: Tensor
+    states: Tensor
 
 
 @triton.jit

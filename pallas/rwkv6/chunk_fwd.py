@@ -8,11 +8,12 @@ the chunk. The state is held as [V, K] (docs/maths.md, section 2; `decay` has th
 Grid: blocks of values, heads, splits.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.chunk import (
     C,
     batched16_mask,
@@ -45,9 +46,9 @@ class FwdOut(NamedTuple):
     chunks, or None where nothing is saved.
     """
 
-    o: Any
-    ht: Any
-    states: Any
+    o: Tensor
+    ht: Tensor
+    states: Tensor
 
 
 @triton.jit

@@ -4,11 +4,12 @@
 Grid: blocks of values, heads, splits.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.chunk import (
     C,
     batched16_mask,
@@ -30,9 +31,9 @@ from ..common.token_tiles import load_tokens, store_tokens, where_or_zero
 class StateOut(NamedTuple):
     """Outputs: q_entry like r; transition [splits, H, K] and update [splits, H, K, V], float32."""
 
-    q_entry: Any
-    transition: Any
-    update: Any
+    q_entry: Tensor
+    transition: Tensor
+    update: Tensor
 
 
 @triton.jit

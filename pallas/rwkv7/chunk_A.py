@@ -5,11 +5,12 @@ the registers beside a state, and every block of values would compute A again. S
 computes A of all chunks first, each in its own program.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.chunk import (
     C,
     causal_masks,
@@ -34,10 +35,10 @@ NUM_A_TILES = tl.constexpr(4)  # of tiles in `ChunkA`
 class ChunkA(NamedTuple):
     """Tiles [16, 16] of a chunk: (I - A_ab)^-1, A_ak, A_qk and A_qb, each masked to the past."""
 
-    A_ab_inv: Any
-    A_ak: Any
-    A_qk: Any
-    A_qb: Any
+    A_ab_inv: Tensor
+    A_ak: Tensor
+    A_qk: Tensor
+    A_qb: Tensor
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def store_A(A, chunk, tiles):
 class AOut(NamedTuple):
     """Output of the kernel: A [rows, chunks, H, 4, 16, 16] float32, as `load_A` reads it."""
 
-    A: Any
+    A: Tensor
 
 
 @triton.jit

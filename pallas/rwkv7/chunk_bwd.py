@@ -12,12 +12,13 @@ bits of every second chunk; `chunk_bwd_split` then has programs for chunks and b
 Grid: blocks of values, heads, splits.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ...core.types import RWKV7Inputs
+from ..backend.types import Tensor
 from ..common.chunk import (
     C,
     batched16_mask,
@@ -59,10 +60,10 @@ class Saved(NamedTuple):
         A: [rows, chunks, H, 4, 16, 16].
     """
 
-    do: Any
-    dht: Any
-    states: Any
-    A: Any
+    do: Tensor
+    dht: Tensor
+    states: Tensor
+    A: Tensor
 
 
 class DhOut(NamedTuple):
@@ -70,10 +71,10 @@ class DhOut(NamedTuple):
     the states at the ends of chunks, before the last decay.
     """
 
-    v: Any
-    initial_state: Any
-    dstates: Any
-    da_read: Any
+    v: Tensor
+    initial_state: Tensor
+    dstates: Tensor
+    da_read: Tensor
 
 
 @triton.jit

@@ -9,11 +9,12 @@ with its own token, a with the one before) are computed apart, and the clamped f
 replaced by exact ones in the sum.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.chunk_config import with_safe_gate
 from ..common.decay import Keys, in_first_half
 from ..common.dots import dot, token_sums_f32
@@ -24,10 +25,10 @@ from ..common.token_tiles import store_gradient, where_or_zero
 class TokenTiles(NamedTuple):
     """A chunk's tokens as loaded, [16, K]."""
 
-    r: Any
-    k: Any
-    a: Any
-    b: Any
+    r: Tensor
+    k: Tensor
+    a: Tensor
+    b: Tensor
 
 
 class Masks(NamedTuple):
@@ -40,19 +41,19 @@ class Masks(NamedTuple):
         reaches_ht: [16, 1] tokens from the last restart on.
     """
 
-    causal: Any
-    strict: Any
-    sees_h0: Any
-    reaches_ht: Any
+    causal: Tensor
+    strict: Tensor
+    sees_h0: Tensor
+    reaches_ht: Tensor
 
 
 class Values(NamedTuple):
     """A chunk's tiles of values: v and do [16, V], v_new and da_read transposed [V, 16]."""
 
-    v: Any
-    do: Any
-    v_new: Any
-    da_read: Any
+    v: Tensor
+    do: Tensor
+    v_new: Tensor
+    da_read: Tensor
 
 
 @triton.jit

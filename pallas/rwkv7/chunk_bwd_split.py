@@ -8,11 +8,12 @@ before the pair and 16 x 16 matrices of values; likewise the first chunk's k sid
 pair. Both are exact where a recomputed state would be rounded.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.chunk import (
     C,
     causal_masks,
@@ -48,11 +49,11 @@ class GradsSaved(NamedTuple):
         dstates: buffers of the gradients at their ends (`state_buffers`).
     """
 
-    do: Any
-    v_new: Any
-    da_read: Any
-    states: Any
-    dstates: Any
+    do: Tensor
+    v_new: Tensor
+    da_read: Tensor
+    states: Tensor
+    dstates: Tensor
 
 
 class Chunk(NamedTuple):
@@ -61,16 +62,16 @@ class Chunk(NamedTuple):
     """
 
     tokens: TokenTiles
-    decays: Any
-    scaled: Any
-    qg: Any
-    ag: Any
-    kg: Any
-    bg: Any
+    decays: Tensor
+    scaled: Tensor
+    qg: Tensor
+    ag: Tensor
+    kg: Tensor
+    bg: Tensor
     masks: Masks
     value_tiles: Values  # Triton's tuples have an attribute `values`
-    h0_reaches_ht: Any
-    mask: Any
+    h0_reaches_ht: Tensor
+    mask: Tensor
 
 
 @triton.jit

@@ -9,11 +9,12 @@ the registers.
 Grid: blocks of values, heads, splits.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.chunk import (
     C,
     batched16_mask,
@@ -54,11 +55,11 @@ class FwdOut(NamedTuple):
         v_new: [B, T, H, V].
     """
 
-    o: Any
-    ht: Any
-    states: Any
-    A: Any
-    v_new: Any
+    o: Tensor
+    ht: Tensor
+    states: Tensor
+    A: Tensor
+    v_new: Tensor
 
 
 @triton.jit

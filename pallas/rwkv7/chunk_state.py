@@ -5,11 +5,12 @@ The forward scan without v, from the identity, gives the transition and, as its 
 from zero, it gives the update and, where no second scan follows, the outputs of a zero state.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.chunk_config import with_safe_gate, with_square_state
 from ..common.gate import has_unsafe_gate, load_gate
 from .chunk_fwd import FwdOut, chunk_fwd
@@ -21,10 +22,10 @@ class StateOut(NamedTuple):
     o_zero_state like v in float32, or None.
     """
 
-    q_entry: Any
-    transition: Any
-    update: Any
-    o_zero_state: Any
+    q_entry: Tensor
+    transition: Tensor
+    update: Tensor
+    o_zero_state: Tensor
 
 
 @triton.jit

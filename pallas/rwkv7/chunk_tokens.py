@@ -1,10 +1,11 @@
 """RWKV-7: r, a, k and b of a chunk times their decay factors."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..backend.types import Tensor
 from ..common.decay import Keys, Queries
 
 
@@ -12,23 +13,23 @@ class ScanInputs(NamedTuple):
     """The inputs that a scan reads; without v it gives the transition, without an initial state it starts at
     zero."""
 
-    r: Any
-    w: Any
-    k: Any
-    v: Any
-    a: Any
-    b: Any
-    initial_state: Any
+    r: Tensor
+    w: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    initial_state: Tensor
 
 
 class KeyGrads(NamedTuple):
     """Gradients of r, w, k, a and b."""
 
-    r: Any
-    w: Any
-    k: Any
-    a: Any
-    b: Any
+    r: Tensor
+    w: Tensor
+    k: Tensor
+    a: Tensor
+    b: Tensor
 
 
 @triton.jit
