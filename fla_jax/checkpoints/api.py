@@ -13,6 +13,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from flax.core import FrozenDict
+from jaxtyping import PyTree
 
 from ..layers.fields import DTYPES
 from ..models import RWKVConfig, RWKVForCausalLM, family_of
@@ -28,7 +29,9 @@ _OPTIONS = ("dtype", "param_dtype", "scan_layers", "remat", "logical_axes", "chu
 _MAX_NAMES = 8  # of tensors in a warning
 
 
-def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVForCausalLM, dict[str, Any]]:
+def load_checkpoint(
+    path: str | os.PathLike[str], **options: Any
+) -> tuple[RWKVForCausalLM, dict[str, PyTree]]:
     """Loads RWKV-6 or RWKV-7; version, sizes and low ranks come from the names and shapes of the tensors.
 
     No code of a file is run, and PyTorch is not needed. Tensors are read one by one.
@@ -105,9 +108,9 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: RWKVForCausalLM,
-    params: Mapping[str, Any],
+    params: Mapping[str, PyTree],
     *,
-    extras: Mapping[str, Any] | None = None,
+    extras: Mapping[str, np.ndarray | jax.Array] | None = None,
 ) -> None:
     """Saves a model as an official ``.pth`` file or as a directory that flash-linear-attention reads.
 

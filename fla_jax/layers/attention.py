@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ..core.mesh import shard_like
 from .base import Layer, LayerCall, with_axes, zero_beyond
-from .init import ByDepth, computed
+from .init import ByDepth, Value, computed
 from .norm import Affine, NormParameters
 from .sharding import ActivationSharding, constrain
 from .state import RWKVState, check_state, zero_state
@@ -92,7 +92,7 @@ class AttentionCall(LayerCall):
         """[C] -> [H, N]."""
         return x.reshape(-1, self.layer.head_dim)
 
-    def head_vector(self, name: str, init: Callable[[], Any]) -> jax.Array:
+    def head_vector(self, name: str, init: Value) -> jax.Array:
         """A parameter [H, N] with the initial value that ``init`` returns."""
         C, N = self.layer.hidden_size, self.layer.head_dim
         return self.vector(name, computed(init), "heads", "kv", shape=(C // N, N))

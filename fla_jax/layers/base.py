@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..core.mesh import check_mesh, shard_like
@@ -19,7 +20,7 @@ from ..ops.layer import norm_shift_mix
 from .fields import check_fields
 from .init import Initializer
 from .norm import Affine
-from .sharding import ActivationSharding, Axes, check_length
+from .sharding import ActivationSharding, Axes, DotOptions, check_length
 from .shift import last_token
 
 LAYER_NORM_EPS = 1e-5
@@ -54,10 +55,10 @@ class Layer(nn.Module):
     """
 
     hidden_size: int
-    layer_index: Any = 0
+    layer_index: int | jax.Array = 0
     num_layers: int = 1
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     logical_axes: bool = False
 
     def __post_init__(self) -> None:
@@ -137,7 +138,9 @@ class LayerCall:
     def dense(self, name: str, features: int, init: Initializer, axes: Axes, x: jax.Array) -> jax.Array:
         """``x @ kernel``, kernel [in, out] of the submodule ``name``."""
 
-        def dot_general(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
+        def dot_general(
+            x: jax.Array, kernel: jax.Array, _: object, **options: Unpack[DotOptions]
+        ) -> jax.Array:
             return self.sharding.dot(x, kernel, axes, **options)
 
         layer = nn.Dense(
@@ -163,7 +166,7 @@ class LayerCall:
         init: Initializer,
         x: jax.Array,
         activation: Callable[[jax.Array], jax.Array] = lambda h: h,
-        **options: Any,
+        **options: Unpack[DotOptions],
     ) -> jax.Array:
         """``activation(x @ name1) @ name2``, [C, rank] and [rank, C]; the first starts at zero."""
         h = self.project(f"{name}1", rank, nn.initializers.zeros, ("embed", "rank"), x)

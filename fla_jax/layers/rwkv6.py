@@ -14,6 +14,7 @@ from .attention import Attention
 from .feed_forward import FeedForward
 from .init import computed, orthogonal, symmetric_uniform
 from .norm import Affine
+from .sharding import DotOptions
 from .state import RWKVState
 
 _zeros = nn.initializers.zeros
@@ -112,7 +113,7 @@ class RWKV6Attention(Attention):
         v = tp.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv)
         g = tp.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg)
         # The decay is computed in float32 at least and rounded to bfloat16 alone: float16 lacks the range.
-        wide = {"preferred_element_type": jnp.promote_types(dtype, jnp.float32)}
+        wide: DotOptions = {"preferred_element_type": jnp.promote_types(dtype, jnp.float32)}
         w = tp.low_rank("time_decay_w", D, symmetric_uniform(0.01), xw, jnp.tanh, **wide)
         time_decay = call.vector("time_decay", computed(depth.decay6), "heads")
         w = rwkv6_decay(w, time_decay, dtype if dtype == jnp.bfloat16 else None)

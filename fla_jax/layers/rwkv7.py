@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,7 +14,7 @@ from ..ops.layer import rwkv7_keys, rwkv7_readout
 from .attention import Attention
 from .base import zero_beyond
 from .feed_forward import FeedForward
-from .init import Initializer, computed, low_rank_dim, low_rank_out, orthogonal
+from .init import Initializer, Value, computed, low_rank_dim, low_rank_out, orthogonal
 from .norm import Affine
 from .state import RWKVState
 
@@ -129,7 +128,7 @@ class RWKV7Attention(Attention):
         w = tp.heads(tp.low_rank("w", self.rank("w"), low_rank_out, xw, jnp.tanh))
         a = tp.heads(tp.low_rank("a", self.rank("a"), low_rank_out, xa))
         g = tp.heads(tp.low_rank("g", self.rank("g"), low_rank_out, xg, jax.nn.sigmoid))
-        residual: dict[str, Any] = {}
+        residual: dict[str, jax.Array] = {}
         if v_first is not None:
             # XLA would merge this product with that of "value", and then copy the result and its gradient
             # apart: 0.35 GB at B T C = 2^25
@@ -139,7 +138,8 @@ class RWKV7Attention(Attention):
             residual = {"mix": mix, "v_first": call.heads(v_first), "v0": call.by_head(v0)}
 
         # decay w, in-context rate a, removal key -kk and replacement key
-        bases = {"w0": depth.decay7, "a0": depth.rate7, "k_k": depth.key7, "k_a": lambda: 1.02}
+        bases: dict[str, Value] = {"w0": depth.decay7, "a0": depth.rate7, "k_k": depth.key7}
+        bases["k_a"] = lambda: 1.02
         vectors = {
             name: call.by_head(call.vector(name, computed(value), "heads")) for name, value in bases.items()
         }
@@ -159,7 +159,7 @@ class RWKV7Attention(Attention):
 
     def value_residual(
         self, x: jax.Array, v_first: jax.Array | None, lengths: jax.Array | None, norm: Affine | None
-    ) -> tuple[jax.Array | None, Any]:
+    ) -> tuple[jax.Array | None, jax.Array | bool]:
         """``v_first``, None at layer 0, and whether there is a value residual; raises ValueError."""
         layer = self.layer_index
         if isinstance(layer, int) and layer == 0:
@@ -176,7 +176,7 @@ class RWKV7Attention(Attention):
         return v_first, True if isinstance(layer, int) else layer > 0
 
 
-def _only_if(condition: Any, init: Initializer) -> Initializer:
+def _only_if(condition: jax.Array | bool, init: Initializer) -> Initializer:
     """``init`` where ``condition`` holds, which may be traced, else zeros."""
     return lambda key, shape, dtype: init(key, shape, dtype) * jnp.asarray(condition, dtype)
 

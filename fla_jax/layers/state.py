@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.export
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
@@ -36,7 +35,7 @@ class RWKVState(struct.PyTreeNode):
 
 
 def zero_state(
-    batch: int, hidden_size: int, head_dim: int, dtype: Any, *, num_layers: int | None = None
+    batch: int, hidden_size: int, head_dim: int, dtype: DTypeLike, *, num_layers: int | None = None
 ) -> RWKVState:
     """The state before the first token, of one layer or of ``num_layers``.
 
@@ -59,7 +58,7 @@ def zero_state(
 FIELDS = ("att_shift", "ffn_shift", "wkv")
 
 
-def check_state(state: Any, like: RWKVState, fields: tuple[str, ...] = FIELDS) -> None:
+def check_state(state: object, like: RWKVState, fields: tuple[str, ...] = FIELDS) -> None:
     """Raises TypeError or ValueError unless ``state`` is an `RWKVState` with the shapes of ``like``."""
     if not isinstance(state, RWKVState):
         raise TypeError(f"state must be an RWKVState (see init_state), got {type(state).__name__}")

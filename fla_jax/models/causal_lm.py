@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ..core.mesh import check_mesh, is_explicit, mesh_axes, reshard, spec_of, vary_alike
 from ..core.names import remat_policy
@@ -19,6 +19,7 @@ from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Norm
 from ..layers.sharding import (
     ActivationSharding,
+    DotOptions,
     check_length,
     constrain,
     is_sharded,
@@ -224,7 +225,7 @@ class RWKVForCausalLM(nn.Module):
         return self.logits(hidden), state
 
 
-def _head_dot(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
+def _head_dot(x: jax.Array, kernel: jax.Array, _: object, **options: Unpack[DotOptions]) -> jax.Array:
     return ActivationSharding.of(x).dot(x, kernel, ("embed", "vocab"), **options)
 
 
@@ -234,7 +235,7 @@ def _with_batch_of(tokens: jax.Array, x: jax.Array) -> jax.Array:
     return reshard(x, None, batch, *(without(entry, mesh_axes(batch)) for entry in spec_of(x)[2:]))
 
 
-def check_layers(params: Any, config: RWKVConfig) -> None:
+def check_layers(params: PyTree, config: RWKVConfig) -> None:
     """Raises ValueError where layers are stacked and should not be, or the other way round."""
     if "blocks_0" in params and config.scan_layers:
         raise ValueError(
@@ -248,14 +249,13 @@ def check_layers(params: Any, config: RWKVConfig) -> None:
         )
 
 
-def _check_tokens(tokens: Any, segment_ids: Any, lengths: Any) -> None:
+def _check_tokens(tokens: Array, segment_ids: Array | None, lengths: Array | None) -> None:
     for name, ids in (("tokens", tokens), ("segment_ids", segment_ids), ("lengths", lengths)):
         if name != "tokens" and ids is None:
             continue
-        if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise TypeError(
-                f"{name} must be an integer array, got {getattr(ids, 'dtype', type(ids).__name__)}"
-            )
+        dtype = getattr(ids, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(f"{name} must be an integer array, got {dtype or type(ids).__name__}")
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens must have shape [B, T] with B, T >= 1, got {list(tokens.shape)}")
     check_length("tokens", tokens, lengths)

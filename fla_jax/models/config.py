@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..core.arguments import shown
 from ..layers import fields
@@ -62,8 +63,8 @@ class RWKVConfig:
     num_layers: int
     head_dim: int = 64
     intermediate_size: int | None = None
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
     scan_layers: bool | Literal["unroll"] = False
     remat: bool | Literal["dense"] = False
     logical_axes: bool = False
@@ -81,7 +82,7 @@ class RWKVConfig:
             if not isinstance(value, bool | str) or value not in (False, True, word):
                 raise ValueError(f"{name} must be False, True or {word!r}, got {value!r}")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields, and the family as ``model_type``; `json.dumps` takes all of them."""
         model_type = {} if self.model_type is None else {"model_type": self.model_type}
         return {**model_type, **dataclasses.asdict(self)}
@@ -149,11 +150,11 @@ class DtypeName(str):
         except (TypeError, ValueError):
             return False
 
-    def __ne__(self, other: Any) -> bool:
+    def __ne__(self, other: object) -> bool:
         return not self == other
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Raises TypeError unless ``model`` is a language model, or has its ``config`` and ``init_state``."""
     if not hasattr(model, "config") or not hasattr(model, "init_state"):
         raise TypeError(f"model must be an RWKV6ForCausalLM or RWKV7ForCausalLM, got {shown(model)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from ..layers import RWKV7Attention, RWKV7FeedForward
 from .causal_lm import RWKVForCausalLM
@@ -42,7 +41,7 @@ class RWKV7Config(RWKVConfig):
     rate_scale: float = 1.0
 
     @property
-    def attention(self) -> dict[str, Any]:
+    def attention(self) -> dict[str, object]:
         """Fields of the attention layers."""
         return {**super().attention, "rate_scale": self.rate_scale}
 

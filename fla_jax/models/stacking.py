@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .families import family_of_block
 
 
-def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+def stack_layers(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """``blocks_0``, ``blocks_1``, ... -> ``blocks``, every array with a leading layer axis.
 
     A model with ``scan_layers=True`` or ``"unroll"`` takes them so. Parameters that layer 0 lacks
@@ -52,7 +53,7 @@ def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in params.items() if name not in names}, "blocks": stacked}
 
 
-def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+def unstack_layers(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """``blocks`` -> ``blocks_0``, ``blocks_1``, ...: the inverse of `stack_layers`.
 
     Args:
@@ -86,7 +87,7 @@ def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in params.items() if name != "blocks"}, **layers}
 
 
-def initial_params(model: Any, key: jax.Array) -> dict[str, Any]:
+def initial_params(model: nn.Module, key: jax.Array) -> dict[str, PyTree]:
     """Initial parameters, drawn in a program that compiles in seconds for any number of layers.
 
     ``jax.jit(model.init)`` draws separate layers in one program, which takes XLA more than a minute to
@@ -114,6 +115,6 @@ def initial_params(model: Any, key: jax.Array) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _draw(model: Any, apart: bool, key: jax.Array) -> dict[str, Any]:
+def _draw(model: nn.Module, apart: bool, key: jax.Array) -> dict[str, PyTree]:
     params = model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
     return unstack_layers(params) if apart else params

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -20,7 +19,7 @@ def make_mesh(
     tensor: int = 1,
     sequence: int = 1,
     explicit: bool = False,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """A mesh with the axes `AXES`. One size may be -1, for all remaining devices, as in
     `numpy.reshape`.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import jax
 
+Options = dict[str, bool | int | str]
 
-def overlap_options() -> dict[str, Any]:
+
+def overlap_options() -> Options:
     """XLA options for ``TrainStep(..., compiler_options=overlap_options())``: they act on that program alone.
 
     By default all of them are off or smaller. On a single device they change nothing.
@@ -31,7 +32,9 @@ def overlap_options() -> dict[str, Any]:
     """
     collectives = ("all_gather", "reduce_scatter", "all_reduce")  # the first two are combined
     if jax.__version_info__ < (0, 11):
-        pipelined: dict[str, Any] = {f"xla_gpu_enable_pipelined_{name}": True for name in collectives}
+        pipelined: dict[str, bool | int | str] = {
+            f"xla_gpu_enable_pipelined_{name}": True for name in collectives
+        }
     else:
         pipelined = {f"xla_gpu_pipeline_{name}": "COLLECTIVE_PIPELINING_MODE_ON" for name in collectives}
     return {
@@ -51,7 +54,9 @@ def overlap_flags() -> str:
         '--xla_gpu_enable_latency_hiding_scheduler=true'
     """
     spelled = {"COLLECTIVE_PIPELINING_MODE_ON": "on"}  # flags spell it differently
-    return " ".join(f"--{name}={spelled.get(x, str(x).lower())}" for name, x in overlap_options().items())
+    return " ".join(
+        f"--{name}={spelled.get(str(x), str(x).lower())}" for name, x in overlap_options().items()
+    )
 
 
 def set_overlap_flags() -> None:

@@ -5,7 +5,6 @@ context" training).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -68,7 +67,7 @@ def chunked_loss(
 
 def truncated_value_and_grad(
     model: nn.Module, *, chunk_size: int, chunks_per_gradient: int = 1, l2wrap: float = 1e-4
-) -> Callable[..., tuple[tuple[jax.Array, RWKVState], Any]]:
+) -> Callable[..., tuple[tuple[jax.Array, RWKVState], PyTree]]:
     """Value and gradient of `chunked_loss` with truncated back-propagation through time.
 
     Chunks form groups of ``chunks_per_gradient``. The state passes from group to group, gradients only within
@@ -101,14 +100,14 @@ def truncated_value_and_grad(
 
     def value_and_grad(
         params: PyTree, tokens: jax.Array, mask: jax.Array | None = None, state: RWKVState | None = None
-    ) -> tuple[tuple[jax.Array, RWKVState], Any]:
+    ) -> tuple[tuple[jax.Array, RWKVState], PyTree]:
         chunks, total = _split(model, tokens, mask, chunk_size, chunks_per_gradient)
         loss_fn = jax.value_and_grad(
             lambda params, group, state: _scan_chunks(model, params, group, state, total, l2wrap),
             has_aux=True,
         )
 
-        def step(carry: PyTree, group: _Chunks) -> tuple[Any, None]:
+        def step(carry: PyTree, group: _Chunks) -> tuple[PyTree, None]:
             state, loss, grads = carry
             (more, state), new = loss_fn(params, group, state)
             return (
@@ -135,7 +134,7 @@ def _scan_chunks(
     @jax.checkpoint  # without a policy: anything saved would grow with the number of chunks
     def chunk_loss(params: PyTree, state: RWKVState, chunk: _Chunks) -> tuple[jax.Array, RWKVState]:
         tokens, labels, weights = chunk
-        found: Any = model.apply({"params": params}, tokens, state, method="hidden")
+        found: PyTree = model.apply({"params": params}, tokens, state, method="hidden")
         hidden, state = found
         mean = chunked_cross_entropy(hidden, nn.meta.unbox(params["head"]["kernel"]), labels, weights, l2wrap)
         local = jnp.sum(weights)

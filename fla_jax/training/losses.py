@@ -6,7 +6,6 @@ Source: RWKV-LM ``RWKV-v7/train_temp`` (``L2Wrap``).
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | 
         raise TypeError(f"labels must be integers, got {labels.dtype}")
 
 
-def _strength(l2wrap: Any) -> float:
+def _strength(l2wrap: object) -> float:
     """``l2wrap`` as a float."""
     if isinstance(l2wrap, jax.core.Tracer):
         raise TypeError(
@@ -137,7 +136,7 @@ def _sum_of_losses(
 
 
 def _losses_and_grads(
-    hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
+    hidden: Array, kernel: Array, labels: Array, weights: Array, l2wrap: float, block: int, gradients: bool
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """The sum, and with ``gradients`` its derivatives in hidden and kernel, else None for both.
 
@@ -170,7 +169,7 @@ def _losses_and_grads(
 
 
 def _scan_blocks(
-    hidden: Any, narrow: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
+    hidden: Array, narrow: Array, labels: Array, weights: Array, l2wrap: float, block: int, gradients: bool
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """`_losses_and_grads` of one device's tokens; ``narrow`` is the kernel in the dtype of hidden.
 
@@ -184,7 +183,7 @@ def _scan_blocks(
         x = jnp.pad(x, ((0, 0), (0, -T % block), *((0, 0),) * (x.ndim - 2)))
         return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
-    def step(carry: PyTree, x: Any) -> tuple[PyTree, PyTree]:
+    def step(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         (total, d_kernel), (h, label, weight) = carry, x
         # masked positions may contain inf and NaN
         h = jnp.where((weight != 0)[..., None], h, 0)
@@ -222,7 +221,7 @@ def _scan_blocks(
 
 
 def _sum_of_losses_fwd(
-    hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int
+    hidden: Array, kernel: Array, labels: Array, weights: Array, l2wrap: float, block: int
 ) -> tuple[jax.Array, PyTree]:
     total, *grads = _losses_and_grads(hidden, kernel, labels, weights, l2wrap, block, gradients=True)
     return total, grads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -106,7 +105,7 @@ def label_weight(batch: PyTree) -> jax.Array:
     return jnp.sum(mask, dtype=jnp.promote_types(mask.dtype, jnp.float32))
 
 
-def _fields(batch: PyTree) -> tuple[Any, Any, Any, Any]:
+def _fields(batch: PyTree) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Tokens [B, T], labels, segment_ids and mask, the last two or None, of a batch in any form."""
     if isinstance(batch, Mapping):
         if not {"tokens", "labels"} <= set(batch) <= {"tokens", "labels", "segment_ids", "mask"}:

@@ -5,7 +5,7 @@ Source: RWKV-LM ``RWKV-v7/train_temp`` (``configure_optimizers``, ``trainer.py``
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def parameter_groups(params: PyTree) -> PyTree:
         {'key': {'kernel': 'matrix'}, 'w0': 'decay_base', 'w1': 'other'}
     """
 
-    def group(path: PyTree, _: Any) -> str:
+    def group(path: PyTree, _: object) -> str:
         name = _names(path)[-1] if _names(path) else None
         return "decay_base" if name in _DECAY_BASE else "matrix" if name in _MATRICES else "other"
 
@@ -141,7 +141,7 @@ def rwkv_optimizer(
     )
 
 
-def _names(path: PyTree) -> list[Any]:
+def _names(path: PyTree) -> list[str]:
     """The dict keys of a path; what follows them is inside a box (`flax.linen.LogicallyPartitioned`)."""
     return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
 

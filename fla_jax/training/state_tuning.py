@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -71,7 +70,7 @@ def initial_state(model: nn.Module, states: Float[Array, "L H K V"], batch: int)
     return zeros.replace(wkv=jnp.broadcast_to(jnp.asarray(states, zeros.wkv.dtype)[:, None], zeros.wkv.shape))
 
 
-def _check_states(states: Any, want: tuple[int, ...] | None) -> None:
+def _check_states(states: Array, want: tuple[int, ...] | None) -> None:
     if not jnp.issubdtype(getattr(states, "dtype", object), jnp.floating):
         raise TypeError(f"states must be an array of floating-point numbers, got {shown(states)}")
     if want is None and states.ndim != 4:
@@ -80,7 +79,7 @@ def _check_states(states: Any, want: tuple[int, ...] | None) -> None:
         raise ValueError(f"states must have shape [L, H, K, V] = {list(want)}, got {list(states.shape)}")
 
 
-def _check_batch(where: str, tokens: Any, mask: Any) -> None:
+def _check_batch(where: str, tokens: Array, mask: Array | None) -> None:
     """Raises unless shapes and dtypes are those of a batch; ``where`` is put before the argument's name."""
     if not jnp.issubdtype(getattr(tokens, "dtype", object), jnp.integer):
         raise TypeError(f"{where}tokens must be an integer array, got {shown(tokens)}")

@@ -16,14 +16,14 @@ import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from ..files import as_path, check_regular, replacing
 from ..tensors import StoredTensor, as_bytes, printable, quoted
-from .format import Format
+from .format import Format, Json
 from .pickled import Tensor, unpickle
 
 _STORAGES = {
@@ -138,7 +138,7 @@ def open_pth(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _array(archive: _Archive, folder: str, value: Any) -> np.ndarray:
+def _array(archive: _Archive, folder: str, value: object) -> np.ndarray:
     """A tensor's values, as a view of the mapped file, not checked yet."""
     if type(value) is not Tensor:
         raise ValueError(f"is no tensor (a {type(value).__name__})")
@@ -210,7 +210,7 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         return dict(zip(tensors, pool.map(lambda tensor: tensor.read(), tensors.values())))
 
 
-def write_pth(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
+def write_pth(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray | jax.Array]) -> None:
     """Writes a flat ``.pth`` checkpoint, without PyTorch.
 
     ``torch.load(path, weights_only=True)`` reads it, with ``mmap=True`` too. The file appears, or is
@@ -255,7 +255,7 @@ def write_pth(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
         _add(archive, "version", b"3\n")
 
 
-def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:
+def _add(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
     """A member whose bytes begin at a multiple of 64, made so by an extra field that readers skip."""
     info = zipfile.ZipInfo(f"archive/{name}")
     large = len(data) > _LARGE
@@ -267,7 +267,7 @@ def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:
         member.write(data)
 
 
-def _pickle(tensors: Mapping[str, Any]) -> bytes:
+def _pickle(tensors: Mapping[str, np.ndarray | jax.Array]) -> bytes:
     """A pickle of protocol 2 like ``torch.save``'s: a dict of contiguous tensors, storages "0", "1", ..."""
     text = lambda s: b"X" + struct.pack("<I", len(s.encode())) + s.encode()
     name_of = lambda s: b"c" + s.replace(" ", "\n").encode() + b"\n"
@@ -293,7 +293,7 @@ def _writes(path: Path) -> bool:
     return path.suffix == ".pth"
 
 
-def _write(path: Path, tensors: Mapping[str, np.ndarray], config_json: Mapping[str, Any]) -> None:
+def _write(path: Path, tensors: Mapping[str, np.ndarray], config_json: Mapping[str, Json]) -> None:
     write_pth(path, tensors)
 
 
