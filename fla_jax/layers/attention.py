@@ -1,4 +1,4 @@
-"""What the attention layers of both versions share (RWKV calls them time mix)."""
+"""The attention layers' common part: fields, call, recurrence, norm of each head."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ R = TypeVar("R")
 
 
 class Attention(Layer):
-    """Fields and helpers of the attention layers.
+    """Fields and helpers of the attention layers (RWKV calls them time mix).
 
     Attributes:
         head_dim: channels per head, K = V.
-        chunk_size: tokens per chunk of the op; None for the implementation's own choice.
+        chunk_size: tokens per chunk of the op; None for the implementation's choice.
         implementation: name of the op's implementation; None for the best that qualifies.
 
     The other fields: `Layer`.
 
     Example:
-        >>> from fla_jax.layers import Attention, RWKV7Attention
+        >>> from fla_jax.layers import RWKV7Attention
         >>> layer = RWKV7Attention(hidden_size=64, head_dim=16, implementation="xla")
-        >>> isinstance(layer, Attention), layer.init_state(batch=2).wkv.shape
-        (True, (2, 4, 16, 16))
+        >>> layer.init_state(batch=2).wkv.shape
+        (2, 4, 16, 16)
     """
 
     head_dim: int = 64

@@ -1,4 +1,4 @@
-"""What all layers share: fields, checked inputs, projections, norm with token shift and mixes."""
+"""The layers' common part: fields, checked inputs, projections, norm with token shift and mixes."""
 
 from __future__ import annotations
 
@@ -39,19 +39,16 @@ class Layer(nn.Module):
         layer_index: position in the network, from 0: initial values depend on it. An int, or a traced integer
             inside `flax.linen.scan`.
         num_layers: number of layers of the network.
-        dtype: compute dtype; None for the promotion of the input's with ``param_dtype``. Arithmetic on decays
-            and norms is float32 in any case, and so are states; the decays of RWKV-7 are rounded to bfloat16
-            for the op where that is the compute dtype.
+        dtype: compute dtype; None for the promotion of the input's with ``param_dtype``. States and
+            arithmetic on decays and norms are float32 at least.
         param_dtype: dtype of the parameters.
         logical_axes: whether `init` returns parameters boxed with the names of their axes
             (`flax.linen.LogicallyPartitioned`) instead of plain arrays.
 
     Example:
-        >>> from fla_jax.layers import Layer, RWKV6FeedForward, RWKV7Attention
-        >>> issubclass(RWKV7Attention, Layer), issubclass(RWKV6FeedForward, Layer)
-        (True, True)
-        >>> RWKV7Attention(hidden_size=64, head_dim=16, layer_index=1, num_layers=4).num_layers
-        4
+        >>> from fla_jax.layers import Layer, RWKV7Attention
+        >>> issubclass(RWKV7Attention, Layer)
+        True
     """
 
     hidden_size: int

@@ -12,8 +12,7 @@ from jaxtyping import Array, Float
 class RWKVState(struct.PyTreeNode):
     """The recurrent state of one layer, or of a model: the same three arrays with a leading layer axis.
 
-    It is an ordinary pytree: donate it, vmap it, differentiate it (state tuning, truncated back-propagation),
-    shard it, save it. The state before the first token is zero.
+    An ordinary pytree, zero before the first token.
 
     Attributes:
         att_shift: input of the attention at the last token [B, C] (a model: [L, B, C]), in the compute dtype.
@@ -22,11 +21,10 @@ class RWKVState(struct.PyTreeNode):
             for every compute dtype. RWKV-LM stores [V, K].
 
     Example:
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
-        >>> state = model.init_state(batch=3)
+        >>> from fla_jax.layers import RWKV7Attention
+        >>> state = RWKV7Attention(hidden_size=64, head_dim=16).init_state(batch=3)
         >>> state.wkv.shape, state.att_shift.shape
-        ((2, 3, 4, 16, 16), (2, 3, 64))
+        ((3, 4, 16, 16), (3, 64))
     """
 
     att_shift: Float[Array, "*L B C"]

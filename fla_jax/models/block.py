@@ -65,8 +65,7 @@ class RWKVBlock(nn.Module):
         """Runs the layer.
 
         Args:
-            carry: ``(x, v_first)``, x [B, T, C]. RWKV-7's v_first [B, T, C] comes from layer 0, which ignores
-                its argument; for RWKV-6 it is None.
+            carry: ``(x, v_first)``, x [B, T, C]; v_first [B, T, C] of layer 0, None for RWKV-6.
             state: of this layer.
             layer_index: position in the network, an int or a traced integer.
             segment_ids: [B, T] integers or None.

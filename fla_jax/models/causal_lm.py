@@ -62,6 +62,9 @@ class _Embed(nn.Embed):
 class RWKVForCausalLM(nn.Module):
     """The language model of any family; use `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
 
+    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with
+    ``scan_layers``), ln_out, head/kernel.
+
     Attributes:
         config: of a class that a row of `FAMILIES` has.
 
@@ -202,24 +205,20 @@ class RWKVForCausalLM(nn.Module):
 
         Args:
             tokens: [B, T] integers in [0, V), T >= 1. One token runs the recurrent op, more run the chunked
-                one. A text split into several calls, each with the state of the one before, has the same
-                logits as in one call.
+                one; a text may be split over several calls.
             state: of the tokens before; None for zeros.
             segment_ids: [B, T] integers, for packed documents: state and token shift restart wherever the id
                 changes. ``state`` is that before each example's first segment, the new state that after its
                 last.
             lengths: [B] integers from 0 to T: number of tokens of each example. Positions at or beyond
-                ``lengths`` are ignored; their logits are undefined. The new state is that after ``lengths``
-                tokens. Not together with ``segment_ids``.
+                ``lengths`` are ignored; their logits are undefined. Not together with ``segment_ids``.
 
         Returns:
             ``(logits, state)``: logits [B, T, V] in float32 for the token after each, and the state after the
             last token.
 
         Raises:
-            ValueError: a shape does not fit, or the layers in the parameters are stacked where the model
-                needs them separate, or the other way round. TypeError: a dtype does not fit. The message
-                names the argument.
+            ValueError, TypeError: an argument or the parameters do not fit; the message names it.
         """
         hidden, state = self.hidden(tokens, state, segment_ids, lengths)
         return self.logits(hidden), state

@@ -15,13 +15,9 @@ class RWKV7Config(RWKVConfig):
     """RWKV-7 ("Goose", x070). Official widths: ``intermediate_size = 4 C``.
 
     Attributes:
-        decay_low_rank_dim: rank of the decay's low-rank pair; None for the official
-            ``max(32, round(2.5 sqrt(C) / 32) * 32)``.
-        a_low_rank_dim: rank of the in-context rate's pair; None for the official one, factor 2.5.
-        v_low_rank_dim: rank of the value residual's pair; None for the official one, factor 1.7.
-        gate_low_rank_dim: rank of the gate's pair; None for the official one, factor 5.
-        rate_scale: factor on the in-context rate in the state transition: 1 official, 2 for state tracking, 0
-            for none; see `RWKV7Attention`.
+        decay_low_rank_dim, a_low_rank_dim, v_low_rank_dim, gate_low_rank_dim: ranks of low-rank pairs; None
+            for the official ones, see `RWKV7Attention`.
+        rate_scale: factor on the in-context rate: 1 official, 2 for state tracking; see `RWKV7Attention`.
 
     The other fields: `RWKVConfig`.
 
@@ -47,13 +43,7 @@ class RWKV7Config(RWKVConfig):
 
 
 class RWKV7ForCausalLM(RWKVForCausalLM):
-    """RWKV-7 language model.
-
-    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with
-    ``scan_layers``), ln_out, head/kernel.
-
-    Attributes:
-        config: `RWKV7Config`.
+    """RWKV-7 language model, with an `RWKV7Config`. Parameters and methods: `RWKVForCausalLM`.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -17,15 +17,10 @@ from .families import family_of_block
 def stack_layers(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """``blocks_0``, ``blocks_1``, ... -> ``blocks``, every array with a leading layer axis.
 
-    A model with ``scan_layers=True`` or ``"unroll"`` takes them so. Parameters that layer 0 lacks
-    (RWKV-7's v0, v1, v2) are zero there.
+    Parameters that layer 0 lacks (RWKV-7's v0, v1, v2) are zero there.
 
     Args:
-        params: parameters (or gradients) of an unscanned model; plain arrays (`flax.linen.meta.unbox` boxed
-            ones first).
-
-    Returns:
-        A new tree; the entries outside the layers are shared.
+        params: parameters (or gradients) of an unscanned model; plain arrays (`flax.linen.meta.unbox`).
 
     Raises:
         ValueError: ``params`` lacks ``blocks_0``, ``blocks_1``, ..., or holds a single layer of RWKV-7.
@@ -56,13 +51,6 @@ def stack_layers(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
 def unstack_layers(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """``blocks`` -> ``blocks_0``, ``blocks_1``, ...: the inverse of `stack_layers`.
 
-    Args:
-        params: parameters (or gradients) of a model with ``scan_layers``; plain arrays
-            (`flax.linen.meta.unbox` boxed ones first).
-
-    Returns:
-        A new tree; the entries outside the layers are shared.
-
     Raises:
         ValueError: there is no ``blocks`` in ``params``.
 
@@ -90,16 +78,11 @@ def unstack_layers(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
 def initial_params(model: nn.Module, key: jax.Array) -> dict[str, PyTree]:
     """Initial parameters, drawn in a program that compiles in seconds for any number of layers.
 
-    ``jax.jit(model.init)`` draws separate layers in one program, which takes XLA more than a minute to
-    compile for a GPU (24 layers). Here the layers are drawn by a scan and then unstacked: the numbers for a
-    key are those of the model with ``scan_layers=True``.
-
-    Args:
-        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-        key: a random key.
+    The layers are drawn by a scan and then unstacked, where ``jax.jit(model.init)`` compiles for more than a
+    minute (24 layers, a GPU). The numbers for a key are those of the model with ``scan_layers=True``.
 
     Returns:
-        A tree like ``model.init(key, tokens)["params"]``; with ``logical_axes`` or one layer also its values.
+        A tree like ``model.init(key, tokens)["params"]``.
 
     Example:
         >>> import jax

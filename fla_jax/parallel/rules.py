@@ -23,12 +23,8 @@ Rules = tuple[tuple[str, Entry], ...]
 def axis_rules(model: nn.Module, mesh: Mesh, *, batch: int | None = None) -> Rules:
     """The logical axis rules (`flax.linen.logical_axis_rules`) that train ``model`` on ``mesh``, or run it.
 
-    Parameters: ``embed``, the channels between layers, over fsdp; ``heads``, ``mlp`` and ``vocab`` over
-    tensor. Vectors over the channels between layers are replicated. Activations: ``batch`` over data and
-    fsdp, ``length`` over sequence, ``activation_heads``, ``activation_mlp`` and ``activation_vocab`` over
-    tensor, ``activation_embed`` replicated. Matrices are gathered; activations only communicate in two sums a
-    layer over tensor, forward and backward.
-
+    Parameters: ``embed`` over fsdp; ``heads``, ``mlp`` and ``vocab`` over tensor. Activations: ``batch`` over
+    data and fsdp, ``length`` over sequence, ``activation_{heads,mlp,vocab}`` over tensor.
     A vocabulary that is not a multiple of tensor, and ranks of low-rank pairs that are not multiples of fsdp,
     are replicated.
 
@@ -111,11 +107,10 @@ def parameter_shardings(model: nn.Module, mesh: Mesh) -> PyTree:
 def optimizer_shardings(
     optimizer: optax.GradientTransformation, params: PyTree, shardings: PyTree, mesh: Mesh
 ) -> PyTree:
-    """How an optimiser's state is stored: moments like their parameters, everything else replicated.
+    """How the state of an optax transformation is stored: moments like their parameters, the rest replicated.
 
     Args:
-        optimizer: any optax transformation, also one that treats parameters differently (`optax.masked`,
-            `optax.partition`, `optax.contrib.muon`).
+        optimizer: the transformation.
         params: the parameters, or their shapes (`jax.ShapeDtypeStruct`).
         shardings: of the parameters, from `parameter_shardings`.
         mesh: of the shardings.

@@ -69,21 +69,20 @@ class TrainStep:
         Args:
             model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
             optimizer: any optax transformation, such as `fla_jax.training.rwkv_optimizer`'s. Its ``update``
-                gets the loss as ``value``, which `optax.contrib.reduce_on_plateau` reads.
+                gets the loss as ``value``.
             mesh: from `make_mesh`.
             loss: ``loss(params, batch) -> scalar``, a mean over the whole batch, written as for a single
                 device; None for `fla_jax.training.next_token_loss`.
-            weight: ``weight(batch) -> scalar``, what the mean is divided by; accumulation and `evaluate`
-                weigh the losses of several batches with it. None: the sum of the mask, or the number of
-                labels, with the default loss, and the number of sequences with another.
-            accumulate: number of microbatches that a batch is computed in, one after the other, to save the
-                memory of activations. Loss and gradient stay those of the whole batch, but for rounding.
-            has_aux: whether the loss returns ``(scalar, aux)``. With ``accumulate``, aux outputs are stacked,
-                [accumulate, ...].
+            weight: ``weight(batch) -> scalar``, the divisor of the mean, which weighs several batches. None:
+                the sum of the mask, or the number of labels, with the default loss, else the number of
+                sequences.
+            accumulate: number of microbatches that a batch is computed in, to save memory.
+                Loss and gradient stay those of the whole batch, but for rounding.
+            has_aux: whether the loss returns ``(scalar, aux)``; with ``accumulate``, aux is stacked.
             compiler_options: of XLA, for the step's program alone, such as `overlap_options`.
 
         Raises:
-            ValueError: see `axis_rules`; or ``accumulate`` is not an integer >= 1.
+            ValueError: see `axis_rules`, or ``accumulate`` is not an integer >= 1.
         """
         self.model, self.mesh, self.rules = model, mesh, axis_rules(model, mesh)
         self._optimizer, self._loss, self._has_aux = optimizer, loss or next_token_loss(model), has_aux

@@ -30,9 +30,8 @@ def chunked_loss(
 ) -> tuple[Float[Array, ""], RWKVState]:
     """The next-token loss of long sequences, computed in chunks; exact in value and gradients.
 
-    Only the states between chunks are saved for the backward pass, which recomputes the activations of one
-    chunk at a time: memory for one chunk and a state a chunk, at the cost of one more forward pass. The
-    function works under `jax.jit` and is differentiable, in ``state`` too.
+    Only the states between chunks are saved for the backward pass, which recomputes one chunk's activations
+    at a time: memory for one chunk and a state a chunk, at the cost of one more forward pass.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
@@ -71,19 +70,12 @@ def truncated_value_and_grad(
     """Value and gradient of `chunked_loss` with truncated back-propagation through time.
 
     Chunks form groups of ``chunks_per_gradient``. The state passes from group to group, gradients only within
-    a group. Memory does not depend on the number of groups: one chunk, ``chunks_per_gradient`` states and
-    twice the gradients. With a single group the result is exact.
-
-    Args:
-        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-        chunk_size: tokens per chunk.
-        chunks_per_gradient: chunks of a group.
-        l2wrap: strength of L2Wrap, see `fla_jax.training.cross_entropy`.
+    a group; memory does not depend on the number of groups. With a single group the result is exact.
 
     Returns:
         A function ``(params, tokens, mask=None, state=None) -> ((loss, state), gradients)`` with the
-        arguments of `chunked_loss`, to be compiled by `jax.jit`; T must be a multiple of
-        ``chunk_size * chunks_per_gradient``. It raises the errors of `chunked_loss`.
+        arguments and errors of `chunked_loss`, to be compiled by `jax.jit`; T must be a multiple of
+        ``chunk_size * chunks_per_gradient``.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -180,21 +180,19 @@ def _read(path: Path, name: str, archive: _Archive, member: str, x: np.ndarray) 
 def read_pth(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Reads a flat ``.pth`` checkpoint (``torch.save`` of ``{name: tensor}``), safely and without PyTorch.
 
-    No code from the file runs. All values are compared with the file's checksums, about a gigabyte per second
-    and core. Then they stay in the file until they are used (it is mapped into memory, read-only): do not
-    change it meanwhile; replacing it, as `write_pth` does, is fine.
+    No code from the file runs, and all values are compared with the file's checksums. The file is mapped into
+    memory, read-only: do not change it in place meanwhile.
 
     Args:
         path: of a file that PyTorch 1.6 or newer wrote (a zip archive).
 
     Returns:
-        {name: read-only array}, in the file's order, dtypes and shapes as stored: float32, float16, float64,
-        or ``ml_dtypes.bfloat16``. Tensors that share their values in the file share them here.
+        {name: read-only array}, in the file's order, dtypes and shapes: float32, float16, float64, or
+        ``ml_dtypes.bfloat16``. Tensors that share their values in the file share them here.
 
     Raises:
         ValueError: it is no regular file, is truncated, damaged or broken, of PyTorch's older format,
-            compressed, or holds anything but tensors. The message names the file
-            and the tensor, if it concerns one.
+            compressed, or holds anything but tensors. The message names the file and the tensor.
         TypeError: ``path`` is no path. OSError: the file cannot be opened.
 
     Example:

@@ -127,9 +127,9 @@ def chunk_rwkv7(
     implementation: str | None = None,
     sequence_axis: str | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
-    r"""RWKV-7 (generalised delta rule), parallel within chunks of tokens.
+    """RWKV-7 (generalised delta rule), parallel within chunks of tokens.
 
-    Per batch row and head, with the state S [K, V] in float32::
+    Per sequence and head, with the state S [K, V] in float32::
 
         S_t = diag(exp(w_t)) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T
         o_t = scale * S_t^T r_t
@@ -137,15 +137,10 @@ def chunk_rwkv7(
     The RWKV-7 layer passes ``a = -kk`` and ``b = kk * gate`` with ``|kk| = 1``; a and b drawn at random make
     the exact recurrence explode.
 
-    Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o``
-    and of the final state. Plain JAX implementations have second derivatives, kernels do not. Forward mode
-    (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may split batch and heads
-    (B, H), in every sharding mode and without communication, and the tokens, T, with one gather of two small
-    matrices a head, forward and backward (``sequence_axis``). K and V must be whole: XLA gathers them on
-    automatic axes, explicit ones are refused.
-
-    In float32, outputs and gradients agree with exact arithmetic to about 1e-6 at every decay; the page
-    Numerics has the range of scales, what each implementation rounds, and how far a NaN travels.
+    Differentiable in reverse mode in every array; plain JAX implementations have second derivatives too.
+    Devices may split B and H without communication, and T with one gather of two small matrices a head
+    (``sequence_axis``); K and V must be whole. The page Numerics has what each implementation rounds and how
+    far a NaN travels.
 
     Args:
         r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which
@@ -156,44 +151,36 @@ def chunk_rwkv7(
         v: value [B, T, H, V].
         a: direction that is read from the old state [B, T, H, K].
         b: direction that it is written to [B, T, H, K].
-        scale: Python number, factor on the output; 1 in every form.
+        scale: Python number, factor on the output.
         initial_state: [B, H, K, V] ([N, H, K, V] with cu_seqlens), zeros if None. Cast to float32 (float64 if
             any input is).
         output_final_state: whether to return the last state.
         segment_ids: [B, T] integers. The state restarts from zero wherever the id changes; ``initial_state``
-            belongs to each row's first segment and the final state is the last segment's.
+            belongs to each sequence's first segment and the final state is the last segment's.
         cu_seqlens: [N + 1] integers from 0 to T, FLA's packed form: B = 1 and sequence n is tokens
             ``cu_seqlens[n]:cu_seqlens[n + 1]``, possibly none.
-        chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's own choice.
-            The Triton kernels take 16 whatever is asked.
-        lower_bound: a promise that ``w >= lower_bound`` everywhere (RWKV-7's layer: -0.61). An implementation
-            may be faster for it and gives the same result; a broken promise gives undefined results outside
-            `fla_jax.checked`.
+        chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's choice. The
+            Triton kernels always take 16.
+        lower_bound: a promise that ``w >= lower_bound`` everywhere (RWKV-7's layer: -0.61), which may be
+            faster. A broken promise gives undefined results outside `fla_jax.checked`.
         implementation: None for the best that qualifies, or by name. On any platform: ``"reference"`` (token
             by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX). On NVIDIA GPUs of compute capability
-            8.0 and up, not for float64, and the defaults there: ``"triton"`` (chunked), its products with
-            bfloat16 operands where r, v, k, a, b all have 16 bits, else float32 ones (in TF32 parts, four to
-            seven times slower), and ``"pallas"`` (token by token in float32; where all inputs have 16 bits
-            and K is at most 128, the gradients of r, w, k, a, b by chunks in float32). Inside `jax.jit`,
-            None goes by JAX's default device, not by where the arrays will be.
-        sequence_axis: the mesh axis whose devices share the tokens of each row, T being split evenly between
-            them; None for whole rows. Inside `jax.shard_map` it must be named: arrays are then those of one
-            device, and without it every device starts from ``initial_state``, silently. In `jax.jit` on a
-            mesh with explicit axes the arrays' types say it; on any other mesh, name it. States are those of
-            whole rows on every device. Not with cu_seqlens.
+            8.0 and up, not for float64: ``"triton"`` (chunked; fastest where all inputs but w have 16 bits)
+            and ``"pallas"`` (token by token). Inside `jax.jit`, None goes by JAX's default device.
+        sequence_axis: the mesh axis that splits T evenly over devices; None for whole sequences. Required
+            inside `jax.shard_map`, where every device would otherwise start from ``initial_state``, and on
+            meshes without explicit axes. States are those of whole sequences. Not with cu_seqlens.
 
     Returns:
-        ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32
-        (float64), or None unless asked for. With T = 0 or B = 0, o is empty and the final state is the
-        initial one.
+        ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state``, or None
+        unless asked for. With T = 0 or B = 0, o is empty and the final state is the initial one.
 
     Raises:
         ValueError: a shape or a value does not fit, or ``implementation`` is unknown or cannot run here.
-        TypeError: a dtype does not fit.
+        TypeError: a dtype does not fit, or the call is differentiated in forward mode.
 
     Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025, eq. of the state
-    update; official code RWKV-LM ``RWKV-v7/rwkv_v7_demo.py`` (there the state is [V, K]); FLA's
-    ``chunk_rwkv7`` for the argument order.
+    update; RWKV-LM ``RWKV-v7/rwkv_v7_demo.py`` (there the state is [V, K]); FLA's argument order.
 
     Example:
         >>> import jax, jax.numpy as jnp
