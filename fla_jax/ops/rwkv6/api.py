@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, Unpack, overload
+from typing import TypeAlias, Unpack, overload
 
 from jaxtyping import Array, Float, Int
 
 from ...core.context import Context
 from ...core.implementation import Implementation, Rule
-from ...core.op import Op
 from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ...pallas.backend import pallas, triton
-from .. import recurrence_checks
 from ..recurrence import (
-    AXES,
-    OUTPUT_NAMES,
-    RESIDUAL_NAME,
+    Bonus,
     ChunkOptions,
+    ChunkOptionsWithState,
     Options,
+    OptionsWithState,
+    State,
+    Tokens,
+    Values,
     checked_inputs,
+    recurrence_op,
     triton_supports,
-    without_tokens,
 )
+from ..recurrence_checks import rwkv6 as rwkv6_checks
 from ..recurrence_cp import ContextParallelRule
 
 _Rule: TypeAlias = Rule[RWKV6Inputs, Outputs, RecurrenceConfig]
@@ -70,48 +72,21 @@ TRITON = Implementation(
 PALLAS = Implementation("pallas", _pallas, pallas.supports, _has_several_tokens, opaque=True)
 
 
-def _op(name: str, *implementations: Implementation) -> Op[RWKV6Inputs, Outputs, RecurrenceConfig]:
-    return Op(
-        name,
-        RWKV6Inputs,
-        Outputs,
-        AXES,
-        list(implementations),
-        output_names=OUTPUT_NAMES,
-        residual_name=RESIDUAL_NAME,
-        check=recurrence_checks.rwkv6,
-        empty=without_tokens,
-    )
-
-
-# In order of preference, as measured (docs/performance.md). Chunked forms are parallel within a chunk;
-# recurrent ones go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
-CHUNK = _op("chunk_rwkv6", TRITON, XLA, REFERENCE, PALLAS)
-RECURRENT = _op("fused_recurrent_rwkv6", PALLAS, REFERENCE, XLA, TRITON)
+# Chunked forms are parallel within a chunk, recurrent ones go token by token.
+CHUNK = recurrence_op("chunk_rwkv6", RWKV6Inputs, [TRITON, XLA, REFERENCE, PALLAS], rwkv6_checks)
+RECURRENT = recurrence_op(
+    "fused_recurrent_rwkv6", RWKV6Inputs, [PALLAS, REFERENCE, XLA, TRITON], rwkv6_checks
+)
 
 
 @overload
 def chunk_rwkv6(
-    r: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    w: Float[Array, "B T H K"],
-    u: Float[Array, "H K"],
-    *,
-    output_final_state: Literal[True],
-    **options: Unpack[ChunkOptions],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
+    r: Tokens, k: Tokens, v: Values, w: Tokens, u: Bonus, **options: Unpack[ChunkOptionsWithState]
+) -> tuple[Values, State]: ...
 @overload
 def chunk_rwkv6(
-    r: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    w: Float[Array, "B T H K"],
-    u: Float[Array, "H K"],
-    *,
-    output_final_state: bool = False,
-    **options: Unpack[ChunkOptions],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
+    r: Tokens, k: Tokens, v: Values, w: Tokens, u: Bonus, **options: Unpack[ChunkOptions]
+) -> tuple[Values, State | None]: ...
 def chunk_rwkv6(
     r: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -157,19 +132,9 @@ def chunk_rwkv6(
         >>> o.shape, state.shape
         ((1, 32, 2, 16), (1, 2, 16, 16))
     """
+    arrays = {"r": r, "k": k, "v": v, "w": w, "u": u}
     x, config = checked_inputs(
-        RWKV6Inputs,
-        r=r,
-        k=k,
-        v=v,
-        w=w,
-        u=u,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        chunk_size=chunk_size,
-        lower_bound=lower_bound,
+        RWKV6Inputs, arrays, initial_state, segment_ids, cu_seqlens, scale, chunk_size, lower_bound
     )
     o, final_state = CHUNK(x, config, implementation, sequence_axis)
     return o, final_state if output_final_state else None
@@ -177,26 +142,12 @@ def chunk_rwkv6(
 
 @overload
 def fused_recurrent_rwkv6(
-    r: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    w: Float[Array, "B T H K"],
-    u: Float[Array, "H K"],
-    *,
-    output_final_state: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
+    r: Tokens, k: Tokens, v: Values, w: Tokens, u: Bonus, **options: Unpack[OptionsWithState]
+) -> tuple[Values, State]: ...
 @overload
 def fused_recurrent_rwkv6(
-    r: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    w: Float[Array, "B T H K"],
-    u: Float[Array, "H K"],
-    *,
-    output_final_state: bool = False,
-    **options: Unpack[Options],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
+    r: Tokens, k: Tokens, v: Values, w: Tokens, u: Bonus, **options: Unpack[Options]
+) -> tuple[Values, State | None]: ...
 def fused_recurrent_rwkv6(
     r: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -228,17 +179,7 @@ def fused_recurrent_rwkv6(
         >>> o.shape, state.shape
         ((1, 1, 2, 16), (1, 2, 16, 16))
     """
-    x, config = checked_inputs(
-        RWKV6Inputs,
-        r=r,
-        k=k,
-        v=v,
-        w=w,
-        u=u,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-    )
+    arrays = {"r": r, "k": k, "v": v, "w": w, "u": u}
+    x, config = checked_inputs(RWKV6Inputs, arrays, initial_state, segment_ids, cu_seqlens, scale)
     o, final_state = RECURRENT(x, config, implementation, sequence_axis)
     return o, final_state if output_final_state else None

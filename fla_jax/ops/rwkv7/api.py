@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, Unpack, overload
+from typing import TypeAlias, Unpack, overload
 
 from jaxtyping import Array, Float, Int
 
 from ...core.context import Context
 from ...core.implementation import Implementation, Rule
-from ...core.op import Op
 from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ...pallas.backend import pallas, triton
-from .. import recurrence_checks
 from ..recurrence import (
-    AXES,
-    OUTPUT_NAMES,
-    RESIDUAL_NAME,
     ChunkOptions,
+    ChunkOptionsWithState,
     Options,
+    OptionsWithState,
+    State,
+    Tokens,
+    Values,
     checked_inputs,
+    recurrence_op,
     triton_supports,
-    without_tokens,
 )
+from ..recurrence_checks import rwkv7 as rwkv7_checks
 from ..recurrence_cp import ContextParallelRule
 
 _Rule: TypeAlias = Rule[RWKV7Inputs, Outputs, RecurrenceConfig]
@@ -65,50 +66,21 @@ TRITON = Implementation(
 PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, opaque=True)
 
 
-def _op(name: str, *implementations: Implementation) -> Op[RWKV7Inputs, Outputs, RecurrenceConfig]:
-    return Op(
-        name,
-        RWKV7Inputs,
-        Outputs,
-        AXES,
-        list(implementations),
-        output_names=OUTPUT_NAMES,
-        residual_name=RESIDUAL_NAME,
-        check=recurrence_checks.rwkv7,
-        empty=without_tokens,
-    )
-
-
-# In order of preference, as measured (docs/performance.md). Chunked forms are parallel within a chunk;
-# recurrent ones go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
-CHUNK = _op("chunk_rwkv7", TRITON, XLA, REFERENCE, PALLAS)
-RECURRENT = _op("fused_recurrent_rwkv7", PALLAS, REFERENCE, XLA, TRITON)
+# Chunked forms are parallel within a chunk, recurrent ones go token by token.
+CHUNK = recurrence_op("chunk_rwkv7", RWKV7Inputs, [TRITON, XLA, REFERENCE, PALLAS], rwkv7_checks)
+RECURRENT = recurrence_op(
+    "fused_recurrent_rwkv7", RWKV7Inputs, [PALLAS, REFERENCE, XLA, TRITON], rwkv7_checks
+)
 
 
 @overload
 def chunk_rwkv7(
-    r: Float[Array, "B T H K"],
-    w: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    a: Float[Array, "B T H K"],
-    b: Float[Array, "B T H K"],
-    *,
-    output_final_state: Literal[True],
-    **options: Unpack[ChunkOptions],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
+    r: Tokens, w: Tokens, k: Tokens, v: Values, a: Tokens, b: Tokens, **options: Unpack[ChunkOptionsWithState]
+) -> tuple[Values, State]: ...
 @overload
 def chunk_rwkv7(
-    r: Float[Array, "B T H K"],
-    w: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    a: Float[Array, "B T H K"],
-    b: Float[Array, "B T H K"],
-    *,
-    output_final_state: bool = False,
-    **options: Unpack[ChunkOptions],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
+    r: Tokens, w: Tokens, k: Tokens, v: Values, a: Tokens, b: Tokens, **options: Unpack[ChunkOptions]
+) -> tuple[Values, State | None]: ...
 def chunk_rwkv7(
     r: Float[Array, "B T H K"],
     w: Float[Array, "B T H K"],
@@ -191,20 +163,16 @@ def chunk_rwkv7(
         >>> o.shape, state.shape
         ((1, 32, 2, 16), (1, 2, 16, 16))
     """
+    arrays = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
     x, config = checked_inputs(
         RWKV7Inputs,
-        r=r,
-        w=w,
-        k=k,
-        v=v,
-        a=a,
-        b=b,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        chunk_size=chunk_size,
-        lower_bound=lower_bound,
+        arrays,
+        initial_state,
+        segment_ids,
+        cu_seqlens,
+        scale,
+        chunk_size,
+        lower_bound,
         warn_layout=True,
     )
     o, final_state = CHUNK(x, config, implementation, sequence_axis)
@@ -213,28 +181,12 @@ def chunk_rwkv7(
 
 @overload
 def fused_recurrent_rwkv7(
-    r: Float[Array, "B T H K"],
-    w: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    a: Float[Array, "B T H K"],
-    b: Float[Array, "B T H K"],
-    *,
-    output_final_state: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
+    r: Tokens, w: Tokens, k: Tokens, v: Values, a: Tokens, b: Tokens, **options: Unpack[OptionsWithState]
+) -> tuple[Values, State]: ...
 @overload
 def fused_recurrent_rwkv7(
-    r: Float[Array, "B T H K"],
-    w: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    a: Float[Array, "B T H K"],
-    b: Float[Array, "B T H K"],
-    *,
-    output_final_state: bool = False,
-    **options: Unpack[Options],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
+    r: Tokens, w: Tokens, k: Tokens, v: Values, a: Tokens, b: Tokens, **options: Unpack[Options]
+) -> tuple[Values, State | None]: ...
 def fused_recurrent_rwkv7(
     r: Float[Array, "B T H K"],
     w: Float[Array, "B T H K"],
@@ -268,18 +220,7 @@ def fused_recurrent_rwkv7(
         >>> o.shape, state.shape
         ((1, 1, 2, 16), (1, 2, 16, 16))
     """
-    x, config = checked_inputs(
-        RWKV7Inputs,
-        r=r,
-        w=w,
-        k=k,
-        v=v,
-        a=a,
-        b=b,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-    )
+    arrays = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
+    x, config = checked_inputs(RWKV7Inputs, arrays, initial_state, segment_ids, cu_seqlens, scale)
     o, final_state = RECURRENT(x, config, implementation, sequence_axis)
     return o, final_state if output_final_state else None
