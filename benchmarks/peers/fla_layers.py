@@ -42,8 +42,8 @@ def mixes(inputs: dict[str, Any], tokens: bool = False) -> Call:
         by = [x[f"mu{n}"].view(1, 1, -1) for n in range(M)]
         if M == 6:
             return *fused_addcmul_rwkv7(h, delta, *by), *total
-        if "moves" in x:
-            by = [mu + x["moves"][n] for n, mu in enumerate(by)]
+        if "mix_delta" in x:
+            by = [mu + x["mix_delta"][n] for n, mu in enumerate(by)]
         return *(torch.addcmul(h, delta, mu) for mu in by), *total
 
     return call

@@ -61,7 +61,7 @@ def named(names: tuple[str, ...], shape: tuple[int, ...], dtype: str | None) -> 
 
 
 def mixes(
-    name: str, M: int, moved: tuple[float, float], norm: bool = True, moves: bool = False, h: bool = False
+    name: str, M: int, moved: tuple[float, float], norm: bool = True, mix_delta: bool = False, h: bool = False
 ) -> Piece:
     """Norm, token shift and M mixes; ``h``: also returns the normalised tokens."""
 
@@ -71,7 +71,7 @@ def mixes(
         made |= named(tuple(f"mu{n}" for n in range(M)), (C,), "float32")
         if norm:
             made |= {"y": ((B, T, C), None), **named(("scale", "bias"), (C,), "float32")}
-        return made | ({"moves": ((M, B, T, C), None)} if moves else {})
+        return made | ({"mix_delta": ((M, B, T, C), None)} if mix_delta else {})
 
     def call(inputs: dict[str, Any], implementation: str | None) -> Any:
         from fla_jax.ops.layer import norm_shift_mix
@@ -166,7 +166,7 @@ PIECES = [
     mixes("rwkv7 feed-forward", 1, (4, 4)),
     mixes("rwkv6 feed-forward", 2, (5, 5)),
     mixes("rwkv6 attention, one", 1, (5, 5), h=True),
-    mixes("rwkv6 attention, five", 5, (11, 17), norm=False, moves=True),
+    mixes("rwkv6 attention, five", 5, (11, 17), norm=False, mix_delta=True),
     keys("rwkv7 attention", traced=False),
     keys("rwkv7 attention, layers scanned", traced=True),
     readout(7),

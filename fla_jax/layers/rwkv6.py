@@ -96,7 +96,7 @@ class RWKV6Attention(Attention):
         z = tp.sharding.to_tp(z).reshape(-1, x.shape[1], 5, R)
         mix_delta = jnp.einsum("btnr,nrc->nbtc", z, w2.astype(dtype))
         x = x if first.normalised is None else first.normalised
-        xw, xk, xv, xr, xg = tp.mix(x, [mu[name] for name in "wkvrg"], moves=mix_delta).mixed
+        xw, xk, xv, xr, xg = tp.mix(x, [mu[name] for name in "wkvrg"], mix_delta=mix_delta).mixed
 
         r = tp.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr)
         k = tp.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk)

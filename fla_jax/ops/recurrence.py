@@ -1,4 +1,4 @@
-"""What the public functions of both recurrences share: checks of arguments, axes, options.
+"""Common to the public functions of both recurrences: checks of arguments, axes, options.
 
 Every error names the argument, what came and what was wanted.
 """
@@ -230,7 +230,9 @@ def _check_cu_seqlens(cu: jax.Array, B: int, T: int) -> None:
     if cu.ndim != 1 or cu.shape[0] < 2:
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {list(cu.shape)}")
     if B != 1:
-        raise ValueError(f"cu_seqlens packs all sequences into one row: r must have B = 1, got B = {B}")
+        raise ValueError(
+            f"cu_seqlens packs all sequences in one batch element: r must have B = 1, got B = {B}"
+        )
     if isinstance(cu, jax.core.Tracer):
         return  # the values are known only at run time: the checked mode looks at them
     values = np.asarray(cu).astype(np.int64)

@@ -212,9 +212,7 @@ class TrainStep:
         if self._accumulate == 1:
             return jax.value_and_grad(self._loss, has_aux=self._has_aux)(params, batch)
 
-        def constrain(
-            grads: PyTree,
-        ) -> PyTree:
+        def constrain(grads: PyTree) -> PyTree:
             if is_explicit_mesh(self.mesh):  # the types shard them like the parameters
                 return grads
             return jax.lax.with_sharding_constraint(grads, self.shardings.params)

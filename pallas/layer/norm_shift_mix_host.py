@@ -120,7 +120,7 @@ def bwd(ctx: Context[MixInputs, Mix], x: MixInputs, residuals: Residuals, cotang
     )
     programs, tiles, _ = _grid(row, x.x)
     out = MixGrads(
-        x=like_fields(x, "x", "last", "moves"),
+        x=like_fields(x, "x", "last", "mix_delta"),
         sums=jax.ShapeDtypeStruct((programs, M + 2 * key.has_norm, C), jnp.float32),
         tile_sums=jax.ShapeDtypeStruct((B, T, tiles, 2), jnp.float32) if is_split else None,
     )

@@ -33,7 +33,7 @@ class MixKey:
         C: channels.
         is_16bit: whether tokens have 16 bits.
         has_norm: whether sums over channels are needed.
-        has_moves: whether mixes differ by token: too many arrays for whole tokens.
+        has_mix_delta: whether mixes differ by token: too many arrays for whole tokens.
     """
 
     gpu: GPU
@@ -42,7 +42,7 @@ class MixKey:
     C: int
     is_16bit: bool
     has_norm: bool
-    has_moves: bool
+    has_mix_delta: bool
 
     @classmethod
     def of(cls, name: Literal["fwd", "bwd"], x: MixInputs, gpu: GPU) -> MixKey:
@@ -54,7 +54,7 @@ class MixKey:
             C=x.x.shape[-1],
             is_16bit=x.x.dtype.itemsize == 2,
             has_norm=x.scale is not None,
-            has_moves=x.moves is not None,
+            has_mix_delta=x.mix_delta is not None,
         )
 
     @property
@@ -77,7 +77,7 @@ MAX_WHOLE = {("fwd", "few"): 8192, ("fwd", "many"): 4096, ("bwd", "few"): 4096, 
 
 
 def _is_whole(key: MixKey) -> bool:
-    return key.has_norm and not key.has_moves and key.padded_C <= MAX_WHOLE[key.name, key.mixes]
+    return key.has_norm and not key.has_mix_delta and key.padded_C <= MAX_WHOLE[key.name, key.mixes]
 
 
 VARIANTS = (

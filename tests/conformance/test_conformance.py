@@ -58,7 +58,7 @@ def _vmaps(place: Place) -> Iterator[Entry]:
             case, tol = HeadCase(op, B=1, residual="traced True"), places.HEADS[place]["float32"]
             yield Entry(f"{op} shared {bool(shared)}", place, case, tol, None, shared)
     for shared in ((), cases.VECTORS["norm_shift_mix"]) if place in places.NORM_MIX else ():
-        case = MixCase(B=1, T=5, C=6, M=2, moves=True, lengths=(2, 4))
+        case = MixCase(B=1, T=5, C=6, M=2, mix_delta=True, lengths=(2, 4))
         tol = places.NORM_MIX[place]["float32"]
         yield Entry(f"norm_mix shared {shared}", place, case, tol, None, shared)
 

@@ -95,7 +95,7 @@ def test_gates_that_are_nearly_open_or_shut(at, place):
 
 MIXES = {
     "rwkv7 attention": MixCase(B=1, T=6, C=24, M=4),
-    "everything": MixCase(B=1, T=6, C=24, M=2, moves=True, normalised=True, lengths=(3, 1, 5)),
+    "everything": MixCase(B=1, T=6, C=24, M=2, mix_delta=True, normalised=True, lengths=(3, 1, 5)),
     "tiles of channels": MixCase(B=1, T=6, C=160, M=2),
 }
 

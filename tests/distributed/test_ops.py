@@ -145,8 +145,8 @@ def test_ops_on_heads(one):
 
 def mixes() -> dict[str, Program]:
     found, mesh = {}, (("data", 4),)
-    batch = MixCase(B=4, T=5, C=6, M=2, moves=True, lengths=(3, 9)), {"b": "data"}, None
-    tokens = MixCase(B=2, T=8, C=6, M=2, moves=True, lengths=(3, 1, 9)), {"t": "data"}, "data"
+    batch = MixCase(B=4, T=5, C=6, M=2, mix_delta=True, lengths=(3, 9)), {"b": "data"}, None
+    tokens = MixCase(B=2, T=8, C=6, M=2, mix_delta=True, lengths=(3, 1, 9)), {"t": "data"}, "data"
     for implementation in ("xla", "triton"):
         for mode in MODES[:3]:
             for name, (case, over, cp) in {"batch": batch, "tokens": tokens}.items():
@@ -190,7 +190,7 @@ def test_vmap_on_an_explicit_mesh():
 def vmaps() -> int:
     import jax
 
-    case, done = MixCase(B=1, T=5, C=6, M=2, moves=True, lengths=(2, 4)), 0
+    case, done = MixCase(B=1, T=5, C=6, M=2, mix_delta=True, lengths=(2, 4)), 0
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))):
         for implementation in ("xla", "triton"):
             for shared in (("mixes", "scale", "bias"), ()):

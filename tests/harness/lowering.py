@@ -248,7 +248,7 @@ def mix(kind: str, C: int, dtype: str = "bfloat16") -> Program:
     tokens, vector = array(8, 2048, C, dtype=dtype), array(C)
     floats = {"x": tokens, "mixes": array(M, C), "last": array(8, C, dtype=dtype)}
     floats |= {"y": tokens, "scale": vector, "bias": vector} if norm else {}
-    floats |= {"moves": array(M, 8, 2048, C, dtype=dtype)} if moved else {}
+    floats |= {"mix_delta": array(M, 8, 2048, C, dtype=dtype)} if moved else {}
     options = dict(normalised=normalised, implementation="triton")
     run = lambda floats, ids: cases.call("norm_shift_mix", floats, {"segment_ids": ids}, **options)
     return with_gradient(run), (floats, array(8, 2048, dtype=jnp.int32))

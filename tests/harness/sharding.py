@@ -22,7 +22,7 @@ from .collectives import sizes
 
 # axes of arrays and outputs: batch b, tokens t, heads h, one letter an axis
 RECURRENCE = {"u": "h", "initial_state": "bh", "ht": "bh", "segment_ids": "bt", "cu_seqlens": "."}
-MIX = {"mixes": "..", "scale": ".", "bias": ".", "last": "b", "moves": ".bt", "mixed": ".bt"}
+MIX = {"mixes": "..", "scale": ".", "bias": ".", "last": "b", "mix_delta": ".bt", "mixed": ".bt"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,7 +137,7 @@ def test_launches_are_legal(C, dtype, monkeypatch):
     wide, vector = jax.ShapeDtypeStruct((2, 8, C), dtype), jax.ShapeDtypeStruct((C,), "float32")
     for M, moved in ((1, False), (2, True), (6, False)):
         x = dict(x=wide, mixes=[vector] * M, scale=vector, bias=vector)
-        x |= {"moves": jax.ShapeDtypeStruct((M, *wide.shape), dtype)} if moved else {}
+        x |= {"mix_delta": jax.ShapeDtypeStruct((M, *wide.shape), dtype)} if moved else {}
 
         def gradient(x):
             out, pull = jax.vjp(lambda x: norm_shift_mix(**x, implementation="triton"), x)
@@ -164,8 +164,8 @@ def test_launches_are_legal(C, dtype, monkeypatch):
 )
 def test_a_message_names_the_variants(C, M, dtype, moved, want):
     x, vector = jax.ShapeDtypeStruct((2, 8, C), dtype), jax.ShapeDtypeStruct((C,), "float32")
-    moves = jax.ShapeDtypeStruct((M, 2, 8, C), dtype) if moved else None
-    inputs = MixInputs(x, (vector,) * M, scale=vector, bias=vector, moves=moves)
+    mix_delta = jax.ShapeDtypeStruct((M, 2, 8, C), dtype) if moved else None
+    inputs = MixInputs(x, (vector,) * M, scale=vector, bias=vector, mix_delta=mix_delta)
     for gpu in GPUS.values():
         said = NORM_SHIFT_MIX.explain(Context("norm_shift_mix", inputs, Mix(), "gpu", gpu))
         assert f"triton ({want}, for {C} channels and {M} mixes)" in said

@@ -77,9 +77,9 @@ PROJECTIONS = ("receptance", "key", "value", "output")
 REFS = model_refs(
     NAMES,
     att={f"blocks/att/{name}": TensorRef(f"blocks.{{}}.att.{name}") for name in ("mu", "decay", "bonus")}
-    | dense("blocks/att", "blocks.{}.att", {name: name for name in PROJECTIONS}),
+    | dense("blocks/att", "blocks.{}.att", " ".join(PROJECTIONS)),
     ffn={"blocks/ffn/x_k": TensorRef("blocks.{}.ffn.x_k", UNIT_AXES)}
-    | dense("blocks/ffn", "blocks.{}.ffn", {name: name for name in ("key", "value")}),
+    | dense("blocks/ffn", "blocks.{}.ffn", "key value"),
 )
 # a model has no norm after the recurrence
 REFS = {path: ref for path, ref in REFS.items() if "ln_x" not in path}

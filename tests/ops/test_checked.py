@@ -93,7 +93,7 @@ def test_a_and_b_at_random_are_reported():
     a[1], b[1] = rng.standard_normal((2, *a[1].shape))
     f = fla_jax.checked(jax.jit(_call("rwkv7")))
     f(x.arrays)
-    with pytest.raises(JaxRuntimeError, match="chunk_rwkv7: the state of row 1 grew without bound"):
+    with pytest.raises(JaxRuntimeError, match="chunk_rwkv7: the state of batch element 1 grew without bound"):
         f({**x.arrays, "a": a, "b": b})
 
 

@@ -112,23 +112,14 @@ FLA6 = ParamMap(
             **dense(
                 "blocks/att",
                 _LAYER + "attn",
-                {
-                    "receptance": "r_proj.linear",
-                    "key": "k_proj.linear",
-                    "value": "v_proj.linear",
-                    "gate": "g_proj.linear",
-                    "output": "o_proj",
-                },
+                "receptance=r_proj.linear key=k_proj.linear value=v_proj.linear gate=g_proj.linear "
+                "output=o_proj",
             ),
         },
         ffn={
             "blocks/ffn/time_maa_k": TensorRef(_FFN + "key.mu", VECTOR),
             "blocks/ffn/time_maa_r": TensorRef(_FFN + "receptance.mu", VECTOR),
-            **dense(
-                "blocks/ffn",
-                _LAYER + "ffn",
-                {"key": "key.linear", "receptance": "receptance.linear", "value": "value"},
-            ),
+            **dense("blocks/ffn", _LAYER + "ffn", "key=key.linear receptance=receptance.linear value"),
         },
     ),
     prefix=PREFIX,
@@ -154,15 +145,11 @@ FLA7 = ParamMap(
             "blocks/att/k_k": TensorRef(_ATT + "k_k", VECTOR),
             "blocks/att/k_a": TensorRef(_ATT + "k_a", VECTOR),
             "blocks/att/r_k": TensorRef(_ATT + "r_k", SAME),
-            **dense(
-                "blocks/att",
-                _LAYER + "attn",
-                {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"},
-            ),
+            **dense("blocks/att", _LAYER + "attn", "receptance=r_proj key=k_proj value=v_proj output=o_proj"),
         },
         ffn={
             "blocks/ffn/x_k": TensorRef(_FFN + "x_k", VECTOR),
-            **dense("blocks/ffn", _LAYER + "ffn", {"key": "key", "value": "value"}),
+            **dense("blocks/ffn", _LAYER + "ffn", "key value"),
         },
     ),
     extras={r"model\.layers\.0\.attn\.v_lora\..*": any_shape},  # no program reads layer 0's

@@ -62,11 +62,12 @@ def norm(path: str, name: str) -> dict[str, TensorRef]:
     }
 
 
-def dense(path: str, name: str, names: Mapping[str, str]) -> dict[str, TensorRef]:
-    """The tensors of projections, ``{name here: name in the file}``; PyTorch has [out, in]."""
+def dense(path: str, name: str, names: str) -> dict[str, TensorRef]:
+    """The tensors of projections, ``"ours=theirs ..."`` or ``"both ..."``; PyTorch has [out, in]."""
+    pairs = (both.partition("=") for both in names.split())
     return {
-        f"{path}/{ours}/kernel": TensorRef(f"{name}.{theirs}.weight", TRANSPOSED)
-        for ours, theirs in names.items()
+        f"{path}/{ours}/kernel": TensorRef(f"{name}.{theirs or ours}.weight", TRANSPOSED)
+        for ours, _, theirs in pairs
     }
 
 

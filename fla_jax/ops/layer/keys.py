@@ -22,9 +22,9 @@ def normalise(x: jax.Array, eps: float = 1e-12) -> jax.Array:
     every other.
     """
     square = jnp.sum(x * x, -1, keepdims=True)
-    alive = square > eps**2
-    scale = jnp.where(alive, jax.lax.rsqrt(jnp.where(alive, square, 1)), 1 / eps)
-    return jnp.where(alive, x, jax.lax.stop_gradient(x)) * scale
+    has_direction = square > eps**2
+    scale = jnp.where(has_direction, jax.lax.rsqrt(jnp.where(has_direction, square, 1)), 1 / eps)
+    return jnp.where(has_direction, x, jax.lax.stop_gradient(x)) * scale
 
 
 @jax.custom_jvp
@@ -36,9 +36,9 @@ def gate(x: jax.Array) -> jax.Array:
 
 
 @jax.custom_jvp
-def value_mix(x: jax.Array, own: jax.Array, first: jax.Array) -> jax.Array:
-    """``own + (first - own) sigmoid(x)`` without a difference in the result, and with one in the slope."""
-    return gate(-x) * own + gate(x) * first
+def value_mix(x: jax.Array, local: jax.Array, first: jax.Array) -> jax.Array:
+    """``local + (first - local) sigmoid(x)`` with a difference in the slope alone."""
+    return gate(-x) * local + gate(x) * first
 
 
 @jax.custom_jvp
@@ -59,9 +59,9 @@ def _gate_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[ja
 def _value_mix_jvp(
     primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    (x, own, first), (dx, down, dfirst) = primals, tangents
-    slope = gate(x) * gate(-x) * (first - own)
-    return value_mix(x, own, first), slope * dx + gate(-x) * down + gate(x) * dfirst
+    (x, local, first), (dx, dlocal, dfirst) = primals, tangents
+    slope = gate(x) * gate(-x) * (first - local)
+    return value_mix(x, local, first), slope * dx + gate(-x) * dlocal + gate(x) * dfirst
 
 
 @key_factor.defjvp

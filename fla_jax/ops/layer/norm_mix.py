@@ -22,7 +22,7 @@ AXES = {
     **dict.fromkeys(("x", "y", "mixed", "normalised"), "b t c"),
     **dict.fromkeys(("mixes", "scale", "bias"), "c"),
     "last": "b c",
-    "moves": "m b t c",
+    "mix_delta": "m b t c",
     "segment_ids": "b t",
 }
 
@@ -90,7 +90,7 @@ def norm_shift_mix(
     scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     eps: float = 1e-5,
-    moves: jax.Array | None = None,
+    mix_delta: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     normalised: bool = False,
     implementation: str | None = None,
@@ -100,14 +100,14 @@ def norm_shift_mix(
 
     With h the layer norm of ``x + y`` over channels (h = x + y without ``scale``)::
 
-        mixed[n]_t = h_t + (h_{t-1} - h_t) * (mixes[n] + moves[n]_t)
+        mixed[n]_t = h_t + (h_{t-1} - h_t) * (mixes[n] + mix_delta[n]_t)
 
     Before a sequence's first token comes ``last``, before the first token of a later segment zeros.
     Arithmetic is float32 (float64 if an input is); each result is rounded once. Differentiable in reverse
     mode in every floating-point array.
 
     RWKV-7's attention has six mixes, its feed-forward one. RWKV-6's feed-forward has two; its attention
-    makes two calls: one mix with ``normalised=True``, and on that result five mixes with ``moves``.
+    makes two calls: one mix with ``normalised=True``, and on that result five mixes with ``mix_delta``.
 
     Args:
         x: [B, T, C], T >= 1; float16, bfloat16, float32 or float64.
@@ -117,7 +117,7 @@ def norm_shift_mix(
         scale: [C], of the layer norm; None where x is normalised already.
         bias: [C], given where ``scale`` is.
         eps: Python number, added to the variance.
-        moves: [M, B, T, C], added to the mixes by token; None for nothing.
+        mix_delta: [M, B, T, C], added to the mixes by token; None for nothing.
         segment_ids: [B, T] integers: a segment begins wherever the id changes.
         normalised: whether to return h.
         implementation: ``"triton"`` (NVIDIA GPUs, not for float64) or ``"xla"`` (plain JAX); None for the
@@ -142,7 +142,7 @@ def norm_shift_mix(
         >>> key.shape, last.shape, x.shape
         ((1, 8, 16), (1, 16), (1, 8, 16))
     """
-    inputs = _check(MixInputs(x, tuple(mixes), y, scale, bias, last, moves, segment_ids))
+    inputs = _check(MixInputs(x, tuple(mixes), y, scale, bias, last, mix_delta, segment_ids))
     double = any(array.dtype == jnp.float64 for array in jax.tree.leaves(inputs))
     settings = Mix(float(eps), normalised, "float64" if double else "float32")
     return NORM_SHIFT_MIX(inputs, settings, implementation, sequence_axis)
@@ -160,10 +160,10 @@ def _check(x: MixInputs) -> MixInputs:
     B, T, C = tokens.shape
     if T == 0 or C == 0:
         raise ValueError(
-            f"x must hold at least one token and one channel, got shape [B, T, C] = {list(tokens.shape)}"
+            f"x must have at least one token and one channel, got shape [B, T, C] = {list(tokens.shape)}"
         )
     if not x.mixes:
-        raise ValueError("mixes must hold at least one array [C], got none")
+        raise ValueError("mixes must have at least one array [C], got none")
     if (x.scale is None) != (x.bias is None):
         raise ValueError("scale and bias of the norm must be given together, got one of them")
 
@@ -183,7 +183,7 @@ def _check(x: MixInputs) -> MixInputs:
         scale=array("scale", x.scale, (C,), "[C]"),
         bias=array("bias", x.bias, (C,), "[C]"),
         last=array("last", x.last, (B, C), "[B, C]"),
-        moves=array("moves", x.moves, (len(x.mixes), B, T, C), "[M, B, T, C]"),
+        mix_delta=array("mix_delta", x.mix_delta, (len(x.mixes), B, T, C), "[M, B, T, C]"),
         segment_ids=None if x.segment_ids is None else integers("segment_ids", x.segment_ids),
     )
     if checked.y is not None and checked.y.dtype != tokens.dtype:
