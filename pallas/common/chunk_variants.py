@@ -45,8 +45,8 @@ class VariantKey:
         gpu: of the call.
         K: keys of a head.
         V: values of a head.
-        bf16_dots: whether all token arrays but the decay have 16 bits, so that products have bfloat16
-        operands. all_bf16: whether they are all bfloat16.
+        bf16_dots: whether all token arrays but the decay have 16 bits: products then have bfloat16 operands.
+        all_bf16: whether they are all bfloat16.
         w_float16: whether the decay is float16.
         safe_gate: whether ``lower_bound`` excludes the unsafe gate.
     """
@@ -74,8 +74,8 @@ class Variant:
         serves: the calls that it serves, for messages.
         when: whether it serves a call.
         split_bwd: whether two kernels compute the backward: state gradients, then token gradients.
-        key_major: whether backward tiles of keys are held transposed (`key_major`), for products of a warp
-        group. precomputed_A: whether a kernel computes the A matrices of all chunks first.
+        key_major: whether backward tiles of keys are held transposed, for products of a warp group.
+        precomputed_A: whether a kernel computes the A matrices of all chunks first.
         chunks_per_state: chunks that share one stored state.
     """
 
