@@ -14,6 +14,7 @@ from ...core.context import Context
 from ...core.gpu import GPU
 from ...core.types import RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 from ..backend.triton import Launch
+from .select import select
 from .shapes import tile
 
 SAFE_GATE_BOUND = -2.0  # log decays of the safe gate: its factors reach exp(8 * 2) and exp(-8 * 2)
@@ -100,11 +101,6 @@ def variant_key(ctx: Context[Any, RecurrenceConfig], x: RWKV6Inputs | RWKV7Input
         w_float16=x.w.dtype == jnp.float16,
         safe_gate=ctx.settings.lower_bound is not None and ctx.settings.lower_bound >= SAFE_GATE_BOUND,
     )
-
-
-def select(variants: Sequence[Variant], key: VariantKey) -> Variant:
-    """The first variant that serves the call; the last one serves all."""
-    return next(variant for variant in variants if variant.when(key))
 
 
 def describe(variants: Sequence[Variant], key: VariantKey) -> str:
