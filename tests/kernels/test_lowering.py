@@ -162,9 +162,7 @@ def cached() -> Any:
     reason = lowering.cannot_lower()
     if reason is not None:
         return reason
-    from fla_jax.pallas.backend import (
-        lowering as backend,  # cannot be imported where kernels cannot be lowered
-    )
+    from fla_jax.pallas.backend import lowering as backend  # fails where kernels cannot be lowered
 
     described = lambda program, capability=90: [
         lowering.description(op) for op in lowering.lowered(program, capability)
