@@ -16,6 +16,7 @@ import jax
 from ...core.context import Context
 from ...core.gpu import GPU
 from ...core.types import Mix, MixInputs
+from ..common.select import select
 from ..common.shapes import tile
 
 PASSES: tuple[Literal["fwd"], Literal["bwd"]] = ("fwd", "bwd")
@@ -88,15 +89,10 @@ VARIANTS = (
 )
 
 
-def select(key: MixKey) -> Variant:
-    """The first variant that serves the call; the last one serves all."""
-    return next(variant for variant in VARIANTS if variant.when(key))
-
-
 def describe(ctx: Context[MixInputs, Mix]) -> str:
     """The variants of a call's passes, for messages."""
     x = ctx.shapes
-    fwd, bwd = (select(MixKey.of(name, x, ctx.gpu)).name for name in PASSES)
+    fwd, bwd = (select(VARIANTS, MixKey.of(name, x, ctx.gpu)).name for name in PASSES)
     return f"forward {fwd}, backward {bwd}, for {x.x.shape[-1]} channels and {len(x.mixes)} mixes"
 
 

@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 if not triton.INTERPRET:
     pytest.skip("TRITON_INTERPRET is not set: tests/gpu runs the kernels themselves", allow_module_level=True)
 
+from fla_jax.pallas.common.select import select
 from fla_jax.pallas.layer import norm_shift_mix_host, norm_shift_mix_variants
 
 BLOCKS = "mix: token blocks of 4"  # eleven tokens are three blocks
@@ -177,7 +178,7 @@ def test_the_table_has_every_launch_that_variants_can_take():
         ("fwd", "bwd"), ("few", "many"), (1, 100, 1024, 2048, 3000, 8192, 16384), (True, False), (True, False)
     ):
         one = dataclasses.replace(key, name=name, mixes=mixes, C=C, is_16bit=is_16bit, has_norm=has_norm)
-        variant = norm_shift_mix_variants.select(one)
+        variant = select(norm_shift_mix_variants.VARIANTS, one)
         if variant.is_whole:
             assert norm_shift_mix_variants.whole_launch(variant, one).channels == one.padded_C
         else:
