@@ -1,12 +1,11 @@
-"""Segments and packed sequences: against separate calls, and drawn at random by hypothesis."""
+"""Segments and packed sequences: the recurrent form, types of arguments, layouts drawn by hypothesis."""
 
 import chex
 import hypothesis
-import jax
 import numpy as np
 import pytest
 from harness import cases, tiers
-from harness.cases import OPS, TOKENS, Case
+from harness.cases import OPS, Case
 from hypothesis import strategies as st
 
 each_op = pytest.mark.parametrize("op", OPS)
@@ -27,44 +26,6 @@ def test_recurrent_form_takes_the_layouts(op):
         Case(op, T=12, layout="segments", lengths=(3, 1, 8), decay="mixed"),
     ):
         cases.check(case, form="fused_recurrent")
-
-
-@each_implementation
-@each_op
-def test_both_layouts_equal_separate_calls(op, implementation):
-    """Three documents in one batch entry: packed, each with a state, and as segments from a zero state."""
-    run = cases.runner(op, implementation, chunk_size=4)
-    x = cases.build(Case(op, layout="packed", lengths=(7, 7, 7)))  # equal: separate calls compile once
-    packed = jax.device_get(run(*x))
-    first = lambda a: a["initial_state"][:1]
-    ids = {"segment_ids": np.repeat([4, 9, 4], 7)[None].astype(np.int32)}
-    last_cotangents = x.cotangents | {"ht": x.cotangents["ht"][2:]}
-    segments = jax.device_get(run(x.arrays | {"initial_state": first(x.arrays)}, last_cotangents, ids))
-    close, du = cases.assert_close, 0
-    for n in range(3):
-        at, state = slice(7 * n, 7 * n + 7), slice(n, n + 1)
-        of = dict.fromkeys(TOKENS[op], (slice(None), at)) | {"initial_state": state}
-        cut = lambda name, a, of=of: a[of.get(name, ...)]
-        arrays = {name: cut(name, a) for name, a in x.arrays.items()}
-        cotangents = {"o": x.cotangents["o"][:, at], "ht": x.cotangents["ht"][state]}
-        got = jax.device_get(run(arrays, cotangents, {}))
-        close("packed o", packed.outputs["o"][:, at], got.outputs["o"], 1e-6)
-        close("packed ht", packed.outputs["ht"][state], got.outputs["ht"], 1e-6)
-        for name in (*TOKENS[op], "initial_state"):
-            close(f"packed d{name}", cut(name, packed.grads[name]), got.grads[name], 3e-6)
-        du += got.grads.get("u", 0)
-        zero = np.zeros_like(cotangents["ht"])
-        arrays["initial_state"] = arrays["initial_state"] if n == 0 else zero
-        got = jax.device_get(run(arrays, cotangents | ({"ht": zero} if n < 2 else {}), {}))
-        close("segment o", segments.outputs["o"][:, at], got.outputs["o"], 1e-6)
-        for name in TOKENS[op]:
-            close(f"segment d{name}", segments.grads[name][:, at], got.grads[name], 3e-6)
-        if n == 0:
-            close("segment dh0", first(segments.grads), got.grads["initial_state"], 3e-6)
-        if n == 2:
-            close("segment ht", segments.outputs["ht"], got.outputs["ht"], 1e-6)
-    if op == "rwkv6":
-        close("packed du", packed.grads["u"], du, 3e-6)
 
 
 @each_implementation

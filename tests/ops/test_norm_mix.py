@@ -1,4 +1,4 @@
-"""Norm, token shift and mixes in plain JAX: half precision, transformations, errors."""
+"""Norm, token shift and mixes in plain JAX: half precision, vmap, errors."""
 
 import dataclasses
 
@@ -46,20 +46,6 @@ def test_a_text_in_two_calls(cut):
     joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), (one.mixed, one.x), (two.mixed, two.x))
     chex.assert_trees_all_close(joined, (whole.mixed, whole.x), rtol=1e-6, atol=1e-6)
     chex.assert_trees_all_close(two.last, whole.last, rtol=1e-6, atol=1e-6)
-
-
-def test_remat_gives_the_same():
-    arrays = cases.build(MixCase(B=1, T=5, C=6, M=2)).arrays
-    f = lambda arrays: cases.call("norm_shift_mix", arrays)
-    weigh = lambda f: lambda arrays: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(f(arrays)))
-    plain, again = (jax.jit(jax.grad(weigh(g)))(arrays) for g in (f, jax.checkpoint(f)))
-    chex.assert_trees_all_close(plain, again, rtol=1e-6)
-
-
-def test_forward_mode_is_refused():
-    x = jnp.ones((1, 2, 3))
-    with pytest.raises(TypeError, match="norm_shift_mix can be differentiated in reverse mode only"):
-        jax.jvp(lambda x: norm_shift_mix(x, [jnp.ones(3)]).mixed[0], (x,), (x,))
 
 
 def test_an_empty_batch():
