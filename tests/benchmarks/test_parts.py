@@ -48,25 +48,6 @@ def test_a_peer_has_finite_results(timed, best, module):
     assert found[0]["peer"] == "right"
 
 
-def test_the_chart_shows_losses(module, tmp_path):
-    pytest.importorskip("matplotlib")
-    chart = module("chart")
-    common = {"roofline_ms": 0.5, "device": "cpu", "commit": "0"}
-    each = [("fla_jax", 2.0, 1.5), ("fla_jax", 1.0, 0.8), ("fla_jax", 1.0, None), ("a", 1.3, None)]
-    found = [record(library, ms, ratio=ratio, **common) for library, ms, ratio in each]
-    assert [chart.color(r) for r in found] == [chart.LOST, chart.WON, chart.ALONE, chart.PEER]
-    piece = (
-        TASK | common | {"op": "rwkv7_keys", "form": "rwkv7 attention", "shape": [1, 2, 3], "of_copy": 0.5}
-    )
-    found += [{**piece, "library": name, "implementation": name, "ms": 1.0, "ratio": None} for name in "ab"]
-    found += [{"op": "train_step"}, {"op": "chunk_rwkv7", "peer": "b", "skipped": "why"}]
-    made = chart.pictures(found, tmp_path / "cpu.json")
-    assert made == [tmp_path / "cpu.png", tmp_path / "cpu-layers.png"]
-    assert all(path.stat().st_size > 1000 for path in made)
-    assert [panel.floor for panel in chart.panels(found) + chart.piece_panels(found)] == [0.5, 0.5]
-    assert chart.pictures([{"op": "train_step"}], tmp_path / "cpu.json") == []
-
-
 def test_bytes_and_ratios_of_layers(module):
     """Six mixes read x and y and write x + y and six arrays; a ratio is our time over the fastest peer's."""
     moved = module("pieces.piece").piece_of("norm_shift_mix rwkv7 attention").moved((8, 4096, 1024), 2)
