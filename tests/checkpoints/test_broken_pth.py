@@ -54,10 +54,7 @@ def test_runs_nothing(tmp_path, case, protocol):
     "data, message",
     [
         (b"\x80\x02X\x01\x00\x00\x00x.", "must hold a dict of tensors, got a str"),
-        (
-            b"\x80\x02}X\x09\x00\x00\x00_strategyX\x08\x00\x00\x00cpu fp32s.",
-            "was converted for one strategy of PyPI rwkv",
-        ),
+        (b"\x80\x02}X\x09\x00\x00\x00_strategyX\x08\x00\x00\x00cpu fp32s.", "converted for one strategy"),
         (
             b"\x80\x02}X\x05\x00\x00\x00_stepG?\xf0\x00\x00\x00\x00\x00\x00s.",
             "'_step' is no tensor (a float)",
@@ -71,15 +68,9 @@ def test_runs_nothing(tmp_path, case, protocol):
         (b"\x80\x02)" + b"\x85" * 100000 + b".", "must hold a dict of tensors, got a tuple"),
         (b"\x80\x02()q\x00" + b"h\x00h\x00\x86q\x00" * 200 + b"t.", "must hold a dict of tensors"),
         (b"\x80\x02}()q\x00" + b"h\x00h\x00\x86q\x00" * 200 + b"tK\x01s.", "a name of type tuple"),
-        (
-            b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.",
-            "calls 'os.system', which no dict of tensors needs: refused",
-        ),
+        (b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.", "calls 'os.system', which no dict of tensors"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93)}\x92.", "uses the opcode NEWOBJ_EX"),
-        (
-            b"\x80\x02cfla_jax.checkpoints\nread_pth\n}b0}.",
-            "sets attributes of something that is no dict: refused",
-        ),
+        (b"\x80\x02cfla_jax.checkpoints\nread_pth\n}b0}.", "sets attributes of something that is no dict"),
     ],
 )
 def test_broken_pickles(tmp_path, data, message):

@@ -114,6 +114,5 @@ def test_zeros_and_mixtures(tensors, tmp_path):
 
 
 def test_options_are_checked_first(tmp_path):
-    """An option that does not fit is not the file's fault."""
     with pytest.raises(ValueError, match=r"^chunk_size must be a power of two"):
         load_checkpoint(tmp_path / "missing.pth", chunk_size=3)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import small_models as small
 from broken_files import pytorch_file
+from harness.compare import assert_same_bits
 
 from fla_jax.checkpoints import read_pth, save_checkpoint, write_pth
 
@@ -46,9 +47,7 @@ ARRAYS = {
 
 def same_bits(got, want):
     assert list(got) == list(want)
-    for name, x in want.items():
-        assert got[name].dtype == x.dtype and got[name].shape == x.shape, name
-        assert np.ascontiguousarray(got[name]).tobytes() == np.ascontiguousarray(x).tobytes(), name
+    assert_same_bits(got, want)
 
 
 def test_round_trip(tmp_path):
@@ -141,7 +140,6 @@ def test_many_and_large_numbers(tmp_path, monkeypatch):
 
 
 def test_needs_neither_torch_nor_safetensors(tmp_path):
-    """.pth files do without both; reading directories says what it needs."""
     model = small.model(7, num_layers=1)
     save_checkpoint(tmp_path / "a.pth", model, small.params(model))
     program = """

@@ -110,6 +110,7 @@ def test_refuses_directories(tmp_path):
 def test_save_errors(tmp_path):
     model = small.model(7)
     params = small.params(model)
+    of_dtype = lambda dtype: jax.tree.map(lambda x: x.astype(dtype), params)
     without = {name: value for name, value in params.items() if name != "ln_out"}
     for tree, error, message in (
         (without, ValueError, "params lack ln_out/"),
@@ -117,25 +118,15 @@ def test_save_errors(tmp_path):
         (
             {**params, "head": {"kernel": ONE}},
             ValueError,
-            r"params: head/kernel must have shape \[32, 24\], got \[2, 2\]",
+            r"head/kernel must have shape .*24\], got \[2, 2\]",
         ),
-        (
-            jax.tree.map(lambda x: x.astype(jnp.int32), params),
-            TypeError,
-            "params: .* must be an array of float16, .*, got int32",
-        ),
-        (
-            jax.tree.map(lambda x: x.astype(jnp.float8_e5m2), params),
-            TypeError,
-            "params: .* must be an array of float16, .*, got float8_e5m2",
-        ),
+        (of_dtype(jnp.int32), TypeError, "must be an array of float16, .*, got int32"),
+        (of_dtype(jnp.float8_e5m2), TypeError, "must be an array of float16, .*, got float8_e5m2"),
     ):
         with pytest.raises(error, match=message):
             save_checkpoint(tmp_path / "a.pth", model, tree)
     with pytest.raises(ValueError, match="rate_scale must be 1, that of official models, got 2"):
         save_checkpoint(tmp_path / "a.pth", small.model(7, rate_scale=2.0), params)
-    with pytest.raises(
-        ValueError, match=r"path must name an FLA directory or a .pth file, got .*a\.safetensors"
-    ):
+    with pytest.raises(ValueError, match=r"must name an FLA directory or a .pth file, got .*a\.safet"):
         save_checkpoint(tmp_path / "a.safetensors", model, params)
     assert not os.listdir(tmp_path)

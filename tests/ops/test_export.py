@@ -1,6 +1,4 @@
-"""`jax.export`: the default implementations and the models with a symbolic batch size, for every
-platform.
-"""
+"""`jax.export`: ops and models with a symbolic batch size, for every platform."""
 
 import chex
 import jax

@@ -1,11 +1,13 @@
-"""Segments and packed sequences: the recurrent form, types of arguments, layouts drawn by hypothesis."""
+"""Segments and packed sequences: the recurrent form, types of arguments, layouts drawn by hypothesis, NaN."""
 
 import chex
 import hypothesis
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import cases, tiers
-from harness.cases import OPS, Case
+from harness.cases import OPS, TOKENS, Case
 from hypothesis import strategies as st
 
 each_op = pytest.mark.parametrize("op", OPS)
@@ -13,9 +15,7 @@ each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xl
 
 
 def some(n: int):
-    """Drawn calls have 14 tokens: with more, `Case.errors` judges channels of dw alone, and where segments
-    and strong decays leave one term to a channel it cancels to few digits in float32.
-    """
+    """Drawn calls have 14 tokens: with more, channels of dw are judged alone, and few digits may remain."""
     return hypothesis.settings(max_examples=n, deadline=None, derandomize=True, database=None)
 
 
@@ -95,3 +95,41 @@ def test_any_shape(op, implementation):
         cases.check(Case(op, *shape, decay=decay, chunk_size=chunk_size, seed=seed), implementation)
 
     examples()
+
+
+T, CHUNK = 80, 16
+
+
+def spoilt(op, implementation, name, value, begins):
+    """Tokens with an output that is not finite, whether ht is, and the last token of such a gradient."""
+    case = Case(op, B=1, T=T, H=1, K=4, V=4, layout="segments", lengths=(begins, T - begins))
+    x = case.build()
+    x.arrays[name][:, 3] = value
+    x.cotangents["o"][:, :begins] = 0
+    got = jax.device_get(cases.runner(op, implementation)(*jax.tree.map(jnp.asarray, x)))
+    bad = lambda x: np.flatnonzero(~np.isfinite(x).all((0, 2, 3)))
+    last = max(bad(got.grads[n]).max(initial=-1) for n in TOKENS[op])
+    return bad(got.outputs["o"]), np.isfinite(got.outputs["ht"]).all(), last
+
+
+@pytest.mark.parametrize(
+    "op, name, value", [(op, n, np.nan) for op in OPS for n in TOKENS[op]] + [(op, "v", np.inf) for op in OPS]
+)
+def test_a_later_document(op, name, value):
+    """Chunked: nothing but its tokens in the chunk in which the other one ends. They were all reached."""
+    begins = CHUNK + 4
+    o, is_finite, last = spoilt(op, "xla", name, value, begins)
+    assert is_finite and last < begins
+    assert o.size and o.max() < (begins if op == "rwkv6" else 2 * CHUNK)
+    aligned, is_finite, last = spoilt(op, "xla", name, value, 2 * CHUNK)
+    assert is_finite and last < 2 * CHUNK and aligned.max() < 2 * CHUNK
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_same_chunk(op):
+    """RWKV-6 loses the chunk and no more; RWKV-7 what is made of it as well."""
+    o, is_finite, last = spoilt(op, "xla", "v", np.nan, 8)
+    if op == "rwkv6":
+        assert is_finite and o.max() < CHUNK and last < CHUNK
+    o, is_finite, last = spoilt(op, "reference", "v", np.nan, 8)
+    assert is_finite and o.min() == 3 and o.max() < 8 and last < 8

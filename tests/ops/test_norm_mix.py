@@ -80,9 +80,7 @@ def test_errors(change, error, message):
 
 @pytest.mark.parametrize("name", ["mixes", "scale", "last"])
 def test_grad_of_vmap_over_one_argument(name):
-    """Of a loss of all outputs, some of which do not depend on what is mapped: what the slices share gets the
-    sum of what each of them gives it.
-    """
+    """Of a loss of all outputs: an argument that the slices share gets the sum of theirs."""
     case = MixCase(B=1, T=5, C=6, M=2, y=False, normalised=True)
     first, second = (cases.build(dataclasses.replace(case, seed=seed)) for seed in range(2))
     slices = first, first._replace(arrays=first.arrays | {name: second.arrays[name]})

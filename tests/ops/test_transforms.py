@@ -214,7 +214,6 @@ def test_scan_that_carries_the_state(op, implementation, form):
 @each_implementation
 @each_op
 def test_donated_state(op, implementation):
-    """Decoding: the state's buffer becomes that of the new state."""
     case = Case(op, **{**SMALL, "T": 1})
     arrays = dict(cases.build(case).arrays)
 
