@@ -1,5 +1,6 @@
-"""Every op on eight fake devices, in every mode: right results, and nothing leaves a device but sums of
-gradients of shared arrays; with tokens over devices also one gather of (M, N) each way.
+"""Every op on eight fake devices, in every mode: right results, and only sums of shared gradients move.
+
+With tokens over devices also one gather of (M, N) each way.
 """
 
 from __future__ import annotations
@@ -157,9 +158,7 @@ def mixes() -> dict[str, Program]:
 
 @pytest.mark.parametrize("one", parameters(mixes()))
 def test_norm_shift_and_mixes(one):
-    """Gradients of two mixes, scale and bias of six channels, in one sum or in four; of tokens over devices
-    also a token [2, 6] forward, again and its gradient backward, the last ids, and ``last``.
-    """
+    """Sums of gradients; of tokens over devices also a token [2, 6], ids, and ``last``."""
     found = run(one)
     allowed = ("all-reduce", "collective-permute") if one.cp else ("all-reduce",)
     assert found and all(kind in allowed and size <= 24 for kind, size in found), found

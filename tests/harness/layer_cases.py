@@ -1,6 +1,4 @@
-"""Calls of the ops of the layers: RWKV-7's keys and the readouts (on tokens and heads), and norm, token shift
-and mixes (on channels).
-"""
+"""Calls of the layer operations: RWKV-7's keys, the readouts, and norm, token shift and mixes."""
 
 from __future__ import annotations
 
@@ -78,7 +76,6 @@ class HeadCase:
         return Results(*oracles.readout(x.arrays, x.cotangents))
 
     def errors(self, got: Results, want: Results, tol: float = 1e-6) -> dict[str, tuple[float, float]]:
-        """The largest deviation of each array relative to its largest number, and ``tol``."""
         return _errors(largest_of, got, want, tol)
 
 
@@ -136,7 +133,6 @@ class MixCase:
         return Results({name: outputs[name] for name in x.cotangents}, grads)
 
     def errors(self, got: Results, want: Results, tol: float = 1e-6) -> dict[str, tuple[float, float]]:
-        """Relative Frobenius errors, and ``tol``."""
         return _errors(lambda a, b: error_of(a, b, rounded=False), got, want, tol)
 
 

@@ -1,8 +1,6 @@
 """Every op in NumPy, float64, with gradients by hand: independent of the library.
 
-Each function takes arrays by name and cotangents by output, casts both to float64 exactly, and returns
-``(outputs, gradients)`` by name; the gradients are None without cotangents. A comparison with these measures
-the error of an op and not the rounding of its inputs.
+Inputs by name, cast to float64 exactly; returns ``(outputs, gradients)``, None without cotangents.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ def float64(arrays: Any) -> Arrays:
 
 
 def _documents(B, T, N, segment_ids, cu_seqlens):
-    """(batch entry, state, first token, last token + 1, whether it starts from the initial state, whether it
-    ends in the final one) of every document.
-    """
+    """(batch entry, state, first token, end, whether it starts and ends the states) of every document."""
     if cu_seqlens is not None:
         return [(0, n, int(cu_seqlens[n]), int(cu_seqlens[n + 1]), True, True) for n in range(N)]
     found = []

@@ -19,7 +19,6 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, dataclasses.astuple(case)[:6])))
 def test_gradients_by_central_differences(case):
-    """Along a random direction of each array."""
     x = cases.build(case)
     x = x._replace(arrays=oracles.float64(x.arrays))
     grads, rng = case.oracle(x).grads, np.random.default_rng(1)
