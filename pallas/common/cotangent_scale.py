@@ -45,8 +45,7 @@ class Scaled(NamedTuple):
 @triton.jit
 def exponent_of_max(x):
     """n of the largest of the absolute values of ``x``, below 2^(n + 1); 0 of zeros."""
-    bits = tl.reshape(x, [x.numel], can_reorder=True).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    top = tl.max(bits, 0)
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     return tl.where(top == 0, 0, (top >> 23) - 127)
 
 

@@ -23,6 +23,7 @@ def state_pointers(states, block, axes, num_buffers: tl.constexpr, c: tl.constex
             tl.where(array < 1, states[0], states[1 % num_buffers]),
             tl.where(array < 3, states[2 % num_buffers], states[3 % num_buffers]),
         )
+        first = tl.multiple_of(first, 16)  # bytes; see `select_row`
         values = first + (block * (c.BV // num_buffers) + value // num_buffers) * (c.H * c.K)
     return values[:, None] + axes.key[None, :]
 

@@ -11,6 +11,18 @@ def where_or_zero(x, mask):
 
 
 @triton.jit
+def select_row(mask, x, y, length: tl.constexpr):
+    """Pointers ``x`` where ``mask``, else ``y``, of two axes, all to starts of rows of ``length`` elements.
+
+    Triton 3.8 and newer loses the alignment of selected pointers; without `tl.multiple_of` it would load and
+    store single elements, and not in the background.
+    """
+    row_bytes: tl.constexpr = length * x.dtype.scalar.element_ty.primitive_bitwidth // 8
+    alignment: tl.constexpr = (row_bytes | 16) & -(row_bytes | 16)
+    return tl.multiple_of(tl.where(mask, x, y), (alignment, alignment))
+
+
+@triton.jit
 def load_tokens(ptr, offsets, mask, unmasked: tl.constexpr):
     """A tile as stored. ``unmasked``: every element of every tile exists."""
     if unmasked:

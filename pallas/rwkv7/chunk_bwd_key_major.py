@@ -33,7 +33,7 @@ from ..common.key_major import (
     upper16,
 )
 from ..common.state_buffers import state_offset, state_pointers
-from ..common.token_tiles import load_tokens, store_gradient, where_or_zero
+from ..common.token_tiles import load_tokens, select_row, store_gradient, where_or_zero
 from .chunk_A import NUM_A_TILES, tile_offsets
 
 
@@ -151,8 +151,8 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         mask_v = (axes.token < left)[:, None] & axes.has_value[None, :]
         mask_vt = (axes.token < left)[None, :] & axes.has_value[:, None]
         w = load_tokens(x.w + pk, at_w, mask_w, c.unmasked)
-        ra = load_tokens(tl.where(is_r, x.r + pk, x.a + pk), at_k, mask_k, c.unmasked)
-        kb = load_tokens(tl.where(is_r, x.k + pk, x.b + pk), at_k, mask_k, c.unmasked)
+        ra = load_tokens(select_row(is_r, x.r + pk, x.a + pk, c.K), at_k, mask_k, c.unmasked)
+        kb = load_tokens(select_row(is_r, x.k + pk, x.b + pk, c.K), at_k, mask_k, c.unmasked)
         v = load_tokens(x.v + pv, at_v, mask_v, c.unmasked).to(c.operand)
         do = load_tokens(saved.do + pv, at_v, mask_v, c.unmasked).to(c.operand)
         at = state_offset(index, split, n, pk, c.num_buffers, c)
@@ -259,7 +259,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
             by_pairs = dot(high_kb, dA_high, c, by_state)
             terms_r, terms_a = split2(score_ra.to(tl.float32) * by_pairs)
             grad = rows * by_pairs
-        at = tl.where(is_r, grads.r + part + pk, grads.a + part + pk)
+        at = select_row(is_r, grads.r + part + pk, grads.a + part + pk, c.K)
         store_gradient(at, at_k, grad, grad_scale, mask_k, c)
 
         # the k side: through the state, then through the pairs
@@ -278,7 +278,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
             by_pairs = dot(score_ra, tl.trans(dA_high), c)
             k_terms = high_kb.to(tl.float32) * by_pairs
             grad = tile2(second_half) * (by_state + by_pairs)
-        at = tl.where(is_r, grads.k + part + pk, grads.b + part + pk)
+        at = select_row(is_r, grads.k + part + pk, grads.b + part + pk, c.K)
         store_gradient(at, at_k, grad, grad_scale, mask_k, c)
 
         # decays: each token's terms, then the sums over tokens

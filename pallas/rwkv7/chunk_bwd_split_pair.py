@@ -14,7 +14,7 @@ from ..common.decay import LOG2E
 from ..common.dots import dot
 from ..common.gate import state_scale
 from ..common.key_major import concat, split2, sums_over_tokens, sums_over_tokens_f32
-from ..common.token_tiles import load_tokens, store_tokens
+from ..common.token_tiles import load_tokens, select_row, store_tokens
 
 
 @triton.jit
@@ -55,13 +55,13 @@ def safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, gra
     h, dh = tl.load(h_, mask=mask, other=0.0), tl.load(dh_, mask=mask, other=0.0)
     h, dh = h.to(c.operand), dh.to(c.operand)
     dg_pass = sums_over_values(h, dh, c)
-    do_pair = load_tokens(tl.where(is_dy, saved.do + pv, saved.da_read + pv), at_v, mask_v, c.unmasked)
-    v_pair = load_tokens(tl.where(is_dy, x.v + pv, saved.v_new + pv), at_v, mask_v, c.unmasked)
+    do_pair = load_tokens(select_row(is_dy, saved.do + pv, saved.da_read + pv, c.V), at_v, mask_v, c.unmasked)
+    v_pair = load_tokens(select_row(is_dy, x.v + pv, saved.v_new + pv, c.V), at_v, mask_v, c.unmasked)
     do_pair, v_pair = do_pair.to(c.operand), v_pair.to(c.operand)
     if not c.late_loads:
         w = load_tokens(x.w + pk, at_w, mask_w, c.unmasked)
-        ra = load_tokens(tl.where(is_r, x.r + pk, x.a + pk), at_k, mask_k, c.unmasked)
-        kb = load_tokens(tl.where(is_r, x.k + pk, x.b + pk), at_k, mask_k, c.unmasked)
+        ra = load_tokens(select_row(is_r, x.r + pk, x.a + pk, c.K), at_k, mask_k, c.unmasked)
+        kb = load_tokens(select_row(is_r, x.k + pk, x.b + pk, c.K), at_k, mask_k, c.unmasked)
     if c.segments:
         # of both chunks as of one; the second may be beyond the end
         segments = chunk_segments(index.segment_bits, split, n)
@@ -81,8 +81,8 @@ def safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, gra
     # decays from each chunk's start, of r with and of a without its token's own, and back, of k and b
     if c.late_loads:  # in a function of its own the loads get another layout: 3054 instructions, not 2142
         w = load_tokens(x.w + pk, at_w, mask_w, c.unmasked)
-        ra = load_tokens(tl.where(is_r, x.r + pk, x.a + pk), at_k, mask_k, c.unmasked)
-        kb = load_tokens(tl.where(is_r, x.k + pk, x.b + pk), at_k, mask_k, c.unmasked)
+        ra = load_tokens(select_row(is_r, x.r + pk, x.a + pk, c.K), at_k, mask_k, c.unmasked)
+        kb = load_tokens(select_row(is_r, x.k + pk, x.b + pk, c.K), at_k, mask_k, c.unmasked)
     j, s = o[:, None], token[None, :]
     upto = tl.where((j // C == s // C) & (j % C + half[None, :] <= s % C), 1.0, 0.0)
     G = sums_over_tokens(w, upto, c) * LOG2E + gate
@@ -114,7 +114,7 @@ def safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, gra
     read = dot(kb, tl.trans(across), c, read)
     read = dot(kb, tl.trans(within), c, tl.where(second, read * decay_post, read))
     terms_r, terms_a = split2(ra.to(tl.float32) * read)
-    out = tl.where(is_r, grads.r + pk, grads.a + pk)
+    out = select_row(is_r, grads.r + pk, grads.a + pk, c.K)
     store_tokens(out, at_k, read * rows, mask_k, c.unmasked)
 
     # the k side
@@ -127,7 +127,7 @@ def safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, gra
     through_k, through_b = split2(kb.to(tl.float32) * written)
     pairs = dot(ra, within, c)
     pairs_k, pairs_b = split2(kb.to(tl.float32) * pairs)
-    out = tl.where(is_r, grads.k + pk, grads.b + pk)
+    out = select_row(is_r, grads.k + pk, grads.b + pk, c.K)
     store_tokens(out, at_k, (pairs + written) * columns, mask_k, c.unmasked)
 
     # decays of token j: pairs from j on, and what tokens before j write to the state at the end
