@@ -15,9 +15,10 @@ from .core.gpu import current_gpu, platform_of
 from .core.op import Op
 from .core.types import RecurrenceConfig
 from .ops import OPS
+from .pallas.backend.versions import why_not_compiled
 
 _PACKAGES = (
-    *("jax", "jaxlib", "flax", "optax", "chex", "numpy", "ml_dtypes", "safetensors", "triton", "jax-triton"),
+    *("jax", "jaxlib", "flax", "optax", "chex", "numpy", "ml_dtypes", "safetensors", "triton"),
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm60-plugin", "huggingface_hub", "tokenizers"),
 )
 _VARIABLES = (
@@ -53,6 +54,7 @@ def show_versions() -> None:
         lines.append(("devices", _devices()))
     except RuntimeError as error:  # a driver that does not fit its plugin, say
         lines.append(("devices", f"none: {error}"))
+    lines.append(("Triton kernels", why_not_compiled() or "can be compiled with these versions"))
     lines += [(name, os.environ[name]) for name in _VARIABLES if name in os.environ]
     for op in OPS.values():
         try:

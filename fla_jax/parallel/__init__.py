@@ -17,7 +17,7 @@ from .rules import (
     state_shardings,
 )
 from .train_step import TrainStep
-from .xla_options import overlap_flags, overlap_options, set_overlap_flags
+from .xla_options import overlap_flags, overlap_options
 
 __all__ = [
     "TrainStep",
@@ -29,6 +29,5 @@ __all__ = [
     "overlap_flags",
     "overlap_options",
     "parameter_shardings",
-    "set_overlap_flags",
     "state_shardings",
 ]

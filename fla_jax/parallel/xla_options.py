@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 
 Options = dict[str, bool | int | str]
@@ -43,7 +41,9 @@ def overlap_options() -> Options:
 
 
 def overlap_flags() -> str:
-    """`overlap_options` in the form of the environment variable XLA_FLAGS.
+    """`overlap_options` in the form of the environment variable XLA_FLAGS, for every program of a process.
+
+    Set it before JAX starts its devices, which is the only time that it is read.
 
     Example:
         >>> from fla_jax.parallel import overlap_flags
@@ -54,31 +54,3 @@ def overlap_flags() -> str:
     return " ".join(
         f"--{name}={spelled.get(str(x), str(x).lower())}" for name, x in overlap_options().items()
     )
-
-
-def set_overlap_flags() -> None:
-    """Adds `overlap_flags` to XLA_FLAGS, for every program of this process. Flags set there already stay.
-
-    Raises:
-        RuntimeError: JAX has started its devices and no longer reads XLA_FLAGS.
-
-    Example:
-        >>> import jax
-        >>> from fla_jax.parallel import set_overlap_flags
-        >>> device = jax.devices()[0]  # too late from here on
-        >>> set_overlap_flags()
-        Traceback (most recent call last):
-        ...
-        RuntimeError: set_overlap_flags must be called before JAX starts its devices...
-    """
-    from jax._src import xla_bridge  # JAX has no public function for it
-
-    if xla_bridge.backends_are_initialized():
-        raise RuntimeError(
-            "set_overlap_flags must be called before JAX starts its devices, so before the first array and "
-            "before jax.devices(); TrainStep(..., compiler_options=overlap_options()) works at any time"
-        )
-    before = os.environ.get("XLA_FLAGS", "").split()
-    named = {flag.split("=")[0] for flag in before}
-    new = [flag for flag in overlap_flags().split() if flag.split("=")[0] not in named]
-    os.environ["XLA_FLAGS"] = " ".join(before + new)

@@ -3,16 +3,14 @@
 The custom call is jaxlib's ``triton_kernel_call_ffi``, which XLA records into CUDA graphs and fuses with
 slices of its operands. Compiled kernels are stored in Triton's cache (``TRITON_CACHE_DIR``,
 ``~/.triton/cache``), so that a kernel is compiled once for all processes.
-
-Names that are private to Triton and jaxlib are used here and nowhere else in the library: `gpu_triton`,
-`get_cache_invalidating_env_vars`, `ir`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
+import os
+import tempfile
 import zlib
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
@@ -24,19 +22,31 @@ import triton
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxlib import gpu_triton
-from triton._C.libtriton import get_cache_invalidating_env_vars, ir
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from triton.runtime.cache import get_cache_manager
 
 from .call import TritonCall
 from .dtypes import TRITON_DTYPES
+from .versions import plugin_missing
 
-_CACHE_FILE = "fla-jax-call"
+# private and undocumented names of other packages: no module imports any but these, and only this one does
+PRIVATE_NAMES = (
+    "jaxlib.gpu_triton",  # what triton_kernel_call_ffi reads
+    "triton._C.libtriton.ir",  # the compiler's context
+    "triton.backends.compiler.GPUTarget",
+    "triton.compiler.ASTSource",
+    "triton.compiler.make_backend",
+)
+# variables that make Triton and LLVM compile differently begin so
+_ENVIRONMENT = ("TRITON_", "LLVM_", "MLIR_", "NVPTX_", "DISABLE_")
 _ALIGNMENT = 16  # bytes, of every array that XLA allocates
 
 compiled_in_this_process: dict[str, bytes] = {}
-_kernel_type = gpu_triton.TritonKernel  # fails here, not in a program, where jaxlib has no CUDA plugin
+try:
+    _kernel_type = gpu_triton.TritonKernel
+except AttributeError as error:
+    raise ImportError(plugin_missing()) from error
 
 triton_call_p = Primitive("fla_jax_triton_call")
 triton_call_p.multiple_results = True
@@ -129,7 +139,7 @@ def _compile_to_ptx(source: Any, call: TritonCall) -> Any:
     """Triton's stages up to PTX, which jaxlib assembles on the GPU's machine."""
     target = _target(call.capability)
     backend = make_backend(target)
-    options = backend.parse_options(_options(call))
+    options = backend.parse_options(triton_options(call))
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -146,52 +156,59 @@ def _compile_to_ptx(source: Any, call: TritonCall) -> Any:
     )
 
 
-def _options(call: TritonCall) -> dict[str, Any]:
-    options = {"num_warps": call.launch.num_warps, "num_stages": call.launch.num_stages}
-    return options | ({"maxnreg": call.launch.max_registers} if call.launch.max_registers else {})
+def triton_options(call: TritonCall) -> dict[str, Any]:
+    """What Triton compiles with; values that are Triton's defaults in some versions only are set."""
+    return {
+        "num_warps": call.launch.num_warps,
+        "num_stages": call.launch.num_stages,
+        "maxnreg": call.launch.max_registers or None,
+        "enable_fp_fusion": True,
+        # else the newest PTX that Triton's own ptxas reads, and JAX's may be older
+        "ptx_version": 88 if call.capability >= 100 else 87,
+    }
 
 
 def _target(capability: int) -> GPUTarget:
     return GPUTarget("cuda", capability, 32)
 
 
-@functools.cache
-def _backend_hash(capability: int) -> str:
-    return make_backend(_target(capability)).hash()
-
-
 def _key(call: TritonCall, signature: dict[str, Any]) -> str:
     """Of everything that the compiled kernel and its call depend on."""
     versions = [package.__version__ for package in (triton, jax, jaxlib)]
-    environment = sorted(get_cache_invalidating_env_vars().items())
-    assembler = _backend_hash(call.capability)
+    environment = sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT))
     described = repr(
         (
             versions,
             environment,
-            assembler,
+            triton_options(call),
+            call.capability,
             call.kernel.cache_key,
             signature,
             call.constants,
             call.grid,
-            call.launch,
         )
     )
     return hashlib.sha256(described.encode()).hexdigest()
 
 
+def _cache_file(key: str) -> Path:
+    return Path(triton.knobs.cache.dir, key, "fla-jax-call")
+
+
 def _cached(key: str) -> bytes | None:
     """What `_cache` has stored, if it can be read."""
     try:
-        path = get_cache_manager(key).get_file(_CACHE_FILE)
-        opaque = Path(path).read_bytes() if path else None
-        if opaque is not None:
-            zlib.decompress(opaque)
+        opaque = _cache_file(key).read_bytes()
+        zlib.decompress(opaque)
         return opaque
-    except (OSError, RuntimeError, zlib.error):  # no folder to write to, or an incomplete file
+    except (OSError, zlib.error):  # never stored, or an incomplete file
         return None
 
 
 def _cache(key: str, opaque: bytes) -> None:
-    with contextlib.suppress(OSError, RuntimeError):  # the next process compiles it again
-        get_cache_manager(key).put(opaque, _CACHE_FILE, binary=True)
+    path = _cache_file(key)
+    with contextlib.suppress(OSError):  # no folder to write to: the next process compiles it again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(opaque)
+        os.replace(file.name, path)  # at once, so that other processes never read a part

@@ -20,6 +20,7 @@ from ...core.context import Context
 from ...core.gpu import current_gpu, gpu_missing
 from ...core.implementation import Unsupported, unfit_inputs
 from .call import Launch, TritonCall
+from .versions import why_not_compiled
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 Out = TypeVar("Out")
@@ -121,10 +122,11 @@ def why_not(platform: str) -> Unsupported | None:
     reason = gpu_missing(platform)
     if reason is not None:
         return Unsupported(reason)
+    reason = why_not_compiled()
+    if reason is not None:
+        return Unsupported(reason, fixable=True)
     try:
         from . import lowering  # noqa: F401
-    except Exception as error:  # whatever Triton and jaxlib raise at import where versions do not fit
-        return Unsupported(
-            f"Triton kernels cannot be compiled ({type(error).__name__}: {error})", fixable=True
-        )
+    except Exception as error:  # whatever jaxlib and Triton raise at import where they are broken
+        return Unsupported(f"Triton kernels cannot be compiled: {error}", fixable=True)
     return None

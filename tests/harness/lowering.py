@@ -145,14 +145,13 @@ def _usage(key: Any, call: Any, signature: Any) -> Usage:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from fla_jax.pallas.backend.lowering import triton_source
+    from fla_jax.pallas.backend.lowering import triton_options, triton_source
 
     if key not in _USAGES:
         source, _ = triton_source(call.kernel, signature, dict(call.constants))
         # As jaxlib compiles: without --regAllocOptLevel=2, which Triton gives ptxas from 3.7 on and by which
         # these kernels spill up to 150 bytes more. The last one counts; 4 is ptxas' default.
-        options = dict(ptx_options="--regAllocOptLevel=4", maxnreg=call.launch.max_registers or None)
-        options |= dict(num_warps=call.launch.num_warps, num_stages=call.launch.num_stages)
+        options = triton_options(call) | dict(ptx_options="--regAllocOptLevel=4")
         target = GPUTarget("cuda", call.capability, 32)
         made = triton.compile(source, target=target, options=options)
         assert f".target sm_{call.capability}" in made.asm["ptx"]
