@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
+import pathlib
+import tomllib
+from unittest import mock
 
 import jax
+import pytest
+from packaging.requirements import Requirement
 
 import fla_jax
+from fla_jax.pallas.backend import versions
 
 
 def lines(capsys):
@@ -35,3 +42,43 @@ def test_a_broken_driver_is_said_and_not_raised(capsys, monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", fail)
     assert lines(capsys)["devices"] == "none: the driver does not fit"
+
+
+def installed(**found):
+    """Where these versions are installed, None for none."""
+
+    def version(package):
+        if found.get(package) is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found[package]
+
+    return mock.patch.object(importlib.metadata, "version", version)
+
+
+def test_versions_that_compile_no_kernels_are_refused_by_name(capsys):
+    for jax_release, releases in versions.SUPPORTED.items():
+        for triton in releases:
+            with installed(jax=f"{jax_release}.2", triton=f"{triton}.0"):
+                assert versions.why_not_compiled() is None
+    with installed(jax="0.12.0.1", triton="3.5.1", **{"jax-cuda12-plugin": "0.12.0.1"}):
+        reason = versions.why_not_compiled()
+        assert lines(capsys)["Triton"] == f"kernels         {reason}"
+    assert reason.startswith(
+        'Triton 3.5.1 with jax 0.12.0.1 is not supported: run pip install "fla-jax[cuda12]"'
+    )
+    assert "jax 0.12: Triton 3.6, 3.7, 3.8, 3.9" in reason
+
+
+@pytest.mark.parametrize("package", ["triton", "jax"])
+def test_the_package_asks_for_supported_versions(package):
+    text = pathlib.Path(__file__).parents[1].joinpath("pyproject.toml").read_text()
+    project = tomllib.loads(text)["project"]
+    extras = project["optional-dependencies"].values()
+    wanted = map(Requirement, itertools.chain(project["dependencies"], *extras))
+    pins = [one.specifier for one in wanted if one.name == package]
+    table = versions.SUPPORTED
+    supported = set(table) if package == "jax" else set.intersection(*map(set, table.values()))
+    releases = [f"{major}.{minor}" for major in (0, 3) for minor in range(100)]
+    assert pins
+    for pin in pins:
+        assert {release for release in releases if pin.contains(f"{release}.9")} <= supported

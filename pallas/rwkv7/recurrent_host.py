@@ -17,8 +17,6 @@ from ..backend import pallas, triton
 from ..common.chunk_variants import variant_key
 from ..common.recurrent_plan import RecurrentPlan, by_key_block, make_plan
 from ..common.value_sums_host import RATES, float32, sum_over_values
-from .chunk_bwd_grads_host import bwd_grads_from_scans
-from .chunk_bwd_split import GradsSaved
 from .recurrent_kernels import rwkv7_gradients, rwkv7_scan
 from .recurrent_step import has_step_kernel, step
 
@@ -164,6 +162,9 @@ def _gradients_by_chunks(
 
     Windows are its chunks. What enters and leaves each is given, so packed sequences are one row for it.
     """
+    from .chunk_bwd_grads_host import bwd_grads_from_scans  # Triton is optional
+    from .chunk_bwd_split import GradsSaved
+
     s, ids = plan.sizes, x.segment_ids
 
     def padded(array: jax.Array, wide: int) -> jax.Array:
