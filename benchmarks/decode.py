@@ -275,7 +275,7 @@ def main(arguments: list[str] | None = None) -> None:
     import jax
 
     rate = options.bandwidth or copy_rate(1 << 20 if options.quick else 1 << 30)
-    device, packages = jax.devices()[0].device_kind, ("jax", "jaxlib", "jax-triton", "triton", "flax")
+    device, packages = jax.devices()[0].device_kind, ("jax", "jaxlib", "triton", "flax")
     print(f"{device}: a copy moves {rate / 1e9:.0f} GB/s", flush=True)
     common = {"versions": records.versions(packages), "device": device, "copy_gbs": rate / 1e9}
     common |= {"library": "fla_jax", "vocab": options.vocab, **records.stamp()}

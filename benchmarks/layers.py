@@ -29,7 +29,7 @@ from timing import best_copy
 SHAPES = ((8, 4096, 1024), (4, 4096, 2048), (2, 4096, 4096))  # B, T, C
 QUICK = ((2, 16, 32),)
 KEY = records.key_of("op", "form", "implementation", "shape", "dtype", "pass")
-VERSIONS = ("jax", "jaxlib", "jax-triton", "triton", "torch", "flash-linear-attention")
+VERSIONS = ("jax", "jaxlib", "triton", "torch", "flash-linear-attention")
 Job = tuple[LayerOp, Shape]
 
 

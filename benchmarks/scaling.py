@@ -29,7 +29,7 @@ from timing import finite, queued_steps
 
 KEY = records.key_of("op", "mode", "devices")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")
+PACKAGES = ("jax", "jaxlib", "flax", "triton")
 VOCAB, SMALL_VOCAB = 32000, 64
 
 

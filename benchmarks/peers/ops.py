@@ -163,7 +163,7 @@ def load_copy(task: Task) -> Call:
     return lambda x: (x["r"][0, 0, 0], 0.999 * x["initial_state"])
 
 
-OURS = ("jax", "jaxlib", "jax-triton", "triton")
+OURS = ("jax", "jaxlib", "triton")
 FLA = ("flash-linear-attention", "fla-core", "torch", "triton")
 JLA = ("jax-linear-attention", "jax", "jaxlib")
 RWKV_OPS = ("rwkv-ops", "keras", "jax", "jaxlib", "jax-triton", "triton")

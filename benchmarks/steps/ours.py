@@ -12,7 +12,7 @@ from runner import Job
 from steps.measuring import measure
 from steps.sizes import Size
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-triton", "triton")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "triton")
 REMAT = {"none": False, "dense": "dense", "blocks": True}
 
 

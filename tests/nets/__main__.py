@@ -37,7 +37,7 @@ from nets.work import keys as keys_of  # noqa: E402
 from nets.work import processes, work  # noqa: E402
 
 NETS = ("ptx", "hlo", "params", "interpret")
-PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "numpy", "flax", "optax")
+PACKAGES = ("jax", "jaxlib", "triton", "numpy", "flax", "optax")
 
 
 def run(net: str, args: argparse.Namespace, known: dict[str, list[str]], texts: bool) -> dict[str, Any]:
