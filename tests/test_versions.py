@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import json
 import pathlib
+import subprocess
+import sys
 import tomllib
 from unittest import mock
 
@@ -14,6 +17,8 @@ from packaging.requirements import Requirement
 
 import fla_jax
 from fla_jax.pallas.backend import versions
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def lines(capsys):
@@ -71,8 +76,7 @@ def test_versions_that_compile_no_kernels_are_refused_by_name(capsys):
 
 @pytest.mark.parametrize("package", ["triton", "jax"])
 def test_the_package_asks_for_supported_versions(package):
-    text = pathlib.Path(__file__).parents[1].joinpath("pyproject.toml").read_text()
-    project = tomllib.loads(text)["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     wanted = map(Requirement, itertools.chain(project["dependencies"], *extras))
     pins = [one.specifier for one in wanted if one.name == package]
@@ -82,3 +86,12 @@ def test_the_package_asks_for_supported_versions(package):
     assert pins
     for pin in pins:
         assert {release for release in releases if pin.contains(f"{release}.9")} <= supported
+
+
+def test_the_matrix_has_every_pair():
+    command = [sys.executable, ROOT / ".ci" / "matrix", "--list"]
+    rows = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    pairs = {(jax_release, triton) for jax_release, all_of in versions.SUPPORTED.items() for triton in all_of}
+    assert {(row["jax"], row["triton"]) for row in rows} == pairs
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {f"Programming Language :: Python :: {row['python']}" for row in rows} <= {*project["classifiers"]}
