@@ -39,7 +39,7 @@ PRIVATE_NAMES = (
     "triton.compiler.make_backend",
 )
 # variables that make Triton and LLVM compile differently begin so
-_ENVIRONMENT = ("TRITON_", "LLVM_", "MLIR_", "NVPTX_", "DISABLE_")
+_ENVIRONMENT = ("TRITON_", "LLVM_", "MLIR_", "NVPTX_", "ALLOW_", "DISABLE_")
 _ALIGNMENT = 16  # bytes, of every array that XLA allocates
 
 compiled_in_this_process: dict[str, bytes] = {}
