@@ -51,6 +51,12 @@ def _variant(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> str:
     return chunk_host.describe(ctx)
 
 
+def _scan() -> _Rule:
+    from ...pallas.rwkv7 import scan_host
+
+    return scan_host
+
+
 def _pallas() -> _Rule:
     from ...pallas.rwkv7 import recurrent_host
 
@@ -62,6 +68,7 @@ XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
     "triton", _triton, triton_supports, triton.preferred, _variant, opaque=True, context_parallel=True
 )
+SCAN = Implementation("triton", _scan, triton.supports, triton.preferred, opaque=True)
 PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, opaque=True)
 
 
@@ -82,7 +89,7 @@ def _op(name: str, *implementations: Implementation) -> Op[RWKV7Inputs, Outputs,
 # In order of preference, as measured (docs/performance.md). Chunked forms are parallel within a chunk;
 # recurrent ones go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
 CHUNK = _op("chunk_rwkv7", TRITON, XLA, REFERENCE, PALLAS)
-RECURRENT = _op("fused_recurrent_rwkv7", PALLAS, REFERENCE, XLA, TRITON)
+RECURRENT = _op("fused_recurrent_rwkv7", SCAN, REFERENCE, XLA, PALLAS)
 
 
 @overload

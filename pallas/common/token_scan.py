@@ -1,0 +1,224 @@
+"""What the kernels that scan token by token share: which tokens a program takes, and the tiles of a state and
+of one token.
+
+A scan saves the state every ``interval`` tokens. A program holds its block of a state as one tile [P, BV, 16]
+of keys 16 p + e: Triton puts four neighbouring keys and all P into a thread and four lanes to 16 keys, the
+other eight lanes to values. So a sum over keys is mostly within a thread.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..backend.types import Tensor
+from .token_tiles import load_tokens, store_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanConfig:
+    """Everything that a launch is compiled for.
+
+    Attributes:
+        H: heads.
+        K: keys of a head.
+        V: values of a head.
+        P: sixteens of keys of a program, a power of two.
+        BV: values of a program, a power of two.
+        interval: tokens between saved states.
+        whole: whether every interval has all its tokens.
+        unmasked: whether every key and value of every tile exists.
+        reverse: whether the scan goes from the last token to the first.
+        segments: whether a sequence has segments, at whose first token the state restarts.
+        packed: whether sequences are packed along T.
+        num_buffers: token-shaped arrays that hold the upper halves of saved states, as many as hold the lower
+            halves; 0 for one array.
+        value_major: whether saved states are [V, K].
+        x_scale: factor of what is written.
+        y_scale: factor of what is read.
+    """
+
+    H: int
+    K: int
+    V: int
+    P: int
+    BV: int
+    interval: int
+    whole: bool
+    unmasked: bool
+    reverse: bool
+    segments: bool
+    packed: bool
+    num_buffers: int
+    value_major: bool
+    x_scale: float
+    y_scale: float
+
+
+class TokenIndex(NamedTuple):
+    """Where the tokens of each program are. Fields that a call does not need are None.
+
+    Attributes:
+        restarts: [B, T] int32, whether the state restarts from zero before a token.
+        cu_seqlens: [N + 1] int32, the first token of each packed sequence.
+        first_intervals: [N + 1] int32, the first interval of each packed sequence.
+        sequences: [intervals] int32, the packed sequence of each interval.
+        T: tokens of a row of the batch.
+    """
+
+    restarts: Tensor
+    cu_seqlens: Tensor
+    first_intervals: Tensor
+    sequences: Tensor
+    T: Tensor
+
+
+class Tokens(NamedTuple):
+    """The tokens of a sequence or an interval.
+
+    Attributes:
+        first: counted through the batch.
+        length: their number.
+        interval: the first interval, counted through the batch.
+    """
+
+    first: Tensor
+    length: Tensor
+    interval: Tensor
+
+
+@triton.jit
+def sequence_tokens(p, index, c: tl.constexpr):
+    """The tokens of sequence ``p``."""
+    if c.packed:
+        first = tl.load(index.cu_seqlens + p)
+        length = tl.load(index.cu_seqlens + p + 1) - first
+        return Tokens(first.to(tl.int64), length, tl.load(index.first_intervals + p).to(tl.int64))
+    else:
+        row = p.to(tl.int64)
+        return Tokens(row * index.T, index.T, row * tl.cdiv(index.T, c.interval))
+
+
+@triton.jit
+def interval_tokens(index, c: tl.constexpr):
+    """The tokens of the interval of program axis 2, which counts through the batch; perhaps none."""
+    n = tl.program_id(2)
+    if c.packed:
+        p = tl.load(index.sequences + n)
+    else:
+        p = n // tl.cdiv(index.T, c.interval)
+    all_tokens = sequence_tokens(p, index, c)
+    before = (n - all_tokens.interval).to(tl.int32) * c.interval
+    length = tl.maximum(tl.minimum(all_tokens.length - before, c.interval), 0)
+    return Tokens(all_tokens.first + before, length, n.to(tl.int64))
+
+
+@triton.jit
+def has_restart(index, token):
+    """Whether the state restarts before ``token``."""
+    return tl.load(index.restarts + token) != 0
+
+
+@triton.jit
+def edge_token(tokens, index, c: tl.constexpr):
+    """The token at which a scan begins; that of a sequence without tokens exists but is another's."""
+    edge = tokens.first + tl.maximum(tokens.length - 1, 0) if c.reverse else tokens.first
+    return tl.minimum(edge, index.T - 1) if c.packed else edge
+
+
+class ScanAxes(NamedTuple):
+    """The axes of a program's state tile: keys [P, 16], values [BV], and whether they exist."""
+
+    key: Tensor
+    value: Tensor
+    has_key: Tensor
+    has_value: Tensor
+
+
+@triton.jit
+def scan_axes(c: tl.constexpr):
+    """The axes of the block of values of program axis 0."""
+    key = tl.arange(0, c.P)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    value = tl.program_id(0) * c.BV + tl.arange(0, c.BV)
+    return ScanAxes(key, value, key < c.K, value < c.V)
+
+
+@triton.jit
+def load_keys(ptr, at, axes, c: tl.constexpr):
+    """A token's keys as stored, [P, 16]. ``at`` counts tokens and heads."""
+    return load_tokens(ptr + at * c.K, axes.key, axes.has_key, c.unmasked)
+
+
+@triton.jit
+def load_values(ptr, at, axes, c: tl.constexpr):
+    """A token's values as stored, [BV]."""
+    return load_tokens(ptr + at * c.V, axes.value, axes.has_value, c.unmasked)
+
+
+@triton.jit
+def store_values(ptr, at, x, axes, c: tl.constexpr):
+    """Stores a token's values [BV]."""
+    store_tokens(ptr + at * c.V, axes.value, x, axes.has_value, c.unmasked)
+
+
+@triton.jit
+def keys(x):
+    """A token's keys [P, 16], to combine with a state tile."""
+    return x.to(tl.float32)[:, None, :]
+
+
+@triton.jit
+def values(x):
+    """A token's values [BV], to combine with a state tile."""
+    return x.to(tl.float32)[None, :, None]
+
+
+@triton.jit
+def sum_keys(state, x):
+    """[BV], the state tile's product with keys."""
+    return tl.sum(tl.sum(state * x, 0), 1)
+
+
+@triton.jit
+def edge_state(ptr, axes, c: tl.constexpr):
+    """Pointers to the program's tile of the initial or final state, in an array [N, H, P, V', 16] of whole
+    tiles.
+    """
+    padded = tl.num_programs(0) * c.BV
+    head = (tl.program_id(2).to(tl.int64) * c.H + tl.program_id(1)) * (c.P * padded * 16)
+    block = tl.arange(0, c.P)[:, None, None] * (padded * 16) + axes.value[None, :, None] * 16
+    return ptr + head + block + tl.arange(0, 16)[None, None, :]
+
+
+@triton.jit
+def save_state(states, S, interval, first, axes, c: tl.constexpr):
+    """Saves the state at an end of ``interval``, whose first token is ``first``."""
+    key, value = axes.key[:, None, :], axes.value[None, :, None]
+    mask = axes.has_key[:, None, :] & axes.has_value[None, :, None]
+    if c.num_buffers > 0:
+        # value v in array v % n, at token v // n of the interval
+        array, token = value % c.num_buffers, value // c.num_buffers
+        at = ((first + token) * c.H + tl.program_id(1)) * c.K + key
+        bits = S.to(tl.int32, bitcast=True)
+        store_bits(buffer(states[0], array, c), at, bits >> 16, mask, c)
+        store_bits(buffer(states[1], array, c), at, bits, mask, c)
+    else:
+        head = (interval * c.H + tl.program_id(1)) * (c.K * c.V)
+        at = value * c.K + key if c.value_major else key * c.V + value
+        store_tokens(states[0][0] + head, at, S, mask, c.unmasked)
+
+
+@triton.jit
+def buffer(arrays, number, c: tl.constexpr):
+    """The pointer ``arrays[number]``, of one, two or four."""
+    n: tl.constexpr = c.num_buffers
+    low = tl.where(number < 1, arrays[0], arrays[1 % n])
+    return tl.where(number < 2, low, tl.where(number < 3, arrays[2 % n], arrays[3 % n]))
+
+
+@triton.jit
+def store_bits(ptr, at, bits, mask, c: tl.constexpr):
+    """Stores the lower 16 bits of ``bits`` in an array of 16-bit floats."""
+    x = bits.to(tl.int16).to(ptr.dtype.element_ty, bitcast=True)
+    store_tokens(ptr, at, x, mask, c.unmasked)
