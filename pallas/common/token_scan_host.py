@@ -46,24 +46,18 @@ class ScanPlan:
         return dataclasses.replace(self, config=config)
 
     def edge(self, state: jax.Array) -> jax.Array:
-        """[N, H, K, V] -> [N, H, P, V', 16], as `edge_state` loads it."""
-        P, V = self.config.P, self.grid[0] * self.config.BV
-        N, H, *own = state.shape
-        state = _pad(state, P * 16 - own[0], V - own[1]).reshape(N, H, P, 16, V)
-        return jnp.swapaxes(state, 3, 4)
+        """[N, H, K, V] -> [N, H, V', K'], as `edge_state` loads it."""
+        keys, values = self.config.P * 16, self.grid[0] * self.config.BV
+        K, V = state.shape[2:]
+        return jnp.swapaxes(jnp.pad(state, ((0, 0), (0, 0), (0, keys - K), (0, values - V))), 2, 3)
 
     def from_edge(self, state: jax.Array) -> jax.Array:
-        """[N, H, P, V', 16] -> [N, H, K, V]."""
-        state = jnp.swapaxes(state, 3, 4)
-        return state.reshape(*state.shape[:2], -1, state.shape[4])[:, :, : self.config.K, : self.config.V]
+        """[N, H, V', K'] -> [N, H, K, V]."""
+        return jnp.swapaxes(state, 2, 3)[:, :, : self.config.K, : self.config.V]
 
     def sums(self, *shape: int) -> Any:
         """The shape of a float32 result with an entry an interval and head."""
         return shaped((self.num_intervals, self.config.H, *shape), jnp.float32)
-
-
-def _pad(state: jax.Array, keys: int, values: int) -> jax.Array:
-    return jnp.pad(state, ((0, 0), (0, 0), (0, keys), (0, values))) if keys or values else state
 
 
 def plan_scan(ctx: Context[Any, RecurrenceConfig], x: Any, interval: int) -> ScanPlan:

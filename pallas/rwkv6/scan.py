@@ -63,11 +63,11 @@ class ScanOutputs(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One token as loaded, keys [P, 16] and values [BV]."""
+    """One token, keys [P, 16] and values [BV], as loaded or as `converted`."""
 
     read: Tensor
     write: Tensor
-    w: Tensor
+    decay: Tensor
     x: Tensor
 
 
@@ -83,12 +83,22 @@ def load_token(x, at, axes, c: tl.constexpr):
 
 
 @triton.jit
+def converted(token, c: tl.constexpr):
+    """The token in float32, scaled, with its decay in place of the logarithm."""
+    return Token(
+        token.read.to(tl.float32) * c.y_scale,
+        token.write.to(tl.float32) * c.x_scale,
+        tl.exp(token.decay.to(tl.float32)),
+        token.x.to(tl.float32),
+    )
+
+
+@triton.jit
 def next_state(S, token, u, out, at, axes, c: tl.constexpr):
     """The state after the token; stores what the token reads."""
-    read, write, x = keys(token.read) * c.y_scale, keys(token.write) * c.x_scale, values(token.x)
-    own = sum_keys(read * u, write)
-    store_values(out.y, at, own * token.x.to(tl.float32) + sum_keys(S, read), axes, c)
-    return S * tl.exp(keys(token.w)) + x * write
+    own = tl.sum(token.read * u * token.write)
+    store_values(out.y, at, own * token.x + sum_keys(S, keys(token.read)), axes, c)
+    return S * keys(token.decay) + values(token.x) * keys(token.write)
 
 
 @triton.jit
@@ -99,8 +109,8 @@ def rwkv6_scan_kernel(x, index, out, c: tl.constexpr):
     at = tokens.first * c.H + tl.program_id(1)
     last = tokens.length - 1
     S = tl.load(edge_state(x.start, axes, c))
-    u = keys(load_keys(x.u, tl.program_id(1), axes, c))
-    token = load_token(x, edge_token(tokens, index, c) * c.H + tl.program_id(1), axes, c)
+    u = load_keys(x.u, tl.program_id(1), axes, c).to(tl.float32)
+    token = converted(load_token(x, edge_token(tokens, index, c) * c.H + tl.program_id(1), axes, c), c)
     count = tl.cdiv(tokens.length, c.interval)
     for i in range(0, count):
         n = count - 1 - i if c.reverse else i
@@ -118,5 +128,5 @@ def rwkv6_scan_kernel(x, index, out, c: tl.constexpr):
             S = next_state(S, token, u, out, here, axes, c)
             if c.segments and c.reverse:
                 S = tl.where(has_restart(index, tokens.first + t), 0.0, S)
-            token = next_token
+            token = converted(next_token, c)
     tl.store(edge_state(out.end, axes, c), S)

@@ -66,11 +66,11 @@ class ScanOutputs(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One token as loaded, keys [P, 16] and values [BV]."""
+    """One token, keys [P, 16] and values [BV], as loaded or as `converted`."""
 
     first: Tensor
     second: Tensor
-    w: Tensor
+    decay: Tensor
     write: Tensor
     read: Tensor
     x: Tensor
@@ -90,12 +90,25 @@ def load_token(x, at, axes, c: tl.constexpr):
 
 
 @triton.jit
+def converted(token):
+    """The token in float32, with its decay in place of the logarithm."""
+    return Token(
+        token.first.to(tl.float32),
+        token.second.to(tl.float32),
+        tl.exp(token.decay.to(tl.float32)),
+        token.write.to(tl.float32),
+        token.read.to(tl.float32),
+        token.x.to(tl.float32),
+    )
+
+
+@triton.jit
 def exchange(S, token, out, at, axes, c: tl.constexpr):
     """The state after the decay and the rank-one correction."""
     inner = sum_keys(S, keys(token.first))
     if out.inner is not None:
         store_values(out.inner, at, inner, axes, c)
-    return S * tl.exp(keys(token.w)) + values(inner) * keys(token.second)
+    return S * keys(token.decay) + values(inner) * keys(token.second)
 
 
 @triton.jit
@@ -114,7 +127,7 @@ def rwkv7_scan_kernel(x, index, out, c: tl.constexpr):
     at = tokens.first * c.H + tl.program_id(1)
     last = tokens.length - 1
     S = tl.load(edge_state(x.start, axes, c))
-    token = load_token(x, edge_token(tokens, index, c) * c.H + tl.program_id(1), axes, c)
+    token = converted(load_token(x, edge_token(tokens, index, c) * c.H + tl.program_id(1), axes, c))
     count = tl.cdiv(tokens.length, c.interval)
     for i in range(0, count):
         n = count - 1 - i if c.reverse else i
@@ -137,5 +150,5 @@ def rwkv7_scan_kernel(x, index, out, c: tl.constexpr):
                     S = tl.where(has_restart(index, tokens.first + t), 0.0, S)
                 S = exchange(S, token, out, here, axes, c)
                 S = write_and_read(S, token, out, here, axes, c)
-            token = next_token
+            token = converted(next_token)
     tl.store(edge_state(out.end, axes, c), S)
