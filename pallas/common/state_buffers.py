@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 
 from .chunk import C
+from .sums import extended
 
 
 @triton.jit
-def state_pointers(states, block, axes, num_buffers: tl.constexpr, c: tl.constexpr):
+def state_pointers(states, block, axes, num_buffers: tl.constexpr, c: tl.constexpr, FIRST: tl.constexpr = 0):
     """Pointers [BV, BK] to the state of value block ``block``, relative to `state_offset`: in ``num_buffers``
-    token-shaped arrays, or with 0 in one array [.., V, K].
+    token-shaped arrays from ``states[FIRST]`` on, or with 0 in one array [.., V, K].
     """
     if num_buffers == 0:
         values = states[0] + axes.value * c.K
@@ -20,8 +21,8 @@ def state_pointers(states, block, axes, num_buffers: tl.constexpr, c: tl.constex
         array = value % num_buffers  # whole blocks of values begin in the first array
         first = tl.where(
             array < 2,
-            tl.where(array < 1, states[0], states[1 % num_buffers]),
-            tl.where(array < 3, states[2 % num_buffers], states[3 % num_buffers]),
+            tl.where(array < 1, states[FIRST], states[FIRST + 1 % num_buffers]),
+            tl.where(array < 3, states[FIRST + 2 % num_buffers], states[FIRST + 3 % num_buffers]),
         )
         values = first + (block * (c.BV // num_buffers) + value // num_buffers) * (c.H * c.K)
     return values[:, None] + axes.key[None, :]
@@ -48,15 +49,17 @@ def state_offset(index, split, n, token, num_buffers: tl.constexpr, c: tl.conste
 
 
 @triton.jit
+def load_halves(high_, low_, mask):
+    """Float32 numbers whose upper and lower halves are stored in arrays of 16-bit floats."""
+    high = tl.load(high_, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    low = tl.load(low_, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return (high | low).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def aliased_gradients(states, gradients, c: tl.constexpr):
-    """Pointers for four gradients: the first ``num_aliased`` of them overwrite the states."""
-    first, second, third, fourth = gradients
-    if c.num_aliased > 0:
-        first = states[0]
-    if c.num_aliased > 1:
-        second = states[1]
-    if c.num_aliased > 2:
-        third = states[2]
-    if c.num_aliased > 3:
-        fourth = states[3]
-    return first, second, third, fourth
+    """Pointers for ``gradients``: the first ``num_aliased`` of them overwrite the states."""
+    found = ()
+    for i in tl.static_range(len(gradients)):
+        found = extended(found, states[i] if i < c.num_aliased else gradients[i])
+    return found

@@ -157,11 +157,11 @@ def state_sums_kernel(y, states, index, out, c: tl.constexpr):
 
 
 @triton.jit
-def store_scores(out, i: tl.constexpr, j: tl.constexpr, WRITERS: tl.constexpr, READERS: tl.constexpr, x, c: tl.constexpr):
-    """Stores the scores of reader ``i`` and writer ``j``."""
+def store_scores(pairs, i: tl.constexpr, j: tl.constexpr, N: tl.constexpr, x, c: tl.constexpr):
+    """Stores the scores of reader ``i`` and writer ``j``, of ``N`` each."""
     t = tl.arange(0, c.interval)
-    entry = (tl.program_id(2).to(tl.int64) * c.H + tl.program_id(1)) * (READERS * WRITERS) + i * WRITERS + j
-    tl.store(out.pairs + (entry * c.interval + t[:, None]) * c.interval + t[None, :], x)
+    entry = (tl.program_id(2).to(tl.int64) * c.H + tl.program_id(1)) * (N * N) + i * N + j
+    tl.store(pairs + (entry * c.interval + t[:, None]) * c.interval + t[None, :], x)
 
 
 @triton.jit
@@ -183,14 +183,14 @@ def scores_kernel(y, z, index, out, c: tl.constexpr):
             s01 = add_product(y0, before1, s01, c)
             s10 = add_product(y1, before0, s10, c)
             s11 = add_product(y1, before1, s11, c)
-    store_scores(out, 0, 0, N, N, s00 * c.scale, c)
+    store_scores(out.pairs, 0, 0, N, s00 * c.scale, c)
     t = tl.arange(0, c.interval)
     same = out.same + (tl.program_id(2).to(tl.int64) * c.H + tl.program_id(1)) * (N * c.interval) + t
     tl.store(same, same0 * c.scale)
     if z.second is not None:
-        store_scores(out, 0, 1, N, N, s01 * c.scale, c)
-        store_scores(out, 1, 0, N, N, s10, c)
-        store_scores(out, 1, 1, N, N, s11, c)
+        store_scores(out.pairs, 0, 1, N, s01 * c.scale, c)
+        store_scores(out.pairs, 1, 0, N, s10, c)
+        store_scores(out.pairs, 1, 1, N, s11, c)
         tl.store(same + c.interval, same1 * c.scale)
 
 

@@ -74,8 +74,7 @@ def sum_over_values(
     C, K = plan.config.interval, plan.config.K
     two = read.second is not None
     reads, product = StateSums(plan.sums(C, K), plan.sums(C, K) if two else None, None), plan.sums(K)
-    config, grid = pair_config(plan, STATE_KEYS), pair_grid(plan, STATE_KEYS)
-    N = 2 if two else 1
+    grid, N = pair_grid(plan, STATE_KEYS), 2 if two else 1
 
     def state_sums(values: TokenValues, states: States, out: StateSums, scale: float) -> StateSums:
         return triton_call(

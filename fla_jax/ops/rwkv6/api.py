@@ -177,7 +177,8 @@ def chunk_rwkv6(
             by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX). On NVIDIA GPUs of compute capability
             8.0 and up, not for float64, and the defaults there: ``"triton"`` (chunked), its products with
             bfloat16 operands where r, v, k all have 16 bits, else float32 ones (in TF32 parts, seven to nine
-            times slower), and ``"pallas"`` (token by token in float32). Inside `jax.jit`, None goes by JAX's
+            times slower); of `fused_recurrent_rwkv6` token by token in float32. ``"pallas"`` is the same
+            token by token, on a lowering that JAX has deprecated. Inside `jax.jit`, None goes by JAX's
             default device, not by where the arrays will be.
         sequence_axis: the mesh axis whose devices share the tokens of each row, T being split evenly between
             them; None for whole rows. Inside `jax.shard_map` it must be named: arrays are then those of one

@@ -180,9 +180,10 @@ def chunk_rwkv7(
             by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX). On NVIDIA GPUs of compute capability
             8.0 and up, not for float64, and the defaults there: ``"triton"`` (chunked), its products with
             bfloat16 operands where r, v, k, a, b all have 16 bits, else float32 ones (in TF32 parts, four to
-            seven times slower), and ``"pallas"`` (token by token in float32; where all inputs have 16 bits
-            and K is at most 128, the gradients of r, w, k, a, b by chunks in float32). Inside `jax.jit`,
-            None goes by JAX's default device, not by where the arrays will be.
+            seven times slower); of `fused_recurrent_rwkv7` token by token in float32 (where all inputs have
+            16 bits and K is at most 128, the gradients of r, w, k, a, b by chunks in float32). ``"pallas"``
+            is the same token by token, on a lowering that JAX has deprecated. Inside `jax.jit`, None goes by
+            JAX's default device, not by where the arrays will be.
         sequence_axis: the mesh axis whose devices share the tokens of each row, T being split evenly between
             them; None for whole rows. Inside `jax.shard_map` it must be named: arrays are then those of one
             device, and without it every device starts from ``initial_state``, silently. In `jax.jit` on a
