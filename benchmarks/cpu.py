@@ -1,9 +1,7 @@
 """Times the chunked forms on a CPU: ``python benchmarks/cpu.py``.
 
-Two properties that a change can break without a wrong number: the forms compile quickly, and forward and
-backward are much faster than the scan over tokens that they replace. ``--check`` exits with status 1 if a
-limit is exceeded; limits have wide margins. CPU time is counted where other processes on the machine change
-it less. Measured: 13 times faster for RWKV-6, 5.1 for RWKV-7's own decays, 2.8 for stronger ones.
+They must compile quickly and be much faster than a scan over tokens: ``--check`` exits with status 1 if not.
+Limits have wide margins: 13 times faster was measured for RWKV-6, 5.1 for RWKV-7's decays, 2.8 for stronger.
 
     python benchmarks/cpu.py --check
     python benchmarks/cpu.py --record            # into benchmarks/results/cpu.json
@@ -37,9 +35,7 @@ def inputs(op: str, decay: str, size: dict[str, int]) -> Any:
 
 
 def compiled(op: str, decay: str, size: dict[str, int]) -> tuple[Call, float]:
-    """The compiled call and the seconds of compiling on two cores: the smaller of wall time and half of the
-    CPU time.
-    """
+    """The compiled call and the seconds of compiling on two cores, by wall time or CPU time."""
     import jax
     from harness import cases
 
@@ -102,9 +98,7 @@ def seconds(f: Call, n: int) -> float:
 
 
 def chunked_and_scan(op: str, decay: str, size: dict[str, int]) -> tuple[float, float]:
-    """Seconds of the chunked form and of the scan, forward and backward: the shortest of alternating rounds,
-    as many as needed up to ten.
-    """
+    """Seconds of the chunked form and of the scan, both passes: the shortest of alternating rounds."""
     chunked, scan = compiled(op, decay, size)[0], token_scan(op, decay, size)
     chunked(), scan()
     fast = slow = float("inf")

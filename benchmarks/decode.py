@@ -1,11 +1,8 @@
-"""Times decoding: ``python benchmarks/decode.py``, on one GPU the table of docs/performance.md.
+"""Times decoding on one GPU: ``python benchmarks/decode.py``.
 
-A token is all of it: embedding, layers, head, penalties, top-p, the draw, the bookkeeping of `generate`, with
-bfloat16 weights, float32 states and random parameters. The floor is the time in which the GPU copies the
-bytes that a token must touch: every weight once, every state twice. ``kernels`` counts those of a token in
-the compiled program, ``copies`` those that copy something as large as a layer's states, of which there should
-be none. Peers run in processes of their own, last: flash-linear-attention's ``generate`` and PyPI's ``rwkv``
-(``--peers``).
+A token is all of `generate`: bfloat16 weights, float32 states, random parameters. The floor is a copy of the
+bytes that a token needs: every weight once, every state twice. ``kernels`` counts those of a token,
+``copies`` those that copy a layer's states, which should be none. Peers run last, in their own processes.
 
     python benchmarks/decode.py                                   # everything: many minutes
     python benchmarks/decode.py --models 24x2048 --batches 1      # the first number to look at
@@ -107,10 +104,7 @@ def bytes_of_a_token(model: Any, batch: int, options: argparse.Namespace) -> int
 
 
 def kernels(text: str, least: int) -> tuple[int, int]:
-    """Kernels of a token in a compiled program, and those that copy at least ``least`` numbers.
-
-    The loop's body is the computation with the most kernels.
-    """
+    """Kernels of the compiled loop's body, and those that copy at least ``least`` numbers."""
     best = (0, 0)
     for body in re.split(r"\n(?=\S)", text):
         found = re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = (\S+|\(.*?\)) ([\w-]+)\(", body, re.MULTILINE)
@@ -200,9 +194,7 @@ def prompt_rates(model: Any, params: Any, length: int) -> dict[str, float]:
 
 
 def engine_rates(model: Any, params: Any, slots: int, options: argparse.Namespace) -> dict[str, float]:
-    """Tokens/s of `Engine` in all and while prompts wait: eight requests a slot, prompts of 8 to 256 tokens,
-    16 to 1024 new ones.
-    """
+    """Tokens/s of `Engine` in all and while prompts wait; prompts of 8 to 256 tokens, 16 to 1024 new ones."""
     import numpy as np
 
     from fla_jax.generation import Decoder, Engine

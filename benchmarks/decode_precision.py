@@ -1,10 +1,7 @@
-"""The cost of states in 16 bits and weights in 8: ``python benchmarks/decode_precision.py``, minutes on a
-CPU.
+"""The cost of 16-bit states and 8-bit weights: ``python benchmarks/decode_precision.py``, minutes on a CPU.
 
-A small byte-level RWKV learns nine tenths of the reference that Python ships, then reads 4096 other bytes
-token by token with each option of `fla_jax.generation.Decoder`. Printed are the error of the logits against
-float32 (root mean square in units of the logits' spread, of all tokens and of the last 512) and the loss in
-nats a byte.
+A small byte-level RWKV is trained, then reads other text with each option of `fla_jax.generation.Decoder`.
+Errors of logits are root mean squares in units of their spread; the loss is in nats a byte.
 """
 
 from __future__ import annotations

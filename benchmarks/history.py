@@ -1,11 +1,8 @@
-"""Compares commits by what was measured of them.
+"""Compares commits by their fastest record of each measurement (equal `records.SETTINGS`).
 
-    python benchmarks/history.py                          # the commits that were measured
-    python benchmarks/history.py add                      # append the results files' new records
-    python benchmarks/history.py compare 6af4be6 HEAD     # status 1 if something is more than 5 % slower
-
-The fastest record of each measurement counts, since other load on a machine is no change of the code. Two
-records are of one measurement if `records.SETTINGS` are equal.
+python benchmarks/history.py                          # the commits that were measured
+python benchmarks/history.py add                      # append the results files' new records
+python benchmarks/history.py compare 6af4be6 HEAD     # status 1 if something is more than 5 % slower
 """
 
 from __future__ import annotations
@@ -33,10 +30,7 @@ def title(record: Record) -> str:
 
 
 def of_commit(history: Iterable[Record], commit: str) -> dict[str, Record]:
-    """The fastest record of each measurement of a commit, which is named by the beginning of its hash.
-
-    Records of uncommitted changes count only if the name ends in ``+changes`` too.
-    """
+    """The fastest record of each measurement of a commit, with uncommitted changes if named ``+changes``."""
     found: dict[str, Record] = {}
     name, _, wanted = commit.partition("+")
     for record in history:

@@ -1,10 +1,7 @@
-"""Times the layer operations around the recurrences beside plain JAX and FLA's: ``python
-benchmarks/layers.py``.
+"""Times the layer operations beside plain JAX and FLA's: ``python benchmarks/layers.py``.
 
-Prints a table and writes ``benchmarks/results/<device>.json``. They are bound by memory: ``GB/s`` is the
-bytes that must move, each array once, over the time, and ``of copy`` that over the best of several copies in
-the same run. The head is bound by its products and has TFLOP/s. Four calls of ours are one program, as in a
-model (`pieces.ours`). Peers run in a process of their own, their calls queued one by one; a ratio is our time
+``GB/s`` is the bytes that must move over the time, ``of copy`` that over the best of several copies; the head
+has TFLOP/s. Four calls of ours are one program, as in a model. Peers run in one process; a ratio is our time
 over theirs. ``--sweep`` tries launches of our kernels instead and records nothing.
 
     python benchmarks/layers.py --quick                    # tiny sizes, seconds on a CPU; times mean nothing
@@ -24,8 +21,8 @@ from typing import Any
 
 import records
 import runner
-from pieces import launches, ours
-from pieces.piece import PIECES, Piece, Shape
+from layer_ops import launches, ours
+from layer_ops.layer_op import LAYER_OPS, LayerOp, Shape
 from records import Record
 from timing import best_copy
 
@@ -33,7 +30,7 @@ SHAPES = ((8, 4096, 1024), (4, 4096, 2048), (2, 4096, 4096))  # B, T, C
 QUICK = ((2, 16, 32),)
 KEY = records.key_of("op", "form", "implementation", "shape", "dtype", "pass")
 VERSIONS = ("jax", "jaxlib", "jax-triton", "triton", "torch", "flash-linear-attention")
-Job = tuple[Piece, Shape]
+Job = tuple[LayerOp, Shape]
 
 
 def records_of(
@@ -42,16 +39,21 @@ def records_of(
     """A record for each pass."""
     import jax
 
-    piece, shape = job
-    moved = piece.moved(shape, jax.numpy.dtype(common["dtype"]).itemsize)
+    layer_op, shape = job
+    moved = layer_op.moved(shape, jax.numpy.dtype(common["dtype"]).itemsize)
     made = []
     for name, ms in times.items():
         rate = moved[name] / ms / 1e6
-        record = {"op": piece.op, "form": piece.name, "implementation": implementation, "library": library}
+        record = {
+            "op": layer_op.op,
+            "form": layer_op.name,
+            "implementation": implementation,
+            "library": library,
+        }
         record |= {"shape": list(shape), "pass": name, "ms": ms, "gbs": rate}
         record["of_copy"] = rate / common["copy_gbs"]
-        if piece.flops is not None:
-            record["tflops"] = piece.flops(shape)[name] / ms / 1e9
+        if layer_op.flops is not None:
+            record["tflops"] = layer_op.flops(shape)[name] / ms / 1e9
         made.append({**record, "ratio": None, **common})
     return made
 
@@ -61,10 +63,10 @@ def measure_ours(jobs: list[Job], common: Record) -> Iterator[list[Record]]:
     import jax
 
     gpu = jax.default_backend() == "gpu"
-    for piece, shape in jobs:
-        for name in piece.implementations if gpu else piece.implementations[-1:]:
-            times = ours.milliseconds(piece, shape, common["dtype"], name)
-            yield records_of((piece, shape), "fla_jax", name, times, common)
+    for layer_op, shape in jobs:
+        for name in layer_op.implementations if gpu else layer_op.implementations[-1:]:
+            times = ours.milliseconds(layer_op, shape, common["dtype"], name)
+            yield records_of((layer_op, shape), "fla_jax", name, times, common)
 
 
 def start_peers(jobs: list[Job], dtype: str, shares: tuple[int, int] | None = None) -> runner.Process:
@@ -72,7 +74,7 @@ def start_peers(jobs: list[Job], dtype: str, shares: tuple[int, int] | None = No
     return runner.Process(
         "peers.fla_layers:make",
         f"FLA's layers {shares or ''}",
-        [{"piece": piece.label, "shape": shape, "dtype": dtype} for piece, shape in jobs],
+        [{"layer_op": layer_op.label, "shape": shape, "dtype": dtype} for layer_op, shape in jobs],
         {"shares": shares},
         variables={"FLA_CACHE_RESULTS": "0"},  # what is tuned while others compile is no choice
     )
@@ -84,10 +86,10 @@ def measure_peers(
     """Records of FLA's operations, from one process; the reasons of missing ones go to ``skipped``."""
     jobs = [job for job in jobs if job[0].peer is not None]
     if not runner.is_importable("fla"):
-        labels = dict.fromkeys(piece.label for piece, _ in jobs)
+        labels = dict.fromkeys(layer_op.label for layer_op, _ in jobs)
         skipped += [f"{label} FLA: package fla is not installed" for label in labels]
         return
-    # all pieces at the first shape before any at the second: if time runs out, every one has a peer
+    # all layer operations at the first shape before any at the second: if time runs out, every one has a peer
     shapes = [shape for _, shape in jobs]
     jobs = sorted(jobs, key=lambda job: shapes.index(job[1]))
     count = os.cpu_count() or 1
@@ -111,10 +113,10 @@ def compare(measured: list[Record]) -> None:
 
 
 def table(measured: list[Record]) -> str:
-    labels = [piece.label for piece in PIECES]
+    labels = [layer_op.label for layer_op in LAYER_OPS]
     label = lambda r: f"{r['op']} {r['form']}"
     columns = {
-        "piece": label,
+        "layer_op": label,
         "shape": lambda r: "x".join(map(str, r["shape"])),
         "pass": "pass",
         "implementation": lambda r: f"{r['library']} {r['implementation']}",
@@ -135,7 +137,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = records.parser(__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="tiny shapes, for a smoke test; times mean nothing")
-    add("--only", type=re.compile, help="regular expression of 'op piece'")
+    add("--only", type=re.compile, help="regular expression of 'op name'")
     add("--shapes", nargs="+", type=shape_of, metavar="BxTxC")
     add("--dtype", default="bfloat16", help="of the tokens")
     add("--no-peers", action="store_true", help="only this library")
@@ -153,12 +155,14 @@ def main(arguments: list[str] | None = None) -> None:
 
     device = jax.devices()[0].device_kind
     kind, copied = best_copy(options.quick or jax.default_backend() != "gpu")
-    chosen = [piece for piece in PIECES if options.only is None or options.only.search(piece.label)]
+    chosen = [
+        layer_op for layer_op in LAYER_OPS if options.only is None or options.only.search(layer_op.label)
+    ]
     shapes = options.shapes or (QUICK if options.quick else SHAPES)
-    jobs = [(piece, shape) for piece in chosen for shape in shapes]
+    jobs = [(layer_op, shape) for layer_op in chosen for shape in shapes]
     if options.sweep:
-        for piece, shape in jobs:
-            launches.sweep(piece, shape, options.dtype, copied, options.quick)
+        for layer_op, shape in jobs:
+            launches.sweep(layer_op, shape, options.dtype, copied, options.quick)
         return
     common: dict[str, Any] = {"dtype": options.dtype, "copy_gbs": copied, "copy": kind, "device": device}
     common |= {"versions": records.versions(VERSIONS), **records.stamp()}
@@ -169,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     for more in (more for side in sides for more in side):
         measured.extend(more)
         compare(measured)
-        # after every piece, so that a run that is cut short loses nothing
+        # after every layer operation, so that a run that is cut short loses nothing
         records.put(options.out, device, measured, KEY)
         print(table(more).partition("\n")[2], flush=True)
     path = records.results_path(options.out, device)

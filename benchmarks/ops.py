@@ -1,11 +1,8 @@
-"""Times this library's ops beside every peer that can be imported, in one run on one GPU:
-``python benchmarks/ops.py``.
+"""Times this library's ops and every importable peer's in one run: ``python benchmarks/ops.py``.
 
-Prints a table and writes ``benchmarks/results/<device>.json`` after every measurement, so that a run that is
-cut short loses nothing. Each implementation runs in its own process, one after another: ours, then the peers,
-FLA's RWKV-7 last, since it tunes itself for minutes; our main shapes run again at the end. If the two times
-differ by more than 3 % the record has both (``ms``, ``ms_end``), and the ratio is of the slower. Whatever
-compiles with nvcc or tunes hundreds of Triton configurations does so before anything is timed.
+Each implementation has its own process: ours, then the peers, then our main shapes again; if the two times
+differ by more than 3 % the record has both, and the ratio is of the slower. Extensions are compiled and
+configurations tuned before anything is timed. The results file is written after every measurement.
 
 Decays: "bounded" is w = -exp(-0.5) * sigmoid(x) with ``lower_bound=-0.61``, "any-weak" the same decays
 without it, "any-strong" w = -exp(2 x).

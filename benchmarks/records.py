@@ -1,8 +1,6 @@
 """Records of measurements: the results file of a device and the history beside it.
 
-``<device>.json`` is a list with the newest record of each measurement, ``<device>.history.jsonl`` has every
-record, one a line; lines are only added. A benchmark replaces the records with its keys and leaves the
-others.
+``<device>.json`` has the newest record of each measurement, ``<device>.history.jsonl`` all, a line each.
 """
 
 from __future__ import annotations

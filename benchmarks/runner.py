@@ -1,8 +1,7 @@
 """Child processes of benchmarks: jobs with a time limit, whose results are read as they come.
 
-A child runs this file with three arguments: ``MODULE:FUNCTION``, a file with ``{"jobs": [...], ...}``, and a
-file for its results, one JSON line each. ``FUNCTION(settings)`` returns a function of one job. Only the
-standard library is needed here, since a peer's interpreter may belong to another environment.
+A child runs this file with ``MODULE:FUNCTION``, a file of jobs and one for results, a JSON line each.
+``FUNCTION(settings)`` returns a function of one job. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -110,10 +109,7 @@ class Process:
 def results(
     start: Callable[[list[Job]], Process], jobs: Iterable[Job], seconds: float
 ) -> Iterator[tuple[Job, Line]]:
-    """Each job with its line as it comes: ``record``, or ``error`` with the reason.
-
-    After a crash another process runs the jobs behind the one that crashed.
-    """
+    """Each job with its line, ``record`` or ``error``; after a crash another process runs the rest."""
     jobs, limit = list(jobs), time.monotonic() + seconds
     while jobs:
         if limit - time.monotonic() < 1:
@@ -154,10 +150,7 @@ def wait_for(processes: Sequence[Process], seconds: float) -> str:
 
 
 def serve(work: str, spec_file: str, lines_file: str) -> None:
-    """The child: runs each job, and records what an exception says and goes on.
-
-    A process that has lost the device exits; another one runs the rest.
-    """
+    """The child: runs each job and records errors; exits if the device is lost."""
     spec = json.loads(Path(spec_file).read_text())
     jobs, run = spec.pop("jobs"), None
     with open(lines_file, "a") as out:

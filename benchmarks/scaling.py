@@ -1,10 +1,7 @@
 """How training scales over devices: ``python benchmarks/scaling.py`` makes the table of docs/scaling.md.
 
-Every mode runs on all devices (or ``--devices``) and, for its efficiency, on one of them with the work of
-one, each in a process of its own: a step is forward, loss, backward, clipping and AdamW, compiled for the
-mesh; the op's is its forward and backward. Records have times of queued steps, the peak memory of the device
-that needs most (as planned by XLA if nothing counts it) and the collectives of the compiled program. They go
-to ``benchmarks/results/<device>.json``.
+Every mode runs on all devices (or ``--devices``) and, for its efficiency, on one with the work of one, each
+in its own process. Records have times of queued steps, the largest peak memory and the collectives.
 
     python benchmarks/scaling.py --modes data fsdp
     python benchmarks/scaling.py --fake 8        # no GPU: small models on fake CPU devices, numbers checked
@@ -38,9 +35,7 @@ VOCAB, SMALL_VOCAB = 32000, 64
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One line of the table. The baseline on one device is its share of the batch or of the tokens of each
-    sequence, or all of the work; None if that does not fit.
-    """
+    """One line of the table; ``baseline`` is the work of one device, None if that does not fit."""
 
     mesh: dict[str, int]  # sizes for `fla_jax.parallel.make_mesh`
     layers: int  # 0 for the op alone, with width / 64 heads

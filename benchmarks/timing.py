@@ -1,7 +1,4 @@
-"""Time of a call: warm calls are queued and waited for once; the median of several such times counts.
-
-The number of calls and of repetitions is the same for every library.
-"""
+"""Time of a call: warm calls are queued and waited for once; the median counts, for every library alike."""
 
 from __future__ import annotations
 
@@ -54,11 +51,7 @@ def torch_ms(function: Callable[..., Any], *arguments: Any) -> float:
 
 
 def copy_rates(sizes: tuple[int, ...] = COPY_SIZES) -> dict[str, float]:
-    """GB/s read and written by several kinds of copies, by their names.
-
-    The rate depends on the kind, the dtype and the size, and a slow copy would flatter everything that is
-    compared with it: the best one is the device's rate.
-    """
+    """GB/s of several kinds of copies. The best is the device's rate: a slow one would flatter the rest."""
     import jax
     import jax.numpy as jnp
 
@@ -87,10 +80,9 @@ def best_copy(small: bool) -> tuple[str, float]:
 
 
 def queued_steps(start: Callable[[], Any], steps: int, groups: int = 3) -> tuple[list[float], list[float]]:
-    """Milliseconds of a training step, one number for each group of steps, and the losses.
+    """Milliseconds of a step for each group of queued steps, and the losses.
 
-    Steps are queued as in a training loop: the host prepares one while the device runs another. ``start``
-    starts a step and returns its loss; ``float`` of the loss waits for the device.
+    ``start`` starts a step and returns its loss; ``float`` of the loss waits for the device.
     """
     times: list[float] = []
     losses: list[float] = []

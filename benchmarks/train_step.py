@@ -1,15 +1,10 @@
 """Times whole training steps beside the peers': ``python benchmarks/train_step.py``.
 
-A step is forward, loss, backward, clipping and AdamW on equal sizes, ranks included. Parameters are float32
-here (activations bfloat16), bfloat16 there unless ``--fla-precision autocast``; ours and FLA's never have all
-logits. Ours has ``scan_layers="unroll"`` and XLA's own Triton products off, and is measured with nothing
-rematerialised and with ``remat="dense"``. Each side runs each size in a process of its own, FLA last, since
-its autotuning takes minutes; ``--fla-python`` and ``--rwkv-lm-python`` may belong to other environments.
-RWKV-LM's trainer takes part if ``--rwkv-lm`` names a checkout. A peer that runs out of memory tries its next
-kind of rematerialisation. Failures are recorded with their error. A peer whose loss does not fall as ours
-does is no peer. Records go to ``benchmarks/results/<device>.json``.
-
-``share_6n``: 6 N operations a token, N all parameters but the embedding, over 989 TFLOP/s.
+A step is forward, loss, backward, clipping and AdamW on equal sizes. Parameters are float32 here, bfloat16
+there unless ``--fla-precision autocast``. Ours has ``scan_layers="unroll"``, with nothing rematerialised and
+with ``remat="dense"``. Each side runs each size in its own process; RWKV-LM's trainer takes part if
+``--rwkv-lm`` names a checkout. A peer out of memory tries its next rematerialisation; one whose loss does not
+fall as ours does is no peer. ``share_6n``: 6 N operations a token over 989 TFLOP/s, without the embedding.
 
     python benchmarks/train_step.py --sizes all --sides fla_jax --profile profiles
     python benchmarks/train_step.py --quick                   # seconds, on a CPU too; times mean nothing
@@ -119,9 +114,7 @@ def start(job: runner.Job, options: argparse.Namespace, compiles: bool = False) 
 
 
 def compile_before(side: str, size: Size, options: argparse.Namespace) -> None:
-    """Fills the caches of a peer: Triton's with the configurations that FLA's kernels choose from (the run
-    that counts chooses afresh), or torch's with RWKV-LM's extensions.
-    """
+    """Fills Triton's cache with what FLA's kernels choose from, or torch's with RWKV-LM's extensions."""
     shares = EXTENSIONS if side == "rwkv-lm" else os.cpu_count() or 1
     job = job_of(side, size, options) | {"remat": options.fla_remat[0]}
     try:

@@ -70,7 +70,6 @@ def entry(name, key, size, shape, stride=None, offset=0, metadata=b""):
 
 
 def pickled_file(path, entries, storages):
-    """A file with this pickle and these storages."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/data.pkl", b"\x80\x02}(" + b"".join(entries) + b"u.")
         for key, values in storages.items():

@@ -1,8 +1,6 @@
 """How the tests run, chosen before JAX and Triton are imported; processes that tests start inherit it.
 
-On NVIDIA GPUs several processes share them: each takes one GPU, and of its memory what it needs. On a CPU
-Triton kernels run in Triton's interpreter. XLA compiles fast rather than well, a program in one piece: the
-suite compiles thousands of small programs and runs each once.
+Each process takes one GPU. On a CPU Triton kernels run in the interpreter, and XLA compiles fast.
 """
 
 import glob
@@ -38,10 +36,7 @@ def pytest_collection_finish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """The tests of a file run in one process, where they share what they make and compile; files in their
-    order, whose last ones are short, so that no process waits long for another at the end. On a GPU, where
-    most tests are in one file, they are dealt out one by one.
-    """
+    """The tests of a file share a process, where they share what they compile; not on a GPU."""
     if os.path.exists("/dev/nvidiactl"):
         return None
     from xdist.scheduler import LoadFileScheduling

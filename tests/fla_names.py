@@ -1,8 +1,6 @@
-"""flash-linear-attention's names and layouts of a model, made from the official ones: independent of the code
-under test.
+"""flash-linear-attention's names and shapes of a model from the official ones, without the code under test.
 
-`tensors` follows the steps of FLA's own converters (``utils/convert_from_rwkv6.py``,
-``convert_from_rwkv7.py``), on NumPy arrays.
+`tensors` follows FLA's converters (``utils/convert_from_rwkv6.py``, ``convert_from_rwkv7.py``) in NumPy.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import numpy as np
 
 
 def tensors(version, z, layers):
-    """{official name: array} -> {FLA's name: array}."""
     return {6: _tensors6, 7: _tensors7}[version](z, layers)
 
 
@@ -32,9 +29,6 @@ def load(folder):
 
 
 def _tensors6(z, layers):
-    """FLA's names and layouts of RWKV-6, from the official ones; the order of the steps is that of FLA's own
-    converter.
-    """
     out = {"model.embeddings.weight": z["emb.weight"], "lm_head.weight": z["head.weight"]}
     for leaf in ("weight", "bias"):
         out |= {
@@ -73,7 +67,6 @@ def _tensors6(z, layers):
 
 
 def _tensors7(z, layers):
-    """FLA's names and layouts of RWKV-7, from the official ones."""
     out = {"model.embeddings.weight": z["emb.weight"], "lm_head.weight": z["head.weight"]}
     for leaf in ("weight", "bias"):
         out |= {

@@ -1,7 +1,6 @@
-"""The official models in NumPy, float64, one token at a time, over official checkpoints' names and layouts:
-independent of the code under test.
+"""The official models in NumPy, float64, token by token, without the code under test.
 
-`checkpoint` maps parameters to such a dict (PyTorch's Linear weights are [out, in]); `run` reads it.
+`checkpoint` maps parameters to official names and shapes (Linear weights are [out, in]); `run` reads it.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ def checkpoint(params, version):
     """Unscanned parameters -> {official name: float32 array in the official shape}."""
     z = {}
 
-    def walk(tree, name):
+    def visit(tree, name):
         for key, value in tree.items():
             if isinstance(value, dict):
-                walk(value, [*name, *key.replace("blocks_", "blocks.").split("/")])
+                visit(value, [*name, *key.replace("blocks_", "blocks.").split("/")])
                 continue
             x = np.asarray(value, np.float32)
             leaf = {"kernel": "weight", "embedding": "weight", "scale": "weight"}.get(key, key)
@@ -25,7 +24,7 @@ def checkpoint(params, version):
                 x = x[None, None]
             z[".".join([*name, leaf])] = np.ascontiguousarray(x)
 
-    walk(params, [])
+    visit(params, [])
     for leaf in ("weight", "bias"):
         z[f"blocks.0.ln0.{leaf}"] = z.pop(f"ln0.{leaf}")
     return z
@@ -111,7 +110,7 @@ def channel_mix7(p, x, last):
 
 
 def run(z, version, tokens, state=None, *, heads, rate_scale=1.0):
-    """Logits [T, V] and state (att_shift [L, C], ffn_shift [L, C], wkv [L, H, K, V]) of one row of tokens."""
+    """Logits [T, V] and state (att_shift [L, C], ffn_shift [L, C], wkv [L, H, K, V]) of one sequence."""
     L = 1 + max(int(name.split(".")[1]) for name in z if name.startswith("blocks."))
     top = lookup(z, "")
     C = top["emb.weight"].shape[1]

@@ -51,7 +51,6 @@ def finish(process, seconds=240):
 
 
 def refusal(main, *more):
-    """The one line with which a program ends."""
     with pytest.raises(SystemExit) as error:
         main([str(x) for x in more])
     line = str(error.value)

@@ -24,7 +24,6 @@ def model(version, **options):
 
 
 def shapes(module, *inputs):
-    """Shapes and dtypes of the parameters."""
     return jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
 
 
@@ -67,6 +66,20 @@ def error(got, want):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, (got.shape, want.shape)
     return np.abs(got - want).max() / max(1.0, np.abs(want).max())
+
+
+def largest_error(got, want):
+    """The largest `error` of the leaves of two trees."""
+    got, want = jax.device_get((got, want))
+    return np.max(jax.tree.leaves(jax.tree.map(error, got, want)))
+
+
+def assert_close(got, want, tolerance=1e-5):
+    assert largest_error(got, want) < tolerance
+
+
+def kinds(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
 @contextlib.contextmanager

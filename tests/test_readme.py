@@ -41,7 +41,6 @@ def record(**settings):
 
 
 def ours(op, shape, decay, implementation):
-    """Forward and backward of an op of this library, in bfloat16."""
     settings = {
         "op": op,
         "shape": [*shape, shape[-1]],
@@ -63,7 +62,7 @@ def best_peer(row):
 
 
 def table():
-    """The rows of the README's table, made of the record that each number belongs to."""
+    """The lines of the README's table, made of the record that each number belongs to."""
     rows = []
 
     def add(call, mine, text, name, digits, theirs, note=""):
@@ -114,7 +113,7 @@ def table():
 
 
 def test_its_numbers_are_those_of_their_records():
-    """Each row is that of its own call: op, shape, decays, implementation, peer, device and run."""
+    """Each line is that of its call: op, shape, decays, implementation, peer, device and run."""
     lines = TEXT.splitlines()
     start = lines.index("| B T H D | ours | best peer of the run | ratio |") + 2
     assert lines[start : lines.index("", start)] == table()

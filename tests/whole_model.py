@@ -1,6 +1,4 @@
-"""Gradients of an RWKV-6 of 12 layers with strong decays under a mean loss over many tokens: how far kernels'
-are from float64, beside those of plain JAX.
-"""
+"""Gradients of an RWKV-6 with strong decays under a mean loss: kernels' errors beside those of plain JAX."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ Gradients = dict[str, np.ndarray]
 
 
 def parameters(options: Mapping[str, Any]) -> Any:
-    """Random ones, of stacked layers. Log decays are drawn down to a limit of the head's own, half of them
-    near it.
-    """
+    """Random ones, of stacked layers, half of the log decays near a limit of the head's."""
     rng = np.random.default_rng(0)
     params = dict(small.params(small.model(6, **options)))
     for name, block in params.items():
@@ -56,9 +52,7 @@ def gradients(options: Mapping[str, Any], params: Any, tokens: jax.Array) -> Gra
 
 
 def plain_gradients(options: Mapping[str, Any], params: Any, tokens: jax.Array) -> Gradients:
-    """`gradients` of plain JAX, in all parts of the model; the examples one after another, which takes less
-    memory.
-    """
+    """`gradients` of plain JAX, the examples one after another, which takes less memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "INTERPRET", True)  # nothing chooses kernels unasked
         plain = {**options, "implementation": "xla"}
@@ -67,16 +61,13 @@ def plain_gradients(options: Mapping[str, Any], params: Any, tokens: jax.Array) 
 
 
 def exact_gradients(options: Mapping[str, Any], params: Any, tokens: jax.Array) -> Gradients:
-    """`plain_gradients` in float64."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), params)
         return plain_gradients({**options, "dtype": jnp.float64, "param_dtype": jnp.float64}, wide, tokens)
 
 
 def check(kernels: Gradients, plain: Gradients, exact: Gradients, least: float) -> None:
-    """Asserts of every parameter that the kernels' error is at most 1.2 times that of plain JAX, or ``least``
-    more than that, relative to the gradient's norm.
-    """
+    """Every kernel's error, relative to the gradient's norm, is at most ``1.2 * plain JAX's + least``."""
     error = lambda got, want: float(np.linalg.norm(got - want) / np.linalg.norm(want))
     found = {name: (error(kernels[name], x), error(plain[name], x)) for name, x in exact.items()}
     wrong = {

@@ -1,8 +1,6 @@
-"""FLA's layer operations as its layers call them, on torch tensors by our names: ``load(inputs) ->
-call(inputs)``.
+"""FLA's layer operations as its layers call them, by our names: ``load(inputs) -> call(inputs)``.
 
-If FLA has no kernel, torch's is used, as in its layers. The biases of its low-rank products are left out, in
-FLA's favour. `make` is the process that times them or compiles what they tune.
+Where FLA has no kernel, torch's is used, as in its layers. Biases of low-rank products are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from pieces.piece import VOCABULARY, piece_of
+from layer_ops.layer_op import VOCABULARY, layer_op_of
 from runner import Job
 from timing import torch_ms
 
@@ -22,9 +20,7 @@ Call = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
 def mixes(inputs: dict[str, Any], tokens: bool = False) -> Call:
-    """Sum and norm, token shift, mixes; six mixes are one kernel. ``tokens``: also returns the normalised
-    tokens.
-    """
+    """Sum and norm, token shift, mixes; six mixes are one kernel. ``tokens``: also the normalised tokens."""
     import torch
     from fla.modules.layernorm import layer_norm
     from fla.modules.token_shift import token_shift
@@ -42,8 +38,8 @@ def mixes(inputs: dict[str, Any], tokens: bool = False) -> Call:
         by = [x[f"mu{n}"].view(1, 1, -1) for n in range(M)]
         if M == 6:
             return *fused_addcmul_rwkv7(h, delta, *by), *total
-        if "moves" in x:
-            by = [mu + x["moves"][n] for n, mu in enumerate(by)]
+        if "mix_delta" in x:
+            by = [mu + x["mix_delta"][n] for n, mu in enumerate(by)]
         return *(torch.addcmul(h, delta, mu) for mu in by), *total
 
     return call
@@ -131,14 +127,14 @@ def draw(wanted: dict[str, tuple[tuple[int, ...], str | None]], dtype: str) -> d
 
 
 def passes_of(job: Job) -> dict[str, Callable[[], None]]:
-    """A function for each pass of a piece."""
+    """A function for each pass of a layer operation."""
     import torch
 
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no CUDA device")
-    piece, shape = piece_of(job["piece"]), tuple(job["shape"])
-    inputs = draw(piece.inputs(shape), job["dtype"])
-    call = globals()[piece.peer](inputs)
+    layer_op, shape = layer_op_of(job["layer_op"]), tuple(job["shape"])
+    inputs = draw(layer_op.inputs(shape), job["dtype"])
+    call = globals()[layer_op.peer](inputs)
     leaves = [array for array in inputs.values() if array.requires_grad]
     made = call(inputs)
     cotangents = [torch.randn_like(array) for array in made]
@@ -154,11 +150,11 @@ def passes_of(job: Job) -> dict[str, Callable[[], None]]:
         torch.autograd.grad(call(inputs), leaves, cotangents, allow_unused=True)
 
     passes: dict[str, Callable[[], None]] = {"fwd": forward, "bwd": backward, "fwd+bwd": both}
-    return {name: passes[name] for name in piece.moved(shape, 1)}
+    return {name: passes[name] for name in layer_op.moved(shape, 1)}
 
 
 def make(settings: dict[str, Any]) -> Callable[[Job], Any]:
-    """Times each pass of a job's piece; with ``shares`` runs it once, for what it compiles."""
+    """Times each pass of a job's layer operation; with ``shares`` runs it once, for what it compiles."""
     if settings["shares"] is None:
         return lambda job: {name: torch_ms(run) for name, run in passes_of(job).items()}
     compile_only(*settings["shares"])

@@ -1,8 +1,6 @@
-"""The implementations that ops.py measures: this library's and the peers', as functions of equal arrays.
+"""The implementations that ops.py measures: this library's, and the peers' that can be imported.
 
-A peer takes part if it can be imported. A call takes arrays by fla_jax's names and returns ``(o,
-final_state)``; an `Implementation` tells where the peer's conventions differ, and `recurrences.inputs`
-converts.
+A call takes arrays by fla_jax's names and returns ``(o, final_state)``; `recurrences.inputs` converts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The training step of RWKV-LM's trainer, imported from RWKV-v7/train_temp of a checkout.
 
-It gets the official initial values in bfloat16 and is called as its trainer calls it; optimizer and clipping
-are torch's. Its module compiles CUDA extensions one after another at import: `compile_share`, run before in
-several processes, fills torch's folder of extensions.
+Called as its trainer calls it, with its initial values in bfloat16; optimizer and clipping are torch's. Its
+CUDA extensions are compiled at import, or by several processes before: `compile_share`.
 """
 
 from __future__ import annotations
@@ -78,9 +77,7 @@ def _module(checkout: str) -> Any:
 
 
 def compile_share(checkout: str, share: int, shares: int) -> None:
-    """Compiles the extensions whose number is ``share`` modulo ``shares``, and skips the others and what the
-    module does with them at import.
-    """
+    """Compiles the extensions whose number is ``share`` modulo ``shares`` and skips everything else."""
     import torch
     from torch.utils import cpp_extension
 

@@ -7,9 +7,7 @@ from typing import Any
 
 
 def compile_only(share: int, shares: int) -> None:
-    """Makes Triton's tuners compile a share of the configurations into the cache on disk and time none of
-    them: the tuning that counts starts afresh.
-    """
+    """Makes Triton's tuners compile a share of the configurations into the cache and time none."""
     from triton.runtime.autotuner import Autotuner
 
     def run(call: Callable[[], Any], quantiles: Any = None, **rest: Any) -> list[float]:

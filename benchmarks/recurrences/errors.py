@@ -1,6 +1,4 @@
-"""Errors of an implementation on B1 T128 H2: relative Frobenius norms against the float64 recurrence of
-tests/harness/oracles.py on equally rounded inputs.
-"""
+"""Relative errors on B1 T128 H2 against the float64 recurrence of tests/harness/oracles.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """JAX's and torch's side of a measurement: arrays, functions, time (`timing`) and memory.
 
-Memory is what a call needs beyond its inputs, outputs and gradients included: temporaries and outputs by
-JAX's compiler, for torch the allocator's peak during a call less the allocation before. ``first_call_s`` is
-tracing, compilation and one run, less if an earlier measurement compiled the same kernels.
+Memory is what a call needs beyond its inputs: by JAX's compiler, or the peak of torch's allocator.
+``first_call_s`` is tracing, compilation and one run, less if kernels were compiled before.
 """
 
 from __future__ import annotations

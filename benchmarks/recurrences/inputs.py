@@ -13,9 +13,7 @@ STATES = ("initial_state", "ds")
 
 
 def draw(task: Task, m: Any, normal: Callable[..., Any], uniform: Callable[..., Any]) -> dict[str, Any]:
-    """Inputs and cotangents in float32; ``m`` is numpy, jax.numpy or torch. RWKV-7: a = -kk, b = kk * gate
-    with kk of norm one.
-    """
+    """Inputs and cotangents in float32 by numpy, jax.numpy or torch. RWKV-7: a = -kk, b = kk * gate."""
     B, T, H, K, V = task.shape
     x = {name: normal(B, T, H, K) for name in ("r", "k", "w")}
     # decays of the RWKV-7 layer, or RWKV-6's exp of anything, down to e^-1000

@@ -88,9 +88,7 @@ def plan(quick: bool) -> tuple[list[Job], list[Job]]:
 
 
 def group(job: Job) -> str:
-    """The process of a job: one an op of ours, close to its peers; one a head size if extensions are compiled
-    for one size and loaded by a name without it.
-    """
+    """The process of a job: one an op of ours; one a head size if extensions are compiled for one size."""
     key, task = job
     implementation = IMPLEMENTATIONS[key]
     if implementation.group == "fla_jax":
@@ -99,9 +97,9 @@ def group(job: Job) -> str:
 
 
 def roofline_ms(task: Task, device: str) -> float | None:
-    """Milliseconds in which a copy moves the bytes that must move, each array once a pass; None without a
-    bandwidth of the device. Forward: tokens read, o written, one state read and one written. Backward: tokens
-    and do read, gradients written, both states read again and one written.
+    """Milliseconds in which a copy moves the bytes that must move; None without a bandwidth of the device.
+
+    Forward: inputs, o, a state read and one written. Backward: inputs, do, gradients, three states.
     """
     B, T, H, K, V = task.shape
     keys, state = {7: 5, 6: 3}[task.version], 4 * B * H * K * V

@@ -72,9 +72,7 @@ class Run:
         return json.dumps([*(record.get(name) for name in KEY), peer])
 
     def save(self) -> None:
-        """Fills in ratios and writes the file. Records of other benchmarks stay, and those of ops that
-        earlier runs of the same commit measured.
-        """
+        """Fills in ratios and writes the file; other records stay, and those of ops of the same commit."""
         compare(self.measured())
         if self.device == "unknown":
             return

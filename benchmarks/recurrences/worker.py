@@ -1,7 +1,4 @@
-"""A process of ops.py: time, memory and errors of one implementation after another.
-
-Errors come after the times, so that no tuning is for their shape.
-"""
+"""A process of ops.py: time and memory, then errors, of one implementation after another."""
 
 from __future__ import annotations
 

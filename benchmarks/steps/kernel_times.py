@@ -86,9 +86,7 @@ def table(found: list[Kernel], steps: int) -> str:
 
 
 def profiled(folder: Path, step: Callable[[], object], devices: int = 1) -> dict[str, float]:
-    """Profiles steps into a folder, with a table ``kernels.txt``; returns milliseconds a step and device by
-    kind. Collectives overlap other kernels.
-    """
+    """Profiles steps into a folder; returns milliseconds a step and device by kind of kernel."""
     import jax
 
     jax.profiler.start_trace(str(folder))

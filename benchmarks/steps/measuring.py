@@ -1,7 +1,4 @@
-"""The time of a training step: each side's ``step`` runs all of it and returns the loss.
-
-Steps are queued, as in a training loop; ``ms_alone`` is the time of a step that is waited for.
-"""
+"""The time of queued training steps; ``ms_alone`` is that of a step that is waited for."""
 
 from __future__ import annotations
 

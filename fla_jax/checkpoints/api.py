@@ -13,6 +13,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from flax.core import FrozenDict
+from jaxtyping import PyTree
 
 from ..layers.fields import DTYPES
 from ..models import RWKVConfig, RWKVForCausalLM, family_of
@@ -28,44 +29,39 @@ _OPTIONS = ("dtype", "param_dtype", "scan_layers", "remat", "logical_axes", "chu
 _MAX_NAMES = 8  # of tensors in a warning
 
 
-def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVForCausalLM, dict[str, Any]]:
+def load_checkpoint(
+    path: str | os.PathLike[str], **options: Any
+) -> tuple[RWKVForCausalLM, dict[str, PyTree]]:
     """Loads RWKV-6 or RWKV-7; version, sizes and low ranks come from the names and shapes of the tensors.
 
     No code of a file is run, and PyTorch is not needed. Tensors are read one by one.
 
     Args:
-        path: an official ``.pth`` file (of RWKV-LM: float32, bfloat16 or float16), or a directory with
-            flash-linear-attention's safetensors (the package safetensors must be installed), one
-            ``.safetensors`` file, or a path that another format in `FORMATS` reads. Or a repository at
-            Hugging Face: ``"hf://owner/name"`` for its safetensors, ``"hf://owner/name/file.pth"`` for one of
-            its files, with ``@revision`` after the name for another than the newest. The package
-            huggingface_hub (the extra ``hub``) downloads files that are not in its cache, none with
-            ``HF_HUB_OFFLINE=1``.
+        path: an official ``.pth`` file; a directory with flash-linear-attention's safetensors (needs the
+            package safetensors) or one ``.safetensors`` file; a path that another format in `FORMATS` reads;
+            or a repository at Hugging Face, ``"hf://owner/name"`` for its safetensors,
+            ``"hf://owner/name/file.pth"`` for one file, with ``@revision`` after the name. The package
+            huggingface_hub (the extra ``hub``) downloads files that are not in its cache.
         **options: fields of the model's configuration that no file gives: ``dtype``, ``param_dtype``,
             ``scan_layers``, ``remat``, ``logical_axes``, ``chunk_size``, ``implementation``; see
-            `RWKV7Config`. ``param_dtype`` casts the parameters; by default each has its dtype in the file, so
-            that `save_checkpoint` writes the same bits. A parameter stacked by ``scan_layers`` whose layers
-            differ in dtype in the file has the widest one. ``dtype``, the compute dtype, is float32 by
-            default for every file.
+            `RWKV7Config`. ``param_dtype`` casts the parameters; by default each has its dtype in the file
+            (stacked layers the widest of theirs). ``dtype``, the compute dtype, is float32 by default.
 
     Returns:
         ``(model, params)``: ``model.apply({"params": params}, tokens)``. Params are JAX arrays on the default
-        device, not boxed. Other tensors are left out: layer 0's v0, v1, v2, which RWKV-7 files may have and
-        no program reads, and tuned initial states (``time_state``); see `load_extras`.
+        device, not boxed. Tensors that are no parameters are left out: see `load_extras`.
 
     Raises:
         ValueError: the file is broken, truncated, damaged (``.pth`` files have checksums), no regular file,
             or contains code; it is of an unknown or newer variant; a tensor is missing, surplus, has a wrong
             shape or dtype, or shares its values with others, as only embedding and head may; config.json has
-            another norm_eps or activation. The message names the file and the tensor. Or: an option does not
-            fit.
+            another norm_eps or activation; an option does not fit. The message names file and tensor.
         TypeError: an option is unknown, is given by the file, or has another type; ``path`` is no path.
-        OSError: the file cannot be opened, or a repository or its file can neither be found in the cache nor
-            downloaded. ImportError: safetensors or huggingface_hub is needed and not installed.
+        OSError: the file cannot be opened, or neither found in the cache nor downloaded.
+        ImportError: safetensors or huggingface_hub is needed and not installed.
 
-    FLA normalises heads with other epsilons than the official runtimes: RWKV-6 with 1e-5 instead of 64e-5,
-    RWKV-7 with head_dim * 1e-5. The logits of a model trained with those differ here by some percent for
-    RWKV-6, not at all for RWKV-7 with heads of 64.
+    FLA normalises heads with other epsilons than the official runtimes (RWKV-6 with 1e-5 instead of 64e-5):
+    the logits of an RWKV-6 trained there differ here by some percent.
 
     Example:
         >>> import jax, jax.numpy as jnp, tempfile
@@ -105,16 +101,14 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> tuple[RWKVF
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: RWKVForCausalLM,
-    params: Mapping[str, Any],
+    params: Mapping[str, PyTree],
     *,
-    extras: Mapping[str, Any] | None = None,
+    extras: Mapping[str, np.ndarray | jax.Array] | None = None,
 ) -> None:
     """Saves a model as an official ``.pth`` file or as a directory that flash-linear-attention reads.
 
     Every parameter is saved in its dtype, bit by bit; a warning names those whose dtype differs from that of
-    most, such as merged float32 updates of a bfloat16 model. A file appears, or is replaced, when it is
-    complete. Several threads and processes may save to one path, and a save removes temporary files of killed
-    ones.
+    most. A file appears, or is replaced, when it is complete, also where several processes save to one path.
 
     Args:
         path: a file that ends in ``.pth``, a directory, created if necessary, for ``model.safetensors`` and
@@ -124,7 +118,6 @@ def save_checkpoint(
         params: its parameters, stacked layers (``scan_layers``) and boxed arrays included.
         extras: {name in the file: array} of tensors that are no parameters: "blocks.0.att.v0" (v1, v2), which
             other readers of RWKV-7 files may require, and "blocks.0.att.time_state" [H, V, K] and so on.
-            `load_extras` returns those of a file.
 
     Raises:
         ValueError: ``params`` are not those of ``model``; an extra is not known in this format, is of a layer
@@ -197,24 +190,16 @@ def _warn_of_mixed_dtypes(tensors: Mapping[str, np.ndarray]) -> None:
 def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint that `load_checkpoint` leaves out, by their names in the file.
 
-    These are layer 0's v0, v1, v2 and tuned initial states.
-
-    Args:
-        path: as in `load_checkpoint`.
-
-    Returns:
-        {name: array}, for `save_checkpoint`; ``blocks.{i}.att.time_state`` are [H, V, K].
-
-    Raises:
-        ValueError, TypeError, OSError, ImportError: as `load_checkpoint`.
+    These are layer 0's v0, v1, v2, which no program reads, and tuned initial states,
+    ``blocks.{i}.att.time_state`` [H, V, K]. Arguments and errors: `load_checkpoint`.
 
     Example:
-        >>> import jax, jax.numpy as jnp
         >>> import tempfile
         >>> from fla_jax.checkpoints import load_extras, save_checkpoint
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM, initial_params
+        >>> import jax, jax.numpy as jnp
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
-        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> params = initial_params(model, jax.random.key(0))
         >>> states = {f"blocks.{i}.att.time_state": jnp.ones((4, 16, 16)) for i in range(2)}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_checkpoint(folder + "/tuned.pth", model, params, extras=states)

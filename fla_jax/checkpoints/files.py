@@ -11,7 +11,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 if sys.platform != "win32":
     import fcntl
@@ -25,7 +25,7 @@ _KINDS = {
 }
 
 
-def as_path(path: Any) -> Path:
+def as_path(path: object) -> Path:
     """The argument ``path``.
 
     Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from .files import as_path
 from .tensors import printable, quoted
@@ -20,7 +19,7 @@ _PART = r"[\w.-]+"
 _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^@]+?))?(?:/(?P<file>[^@]+))?")
 
 
-def located(path: Any) -> Path:
+def located(path: object) -> Path:
     """The argument ``path`` as a path of this machine, fetched first where it names a repository.
 
     Raises:
@@ -44,8 +43,11 @@ def located(path: Any) -> Path:
     try:
         if file is not None:
             return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision))
-        options: dict[str, Any] = {"allow_patterns": _FILES, "ignore_patterns": ["*/*"]}
-        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, **options))
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                repo, revision=revision, allow_patterns=_FILES, ignore_patterns=["*/*"]
+            )
+        )
     except OSError as error:  # missing, forbidden, or no network and not in the cache
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
         raise kind(f"{path}: {printable(error)}") from error

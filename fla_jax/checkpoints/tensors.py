@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 _AHEAD = 4  # tensors that are read while another one is used; reading may copy them
 _BLOCK = 64
@@ -63,7 +64,7 @@ def slice_of(tensor: StoredTensor, i: int) -> StoredTensor:
     return tensor._replace(name=f"{tensor.name}[{i}]", shape=tensor.shape[1:], read=lambda: tensor.read()[i])
 
 
-def quoted(text: Any) -> str:
+def quoted(text: object) -> str:
     """Text of a file for a message: quoted, short, without control characters."""
     text = str(text)
     return repr(text if len(text) <= 200 else text[:200] + "...")
@@ -77,7 +78,7 @@ def printable(error: Exception) -> str:
 def read_ahead(tensors: Iterable[StoredTensor]) -> Iterator[np.ndarray]:
     """The values of each tensor, read in threads while earlier ones are used, which hides the checksums."""
     with ThreadPoolExecutor(_AHEAD) as pool:
-        coming: collections.deque[Any] = collections.deque()
+        coming: collections.deque[Future[np.ndarray]] = collections.deque()
         for tensor in tensors:
             coming.append(pool.submit(tensor.read))
             if len(coming) > _AHEAD:
@@ -95,7 +96,7 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
         target[...] = source
 
 
-def as_bytes(x: Any) -> memoryview:
+def as_bytes(x: ArrayLike) -> memoryview:
     """The values of an array in row-major order; a copy only of arrays in another order."""
     x = np.asarray(x)
     if not x.flags.c_contiguous:

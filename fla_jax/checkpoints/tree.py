@@ -6,13 +6,15 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from ..layers.fields import DTYPES
 from ..models.config import RWKVConfig
@@ -72,7 +74,7 @@ def _shapes(param_map: ParamMap, config: RWKVConfig) -> dict[str, tuple[int, ...
     """Shapes of the parameters; those of a layer, under "blocks/...", without an axis of layers."""
     # the scanned model traces one layer for any number of them; the shapes depend on no implementation
     config = dataclasses.replace(config, remat=False, logical_axes=False, scan_layers=True)
-    model: Any = param_map.family.model(dataclasses.replace(config, chunk_size=None, implementation=None))
+    model = param_map.family.model(dataclasses.replace(config, chunk_size=None, implementation=None))
     tree = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     shapes = {path: x.shape for path, x in flatten_dict(tree, sep="/").items()}
     if missing := shapes.keys() - param_map.refs.keys():
@@ -151,7 +153,7 @@ def _check_shared(planned: Mapping[str, Parameter]) -> None:
                 raise ValueError(f"{quoted(tensor.name)} shares its values with other tensors: {what}")
 
 
-def read(planned: Mapping[str, Parameter], dtype: Any) -> dict[str, Any]:
+def read(planned: Mapping[str, Parameter], dtype: DTypeLike | None) -> dict[str, PyTree]:
     """The parameters in ``dtype``, None for the file's. Layers that a file lacks are zero."""
     params = {}
     values = read_ahead(tensor for parameter in planned.values() for tensor, _ in parameter.layers.values())
@@ -165,7 +167,7 @@ def read(planned: Mapping[str, Parameter], dtype: Any) -> dict[str, Any]:
     return unflatten_dict(params, sep="/")
 
 
-def from_tree(param_map: ParamMap, params: Any, config: RWKVConfig) -> dict[str, np.ndarray]:
+def from_tree(param_map: ParamMap, params: PyTree, config: RWKVConfig) -> dict[str, np.ndarray]:
     """The tensors that hold the parameters, by name, in the order of a file; views where possible.
 
     Raises:
@@ -204,7 +206,7 @@ def from_tree(param_map: ParamMap, params: Any, config: RWKVConfig) -> dict[str,
     return tensors
 
 
-def as_array(name: str, x: Any) -> np.ndarray:
+def as_array(name: str, x: object) -> np.ndarray:
     """An array of a dtype that files may hold.
 
     Raises:

@@ -21,16 +21,14 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
 
     Reported, with the op's and the argument's name: a log decay ``w`` > 0 (or below a promised
     ``lower_bound``), NaN or infinity in any input (``w = -inf`` apart) with its position, ``cu_seqlens`` that
-    do not rise from 0 to T, and, for RWKV-7, rows whose state grows without bound. The last is what happens
-    when ``a`` and ``b`` are drawn at random instead of ``a = -kk`` and ``b = kk * gate`` with ``|kk| = 1``
-    and ``gate`` in [0, 1] (or [0, 2]).
+    do not rise from 0 to T, and, for RWKV-7, states that grow without bound, as with ``a`` and ``b`` drawn at
+    random.
 
     ``fn`` may be jitted, differentiated, vmapped or scanned inside; it is traced anew under
-    `jax.experimental.checkify`, so expect compile time and some run time. The first failing check wins.
+    `jax.experimental.checkify`, at some cost in compile and run time. The first failing check is raised.
 
     Args:
-        fn: function of arrays (and static Python values closed over), such as a training step or ``jax.grad``
-            of a loss.
+        fn: function of arrays (and static Python values closed over), such as a training step.
 
     Returns:
         A function with the same arguments and result.

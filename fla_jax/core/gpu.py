@@ -42,11 +42,6 @@ def lowering_for(compute_capability: int):
     return _target(compute_capability)
 
 
-def lowering_target() -> int | None:
-    """The compute capability that `lowering_for` names, None outside it."""
-    return _target.value
-
-
 def current_gpu() -> GPU:
     """The GPU that kernels are made for.
 

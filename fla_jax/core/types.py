@@ -75,7 +75,7 @@ class MixInputs(NamedTuple):
     scale: Float[Array, " C"] | None = None  # of the norm; None for no norm
     bias: Float[Array, " C"] | None = None
     last: Float[Array, "B C"] | None = None  # the token before the first one; None for zeros
-    moves: Float[Array, "M B T C"] | None = None  # added to the mixes
+    mix_delta: Float[Array, "M B T C"] | None = None  # added to the mixes
     segment_ids: Int[Array, "B T"] | None = None
 
 

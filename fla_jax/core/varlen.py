@@ -41,13 +41,14 @@ class Chunks(NamedTuple):
             x = jnp.take(x, self.gather, axis=1, mode="fill", fill_value=0)
         else:
             x = jnp.pad(x, ((0, 0), (0, self.number * self.size - self.length), (0, 0), (0, 0)))
-        B, _, H, D = x.shape
-        return x.astype(dtype).reshape(B, self.number, self.size, H, D).transpose(1, 0, 3, 2, 4)
+        return _to_chunks(x, self.size, dtype)
 
     def join(self, x: jax.Array, dtype: DTypeLike) -> jax.Array:
         """[n, B, H, C, D] -> [B, T, H, D] in ``dtype``."""
-        n, B, H, C, D = x.shape
-        x = x.astype(dtype).transpose(1, 0, 3, 2, 4).reshape(B, n * C, H, D)
+        return self._tokens(_from_chunks(x, dtype))
+
+    def _tokens(self, x: jax.Array) -> jax.Array:
+        """[B, n * C, H, D] -> [B, T, H, D]."""
         return x[:, : self.length] if self.scatter is None else jnp.take(x, self.scatter, axis=1, mode="clip")
 
     def scan(
@@ -79,20 +80,12 @@ class Chunks(NamedTuple):
             if self.gather is None:
                 x = jax.lax.dynamic_slice_in_dim(x, i * span, span, 1)
             else:
-                x = jnp.take(
-                    x,
-                    jax.lax.dynamic_slice_in_dim(self.gather, i * span, span),
-                    axis=1,
-                    mode="fill",
-                    fill_value=0,
-                )
-            B, _, H, D = x.shape
-            return x.astype(compute).reshape(B, self.group, self.size, H, D).transpose(1, 0, 3, 2, 4)
+                at = jax.lax.dynamic_slice_in_dim(self.gather, i * span, span)
+                x = jnp.take(x, at, axis=1, mode="fill", fill_value=0)
+            return _to_chunks(x, self.size, compute)
 
         def write(buffer, y, i):
-            G, B, H, C, D = y.shape
-            y = y.astype(buffer.dtype).transpose(1, 0, 3, 2, 4).reshape(B, G * C, H, D)
-            return jax.lax.dynamic_update_slice_in_dim(buffer, y, i * span, 1)
+            return jax.lax.dynamic_update_slice_in_dim(buffer, _from_chunks(y, buffer.dtype), i * span, 1)
 
         def body(carry, x):
             (carry, buffers), (i, x) = carry, x
@@ -104,10 +97,7 @@ class Chunks(NamedTuple):
         (carry, buffers), ys = jax.lax.scan(
             body, (carry, buffers), (jnp.arange(self.number // self.group), xs), reverse=reverse
         )
-        out = tuple(
-            x[:, : self.length] if self.scatter is None else jnp.take(x, self.scatter, axis=1, mode="clip")
-            for x in buffers
-        )
+        out = tuple(map(self._tokens, buffers))
         return carry, out, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
 
     def each(
@@ -130,6 +120,18 @@ class Chunks(NamedTuple):
     def write(self, state: jax.Array, new: jax.Array, sequence: jax.Array | None) -> jax.Array:
         """``state`` with that of a chunk replaced."""
         return new if sequence is None else jax.lax.dynamic_update_index_in_dim(state, new, sequence, 0)
+
+
+def _to_chunks(x: jax.Array, size: int, dtype: DTypeLike) -> jax.Array:
+    """[B, n * C, H, D] -> [n, B, H, C, D]."""
+    B, T, H, D = x.shape
+    return x.astype(dtype).reshape(B, T // size, size, H, D).transpose(1, 0, 3, 2, 4)
+
+
+def _from_chunks(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The inverse of `_to_chunks`."""
+    n, B, H, C, D = x.shape
+    return x.astype(dtype).transpose(1, 0, 3, 2, 4).reshape(B, n * C, H, D)
 
 
 def zeros(like: jax.Array, varying: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:

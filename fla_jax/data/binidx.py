@@ -12,10 +12,12 @@ import array
 import contextlib
 import os
 import struct
+import types
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from ..checkpoints import files
 
@@ -121,7 +123,7 @@ def open_binidx(path: str | os.PathLike[str]) -> BinIdx:
     return BinIdx(bin_path, np.memmap(bin_path, dtype, "r"), starts)
 
 
-def _read_index(path: Path) -> tuple[np.dtype, Any, Any, Any]:
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """Dtype of the tokens, lengths and offsets of the sequences, first sequences of the documents."""
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
@@ -192,7 +194,7 @@ class BinIdxWriter:
         8
     """
 
-    def __init__(self, path: str | os.PathLike[str], dtype: Any = np.uint16):
+    def __init__(self, path: str | os.PathLike[str], dtype: DTypeLike = np.uint16):
         """Nothing is written yet.
 
         Args:
@@ -215,7 +217,7 @@ class BinIdxWriter:
         self._file = self._stack.enter_context(files.replacing(self._bin))
         return self
 
-    def add(self, tokens: Any, *, ends: bool = True) -> None:
+    def add(self, tokens: ArrayLike, *, ends: bool = True) -> None:
         """Appends a document, or a part of one.
 
         Args:
@@ -244,14 +246,19 @@ class BinIdxWriter:
             self._lengths.append(self._open)
             self._open = 0
 
-    def __exit__(self, *error: Any) -> None:
-        if self._open and error[0] is None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        if self._open and error is None:
             self._lengths.append(self._open)
-        if error[0] is None:
+        if error is None:
             self._idx.unlink(missing_ok=True)  # the index makes a pair complete
         self._file = None
-        self._stack.__exit__(*error)  # the .bin file replaces the old one, or is removed
-        if error[0] is None:
+        self._stack.__exit__(kind, error, traceback)  # the .bin file replaces the old one, or is removed
+        if error is None:
             self._write_index()
 
     def _write_index(self) -> None:

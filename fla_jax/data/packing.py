@@ -12,7 +12,7 @@ from .binidx import BinIdx
 
 
 class PackedRows:
-    """Documents concatenated and cut into rows of equal length, without padding.
+    """Documents concatenated and cut into examples ("rows") of equal length, without padding.
 
     Row i is a dict of arrays [length] for tokens i * length to i * length + length - 1:
 
@@ -21,11 +21,10 @@ class PackedRows:
       segment starts with the end token of the document before it;
     * ``mask`` float32, 0 where the label is the first token of another segment's document, else 1.
 
-    The first token of a document is thus learned from the end token and a zero state, as generation from the
-    prompt ``[0]`` reads it, and every label is learned. RWKV-LM carries the state from one document to the
-    next; leave ``segment_ids`` out for that. After a document without the end token, the next segment starts
-    with the document's first token, which is not learned. A document that crosses the end of a row continues
-    in the next one as a new document.
+    So the first token of a document is learned from the end token and a zero state, as generation from the
+    prompt ``[0]`` reads it. After a document without the end token, the next segment starts with the
+    document's first token, which is not learned. A document that crosses the end of a row continues in the
+    next one as a new document. RWKV-LM carries the state over: leave ``segment_ids`` out for that.
 
     Example:
         >>> import os, tempfile

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,9 +35,12 @@ class _Block(NamedTuple):
 
 class _Task(NamedTuple):
     block: _Block
-    tokenizer: Any
+    tokenizer: str | os.PathLike[str] | None
     vocab_size: int
     text_field: str
+
+
+_Encoded = tuple[_Block, list[np.ndarray]]  # the tokens of each document of a block
 
 
 def tokenize(
@@ -93,7 +96,7 @@ def tokenize(
         raise ValueError(f"paths must contain text, got {len(found)} files without any")
     tasks = (_Task(block, tokenizer, vocab_size, text_field) for path in found for block in _blocks(path))
     if processes == 1 or total < _SMALL:
-        encoded: Iterator[Any] = map(_encode, tasks)
+        encoded: Iterator[_Encoded] = map(_encode, tasks)
     else:
         encoded = _in_processes(tasks, processes)
     with BinIdxWriter(out, np.uint16 if vocab_size <= 1 << 16 else np.uint32) as writer:
@@ -121,12 +124,12 @@ def _blocks(path: Path) -> Iterator[_Block]:
             begin = end
 
 
-def _in_processes(tasks: Iterator[_Task], processes: int) -> Iterator[Any]:
+def _in_processes(tasks: Iterator[_Task], processes: int) -> Iterator[_Encoded]:
     """`_encode` of each task, in order; a few blocks a process are read ahead."""
     # a forked process would have JAX's locks, but not the threads that hold them
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
-        waiting: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
+        waiting: collections.deque[concurrent.futures.Future[_Encoded]] = collections.deque()
         try:
             for task in tasks:
                 waiting.append(pool.submit(_encode, task))
@@ -139,10 +142,10 @@ def _in_processes(tasks: Iterator[_Task], processes: int) -> Iterator[Any]:
                 future.cancel()
 
 
-_loaded: dict[Any, Tokenizer] = {}  # of this process
+_loaded: dict[tuple[str | os.PathLike[str] | None, int], Tokenizer] = {}  # of this process
 
 
-def _encode(task: _Task) -> tuple[_Block, list[np.ndarray]]:
+def _encode(task: _Task) -> _Encoded:
     """The tokens of a block's documents; a document that ends in the block has the end token."""
     block, key = task.block, (task.tokenizer, task.vocab_size)
     if key not in _loaded:

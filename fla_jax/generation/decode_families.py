@@ -91,7 +91,7 @@ def rwkv6_weights(block: Any, matrix: Any, dtype: Any) -> Layer6:
         norm=affine(block["ln1"]),
         mix_x=att["time_maa_x"][None],
         first=matrix((padded(att["time_maa_w1"], CODE_ROWS), 0, TANH)),
-        moves=att["time_maa_w2"].astype(dtype),
+        mix_delta=att["time_maa_w2"].astype(dtype),
         mixes=jnp.stack([att[f"time_maa_{name}"] for name in "wkvrg"]),
         into=matrix(*into, (decay, 0, TANH)),
         second=padded(att["time_decay_w2"].astype(dtype).T, CODE_ROWS),

@@ -10,7 +10,7 @@ What differs from the model's parameters, for hidden size C:
 * The norm behind the embedding is applied to the whole table.
 * Vectors stay as they are, in the parameters' dtype; layers are not stacked.
 * In int8 (``group``) all these matrices have a float16 factor for every ``group`` weights of a row; the
-  table, the second low-rank stages and RWKV-6's moves stay in the compute dtype.
+  table, the second low-rank stages and RWKV-6's mix_delta stays in the compute dtype.
 
 It is as large as the parameters in the compute dtype. Prompts are read with the parameters themselves.
 """

@@ -139,14 +139,14 @@ class Decoder:
         Args:
             tokens: [B] integers.
             state: of the tokens before. It is donated: its memory is that of the new one.
-            alive: [B] booleans: rows that are not keep their state, and their logits mean nothing. None for
+            active: [B] booleans: other requests keep their state, and their logits are undefined. None for
                 all.
 
         Returns:
             ``(logits [B, V], state)``; logits are NaN where a token is not one of the model's.
 
         Raises:
-            ValueError: ``tokens``, ``state`` or ``alive`` has another shape or dtype, or ``state`` or the
+            ValueError: ``tokens``, ``state`` or ``active`` has another shape or dtype, or ``state`` or the
                 parameters hold deleted arrays: they were donated to an earlier call.
         """
         tokens = jnp.asarray(tokens)
@@ -155,7 +155,7 @@ class Decoder:
         check_state(state, jax.eval_shape(lambda: self.model.init_state(tokens.shape[0])))
         active = jnp.ones(tokens.shape, bool) if active is None else jnp.asarray(active)
         if active.shape != tokens.shape or active.dtype != bool:
-            want = f"alive must be booleans {list(tokens.shape)}, one for each of tokens"
+            want = f"active must be booleans {list(tokens.shape)}, one for each of tokens"
             raise ValueError(f"{want}, got {active.dtype}{list(active.shape)}")
         check_deleted(state=state)
         with explain_deleted(params=self.weights):

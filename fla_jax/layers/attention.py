@@ -1,4 +1,4 @@
-"""What the attention layers of both versions share (RWKV calls them time mix)."""
+"""The attention layers' common part: fields, call, recurrence, norm of each head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ..core.mesh import shard_like
 from .base import Layer, LayerCall, with_axes, zero_beyond
-from .init import ByDepth, computed
+from .init import ByDepth, Value, computed
 from .norm import Affine, NormParameters
 from .sharding import ActivationSharding, constrain
 from .state import RWKVState, check_state, zero_state
@@ -21,20 +21,20 @@ R = TypeVar("R")
 
 
 class Attention(Layer):
-    """Fields and helpers of the attention layers.
+    """Fields and helpers of the attention layers (RWKV calls them time mix).
 
     Attributes:
         head_dim: channels per head, K = V.
-        chunk_size: tokens per chunk of the op; None for the implementation's own choice.
+        chunk_size: tokens per chunk of the op; None for the implementation's choice.
         implementation: name of the op's implementation; None for the best that qualifies.
 
     The other fields: `Layer`.
 
     Example:
-        >>> from fla_jax.layers import Attention, RWKV7Attention
+        >>> from fla_jax.layers import RWKV7Attention
         >>> layer = RWKV7Attention(hidden_size=64, head_dim=16, implementation="xla")
-        >>> isinstance(layer, Attention), layer.init_state(batch=2).wkv.shape
-        (True, (2, 4, 16, 16))
+        >>> layer.init_state(batch=2).wkv.shape
+        (2, 4, 16, 16)
     """
 
     head_dim: int = 64
@@ -92,7 +92,7 @@ class AttentionCall(LayerCall):
         """[C] -> [H, N]."""
         return x.reshape(-1, self.layer.head_dim)
 
-    def head_vector(self, name: str, init: Callable[[], Any]) -> jax.Array:
+    def head_vector(self, name: str, init: Value) -> jax.Array:
         """A parameter [H, N] with the initial value that ``init`` returns."""
         C, N = self.layer.hidden_size, self.layer.head_dim
         return self.vector(name, computed(init), "heads", "kv", shape=(C // N, N))

@@ -1,15 +1,16 @@
-"""What all layers share: fields, checked inputs, projections, norm with token shift and mixes."""
+"""The layers' common part: fields, checked inputs, projections, norm with token shift and mixes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..core.mesh import check_mesh, shard_like
@@ -19,7 +20,7 @@ from ..ops.layer import norm_shift_mix
 from .fields import check_fields
 from .init import Initializer
 from .norm import Affine
-from .sharding import ActivationSharding, Axes, check_length
+from .sharding import ActivationSharding, Axes, DotOptions, check_length
 from .shift import last_token
 
 LAYER_NORM_EPS = 1e-5
@@ -38,26 +39,23 @@ class Layer(nn.Module):
         layer_index: position in the network, from 0: initial values depend on it. An int, or a traced integer
             inside `flax.linen.scan`.
         num_layers: number of layers of the network.
-        dtype: compute dtype; None for the promotion of the input's with ``param_dtype``. Arithmetic on decays
-            and norms is float32 in any case, and so are states; the decays of RWKV-7 are rounded to bfloat16
-            for the op where that is the compute dtype.
+        dtype: compute dtype; None for the promotion of the input's with ``param_dtype``. States and
+            arithmetic on decays and norms are float32 at least.
         param_dtype: dtype of the parameters.
         logical_axes: whether `init` returns parameters boxed with the names of their axes
             (`flax.linen.LogicallyPartitioned`) instead of plain arrays.
 
     Example:
-        >>> from fla_jax.layers import Layer, RWKV6FeedForward, RWKV7Attention
-        >>> issubclass(RWKV7Attention, Layer), issubclass(RWKV6FeedForward, Layer)
-        (True, True)
-        >>> RWKV7Attention(hidden_size=64, head_dim=16, layer_index=1, num_layers=4).num_layers
-        4
+        >>> from fla_jax.layers import Layer, RWKV7Attention
+        >>> issubclass(RWKV7Attention, Layer)
+        True
     """
 
     hidden_size: int
-    layer_index: Any = 0
+    layer_index: int | jax.Array = 0
     num_layers: int = 1
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     logical_axes: bool = False
 
     def __post_init__(self) -> None:
@@ -137,7 +135,9 @@ class LayerCall:
     def dense(self, name: str, features: int, init: Initializer, axes: Axes, x: jax.Array) -> jax.Array:
         """``x @ kernel``, kernel [in, out] of the submodule ``name``."""
 
-        def dot_general(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
+        def dot_general(
+            x: jax.Array, kernel: jax.Array, _: object, **options: Unpack[DotOptions]
+        ) -> jax.Array:
             return self.sharding.dot(x, kernel, axes, **options)
 
         layer = nn.Dense(
@@ -163,7 +163,7 @@ class LayerCall:
         init: Initializer,
         x: jax.Array,
         activation: Callable[[jax.Array], jax.Array] = lambda h: h,
-        **options: Any,
+        **options: Unpack[DotOptions],
     ) -> jax.Array:
         """``activation(x @ name1) @ name2``, [C, rank] and [rank, C]; the first starts at zero."""
         h = self.project(f"{name}1", rank, nn.initializers.zeros, ("embed", "rank"), x)

@@ -33,9 +33,8 @@ class FeedForward(Layer):
 
     Example:
         >>> from fla_jax.layers import FeedForward, RWKV7FeedForward
-        >>> layer = RWKV7FeedForward(hidden_size=64, intermediate_size=96)
-        >>> isinstance(layer, FeedForward), layer.intermediate_size
-        (True, 96)
+        >>> isinstance(RWKV7FeedForward(hidden_size=64, intermediate_size=96), FeedForward)
+        True
     """
 
     intermediate_size: int | None = None
@@ -79,25 +78,19 @@ class FeedForward(Layer):
         norm: Affine | None = None,
         y: Float[Array, "B T C"] | None = None,
     ) -> tuple[Float[Array, "B T C"], RWKVState]:
-        """Mixes channels.
+        """Mixes channels; ``segment_ids``, ``lengths`` and errors as for `RWKV7Attention`.
 
         Args:
             x: [B, T, C], normalised hidden states, T >= 1.
-            state: of this layer; None for zeros. Only ``ffn_shift`` is read; the rest is passed through, and
-                is None without a state.
-            segment_ids: [B, T] integers: the token shift restarts wherever the id changes.
-            lengths: [B] integers from 0 to T: number of tokens of each example. Positions at or beyond
-                ``lengths`` are ignored; with ``norm``, x and y must be finite there.
+            state: of this layer; None for zeros. Only ``ffn_shift`` is read; the rest is passed through.
+            segment_ids: [B, T] integers.
+            lengths: [B] integers.
             norm: scale and bias [C] of the layer norm before this layer. x is then the residual stream, and
                 so is the first result: ``x + y`` plus the output of this layer.
-            y: [B, T, C], the output of the attention, to be added to the residual stream; only with ``norm``.
+            y: [B, T, C], the output of the attention, added to the residual stream; only with ``norm``.
 
         Returns:
-            ``(y, state)``: y [B, T, C] in the compute dtype, and the state with the layer's input at the last
-            token [B, C] as ``ffn_shift``.
-
-        Raises:
-            ValueError, TypeError: an argument does not fit; the message names it.
+            ``(y, state)``: y [B, T, C] in the compute dtype, and the state after the last token.
         """
         call, state = self.prepare(x, state, segment_ids, lengths, norm)
         C, depth = self.hidden_size, ByDepth(self.layer_index, self.num_layers, self.hidden_size, 1)

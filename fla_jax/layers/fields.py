@@ -47,7 +47,7 @@ def check_fields(**values: Any) -> None:
             )
 
 
-def check_size(name: str, value: Any) -> None:
+def check_size(name: str, value: object) -> None:
     """Raises ValueError unless ``value`` is a positive int."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")

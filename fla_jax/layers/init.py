@@ -11,12 +11,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
-Initializer = Callable[..., Any]
+Initializer = Callable[..., PyTree]  # an array, or one in a box with the names of its axes
+
+Value = Callable[[], jax.Array | float]
 
 
 def orthogonal(gain: float) -> Initializer:
@@ -24,7 +27,7 @@ def orthogonal(gain: float) -> Initializer:
     QR).
     """
 
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         return jax.nn.initializers.orthogonal(gain)(key, shape, jnp.promote_types(dtype, jnp.float32)).astype(
             dtype
         )
@@ -32,7 +35,7 @@ def orthogonal(gain: float) -> Initializer:
     return init
 
 
-def low_rank_out(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def low_rank_out(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """The second matrix [rank, out] of a low-rank pair of RWKV-7; the first one starts at zero."""
     rank, out = shape
     return orthogonal(0.1 * math.sqrt(max(1.0, rank / out)))(key, shape, dtype)
@@ -41,7 +44,7 @@ def low_rank_out(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arra
 def symmetric_uniform(bound: float) -> Initializer:
     """U(-bound, bound)."""
 
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         return jax.random.uniform(key, shape, jnp.promote_types(dtype, jnp.float32), -bound, bound).astype(
             dtype
         )
@@ -49,12 +52,12 @@ def symmetric_uniform(bound: float) -> Initializer:
     return init
 
 
-def computed(value: Callable[[], Any]) -> Initializer:
+def computed(value: Value) -> Initializer:
     """The given array (or number) itself. It comes as a function so that nothing is computed where parameters
     exist already.
     """
 
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         return jnp.broadcast_to(jnp.asarray(value(), jnp.promote_types(dtype, jnp.float32)), shape).astype(
             dtype
         )
@@ -85,18 +88,18 @@ class ByDepth:
         head_dim: channels per head.
     """
 
-    layer_index: Any
+    layer_index: int | jax.Array
     num_layers: int
     hidden_size: int
     head_dim: int
 
     @property
-    def falling(self) -> Any:
+    def falling(self) -> jax.Array | float:
         """1 at the first layer, falling to almost 0."""
         return 1 - self.layer_index / self.num_layers
 
     @property
-    def rising(self) -> Any:
+    def rising(self) -> jax.Array | float:
         """0 at the first layer, 1 at the last."""
         return self.layer_index / max(self.num_layers - 1, 1)
 
@@ -112,21 +115,21 @@ class ByDepth:
         z = (jnp.arange(self.hidden_size) % self.head_dim - middle) / max(middle, 0.5)
         return z * jnp.abs(z)
 
-    def mix(self, exponent: Any) -> jax.Array:
+    def mix(self, exponent: jax.Array | float) -> jax.Array:
         """Token-shift coefficients: ``1 - (channel / C) ** exponent``."""
         return 1 - (jnp.arange(self.hidden_size) / self.hidden_size) ** exponent
 
-    def mix6(self, name: str) -> Any:
+    def mix6(self, name: str) -> jax.Array:
         """RWKV-6 ``time_maa_{name}`` of the attention."""
         mu = self.mix((0.5 if name in "rg" else 1) * self.falling)
         return mu - 0.3 * self.rising if name == "v" else mu
 
-    def mix7(self, name: str) -> Any:
+    def mix7(self, name: str) -> jax.Array:
         """RWKV-7 ``x_{name}`` of the attention."""
         exponent = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}[name]
         return self.mix(exponent * self.falling)
 
-    def depth_scale(self) -> Any:
+    def depth_scale(self) -> jax.Array | float:
         """Scale of the group norm after the op."""
         return ((1 + self.layer_index) / self.num_layers) ** 0.7
 

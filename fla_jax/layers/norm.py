@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .init import Initializer
@@ -29,8 +28,8 @@ class Norm(nn.Module):
     """
 
     epsilon: float
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     scale_init: Initializer = nn.initializers.ones
     bias_init: Initializer = nn.initializers.zeros
 
@@ -63,7 +62,7 @@ class NormParameters(nn.Module):
     """
 
     features: int
-    param_dtype: Any
+    param_dtype: DTypeLike
     scale_init: Initializer
     bias_init: Initializer
 

@@ -14,14 +14,14 @@ from .attention import Attention
 from .feed_forward import FeedForward
 from .init import computed, orthogonal, symmetric_uniform
 from .norm import Affine
+from .sharding import DotOptions
 from .state import RWKVState
 
 _zeros = nn.initializers.zeros
 
 
 class RWKV6Attention(Attention):
-    """RWKV-6's token mixing (time mix): data-dependent decay and token shift, and a bonus for the current
-    token.
+    """RWKV-6's attention: data-dependent decay and token shift, and a bonus for the current token.
 
     Parameters are named as in official checkpoints: time_maa_{x,w,k,v,r,g} [C], time_maa_w1 [C, 5 R],
     time_maa_w2 [5, R, C] (order w, k, v, r, g), time_decay [C], time_decay_w1 [C, D], time_decay_w2 [D, C],
@@ -29,20 +29,19 @@ class RWKV6Attention(Attention):
     ln_x/{scale,bias} [C].
 
     Attributes:
-        hidden_size, layer_index, num_layers, dtype, param_dtype, logical_axes: see `Layer`.
-        head_dim, chunk_size, implementation: see `Attention`.
         proj_low_rank_dim: R, rank of the token shift's low-rank pair; None for the official 32 (64 from C =
             4096 on).
         decay_low_rank_dim: D, rank of the decay's low-rank pair; None for the official 64 (128 from C = 4096
             on).
+
+    The other fields: `Layer` and `Attention`.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from fla_jax.layers import RWKV6Attention
         >>> layer = RWKV6Attention(hidden_size=64, layer_index=0, num_layers=2, head_dim=16)
         >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
-        >>> variables = layer.init(jax.random.key(1), x)
-        >>> y, state, v_first = layer.apply(variables, x)
+        >>> (y, state, v_first), _ = layer.init_with_output(jax.random.key(1), x)
         >>> y.shape, state.wkv.shape, v_first
         ((1, 8, 64), (1, 4, 16, 16), None)
     """
@@ -61,26 +60,18 @@ class RWKV6Attention(Attention):
         lengths: Int[Array, " B"] | None = None,
         norm: Affine | None = None,
     ) -> tuple[Float[Array, "B T C"], RWKVState, None]:
-        """Mixes tokens.
+        """Mixes tokens; arguments, results and errors as for `RWKV7Attention`, without a value residual.
 
         Args:
-            x: [B, T, C], normalised hidden states, T >= 1. One token runs the recurrent op, more run the
-                chunked one.
-            state: of this layer; None for zeros. ``ffn_shift`` is passed through.
-            v_first: None: RWKV-6 has no value residual.
-            segment_ids: [B, T] integers: state and token shift restart wherever the id changes; ``state``
-                is that before each example's first segment.
-            lengths: [B] integers from 0 to T: number of tokens of each example. Positions at or beyond
-                ``lengths`` are ignored, their outputs undefined; the new state is that after ``lengths``
-                tokens.
-            norm: scale and bias [C] of the layer norm before this layer; x is then the residual stream,
-                which must be finite at and beyond ``lengths`` too.
+            x: [B, T, C].
+            state: of this layer; None for zeros.
+            v_first: None.
+            segment_ids: [B, T] integers.
+            lengths: [B] integers.
+            norm: scale and bias [C].
 
         Returns:
-            ``(y, state, None)``: y [B, T, C] in the compute dtype, and the state after the last token.
-
-        Raises:
-            ValueError, TypeError: an argument or a field does not fit; the message names it.
+            ``(y, state, None)``.
 
         Source: Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence", 2024;
         RWKV-LM ``RWKV-v5/src/model.py``.
@@ -105,14 +96,14 @@ class RWKV6Attention(Attention):
         z = tp.sharding.to_tp(z).reshape(-1, x.shape[1], 5, R)
         mix_delta = jnp.einsum("btnr,nrc->nbtc", z, w2.astype(dtype))
         x = x if first.normalised is None else first.normalised
-        xw, xk, xv, xr, xg = tp.mix(x, [mu[name] for name in "wkvrg"], moves=mix_delta).mixed
+        xw, xk, xv, xr, xg = tp.mix(x, [mu[name] for name in "wkvrg"], mix_delta=mix_delta).mixed
 
         r = tp.dense("receptance", C, orthogonal(1.0), ("embed", "heads"), xr)
         k = tp.dense("key", C, orthogonal(0.1), ("embed", "heads"), xk)
         v = tp.dense("value", C, orthogonal(1.0), ("embed", "heads"), xv)
         g = tp.dense("gate", C, orthogonal(0.1), ("embed", "heads"), xg)
         # The decay is computed in float32 at least and rounded to bfloat16 alone: float16 lacks the range.
-        wide = {"preferred_element_type": jnp.promote_types(dtype, jnp.float32)}
+        wide: DotOptions = {"preferred_element_type": jnp.promote_types(dtype, jnp.float32)}
         w = tp.low_rank("time_decay_w", D, symmetric_uniform(0.01), xw, jnp.tanh, **wide)
         time_decay = call.vector("time_decay", computed(depth.decay6), "heads")
         w = rwkv6_decay(w, time_decay, dtype if dtype == jnp.bfloat16 else None)
@@ -127,23 +118,18 @@ class RWKV6Attention(Attention):
 
 
 class RWKV6FeedForward(FeedForward):
-    """RWKV-6's channel mix: ``sigmoid(W_r x_r) * W_v relu(W_k x_k)^2``.
+    """RWKV-6's feed-forward: ``sigmoid(W_r x_r) * W_v relu(W_k x_k)^2``; fields: `FeedForward`.
 
-    Parameters: time_maa_{k,r} [C], key/kernel [C, I], value/kernel [I, C], receptance/kernel [C, C].
-
-    Attributes:
-        hidden_size, layer_index, num_layers, dtype, param_dtype, logical_axes: see `Layer`.
-        intermediate_size: I, width of the hidden layer; None for the official ``floor(3.5 C / 32) * 32`` (at
-            least 32).
+    Parameters: time_maa_{k,r} [C], key/kernel [C, I], value/kernel [I, C], receptance/kernel [C, C]. The
+    official width I is ``floor(3.5 C / 32) * 32``, at least 32.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from fla_jax.layers import RWKV6FeedForward
         >>> layer = RWKV6FeedForward(hidden_size=64, layer_index=0, num_layers=2)
-        >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
-        >>> y, state = layer.apply(layer.init(jax.random.key(1), x), x)
-        >>> y.shape, bool((state.ffn_shift == x[:, -1]).all())
-        ((1, 8, 64), True)
+        >>> (y, state), _ = layer.init_with_output(jax.random.key(1), jnp.ones((1, 8, 64)))
+        >>> y.shape, state.ffn_shift.shape
+        ((1, 8, 64), (1, 64))
     """
 
     mix_names = ("time_maa_k", "time_maa_r")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,7 +14,7 @@ from ..ops.layer import rwkv7_keys, rwkv7_readout
 from .attention import Attention
 from .base import zero_beyond
 from .feed_forward import FeedForward
-from .init import Initializer, computed, low_rank_dim, low_rank_out, orthogonal
+from .init import Initializer, Value, computed, low_rank_dim, low_rank_out, orthogonal
 from .norm import Affine
 from .state import RWKVState
 
@@ -24,8 +23,7 @@ _zeros = nn.initializers.zeros
 
 
 class RWKV7Attention(Attention):
-    """RWKV-7's token mixing (time mix): generalised delta rule with vector-valued decay and in-context
-    learning rate.
+    """RWKV-7's attention: generalised delta rule with vector-valued decay and in-context learning rate.
 
     Parameters are named as in official checkpoints: x_{r,w,k,v,a,g} [C], w0, a0, v0, k_k, k_a [C], {w,a,v,g}1
     [C, R], {w,a,v,g}2 [R, C], r_k [H, N], {receptance,key,value,output}/kernel [C, C] (transposed against
@@ -33,27 +31,24 @@ class RWKV7Attention(Attention):
     every layer, zero and without effect at layer 0.
 
     Attributes:
-        hidden_size, layer_index, num_layers, dtype, param_dtype, logical_axes: see `Layer`.
-        head_dim, chunk_size, implementation: see `Attention`.
         decay_low_rank_dim: rank of the decay's low-rank pair (w1, w2); None for the official
             ``max(32, round(2.5 sqrt(C) / 32) * 32)``.
         a_low_rank_dim: rank of the in-context rate's pair (a1, a2); None for the official one, factor 2.5.
         v_low_rank_dim: rank of the value residual's pair (v1, v2); None for the official one, factor 1.7.
         gate_low_rank_dim: rank of the gate's pair (g1, g2); None for the official one, factor 5.
-        rate_scale: factor on the in-context rate in the state transition,
-            ``diag(w) - kk (rate_scale a kk)^T`` with a in (0, 1). 1 is official. 2 lets an eigenvalue be
-            negative, down to -1, which state tracking (parity, permutations) needs; checkpoints do not carry
-            over between values. The replacement key ``k (1 + (a - 1) k_a)`` uses a in (0, 1) for every value:
-            the option changes how the state forgets, not how strongly new values are written. 0 leaves the
-            diagonal decay as the only transition, as in RWKV-6: for comparisons.
+        rate_scale: factor on the in-context rate a in (0, 1) of the transition
+            ``diag(w) - kk (rate_scale a kk)^T``, not on the replacement key. 1 is official. 2 lets an
+            eigenvalue be negative, down to -1, which state tracking (parity, permutations) needs; 0 leaves
+            the diagonal decay alone. Checkpoints do not carry over between values.
+
+    The other fields: `Layer` and `Attention`.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from fla_jax.layers import RWKV7Attention
         >>> layer = RWKV7Attention(hidden_size=64, layer_index=0, num_layers=2, head_dim=16)
         >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
-        >>> variables = layer.init(jax.random.key(1), x)
-        >>> y, state, v_first = layer.apply(variables, x)  # v_first goes to the layers above
+        >>> (y, state, v_first), _ = layer.init_with_output(jax.random.key(1), x)
         >>> y.shape, state.wkv.shape
         ((1, 8, 64), (1, 4, 16, 16))
     """
@@ -129,7 +124,7 @@ class RWKV7Attention(Attention):
         w = tp.heads(tp.low_rank("w", self.rank("w"), low_rank_out, xw, jnp.tanh))
         a = tp.heads(tp.low_rank("a", self.rank("a"), low_rank_out, xa))
         g = tp.heads(tp.low_rank("g", self.rank("g"), low_rank_out, xg, jax.nn.sigmoid))
-        residual: dict[str, Any] = {}
+        residual: dict[str, jax.Array] = {}
         if v_first is not None:
             # XLA would merge this product with that of "value", and then copy the result and its gradient
             # apart: 0.35 GB at B T C = 2^25
@@ -139,7 +134,8 @@ class RWKV7Attention(Attention):
             residual = {"mix": mix, "v_first": call.heads(v_first), "v0": call.by_head(v0)}
 
         # decay w, in-context rate a, removal key -kk and replacement key
-        bases = {"w0": depth.decay7, "a0": depth.rate7, "k_k": depth.key7, "k_a": lambda: 1.02}
+        bases: dict[str, Value] = {"w0": depth.decay7, "a0": depth.rate7, "k_k": depth.key7}
+        bases["k_a"] = lambda: 1.02
         vectors = {
             name: call.by_head(call.vector(name, computed(value), "heads")) for name, value in bases.items()
         }
@@ -159,7 +155,7 @@ class RWKV7Attention(Attention):
 
     def value_residual(
         self, x: jax.Array, v_first: jax.Array | None, lengths: jax.Array | None, norm: Affine | None
-    ) -> tuple[jax.Array | None, Any]:
+    ) -> tuple[jax.Array | None, jax.Array | bool]:
         """``v_first``, None at layer 0, and whether there is a value residual; raises ValueError."""
         layer = self.layer_index
         if isinstance(layer, int) and layer == 0:
@@ -176,28 +172,23 @@ class RWKV7Attention(Attention):
         return v_first, True if isinstance(layer, int) else layer > 0
 
 
-def _only_if(condition: Any, init: Initializer) -> Initializer:
+def _only_if(condition: jax.Array | bool, init: Initializer) -> Initializer:
     """``init`` where ``condition`` holds, which may be traced, else zeros."""
     return lambda key, shape, dtype: init(key, shape, dtype) * jnp.asarray(condition, dtype)
 
 
 class RWKV7FeedForward(FeedForward):
-    """RWKV-7's channel mix: ``W_v relu(W_k (x + (shift(x) - x) x_k))^2``.
+    """RWKV-7's feed-forward: ``W_v relu(W_k (x + (shift(x) - x) x_k))^2``; fields: `FeedForward`.
 
-    Parameters: x_k [C], key/kernel [C, I], value/kernel [I, C].
-
-    Attributes:
-        hidden_size, layer_index, num_layers, dtype, param_dtype, logical_axes: see `Layer`.
-        intermediate_size: I, width of the hidden layer; None for the official 4 C.
+    Parameters: x_k [C], key/kernel [C, I], value/kernel [I, C]. The official width I is 4 C.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from fla_jax.layers import RWKV7FeedForward
         >>> layer = RWKV7FeedForward(hidden_size=64, layer_index=0, num_layers=2)
-        >>> x = jax.random.normal(jax.random.key(0), (1, 8, 64))
-        >>> y, state = layer.apply(layer.init(jax.random.key(1), x), x)
-        >>> y.shape, bool((state.ffn_shift == x[:, -1]).all())
-        ((1, 8, 64), True)
+        >>> (y, state), _ = layer.init_with_output(jax.random.key(1), jnp.ones((1, 8, 64)))
+        >>> y.shape, state.ffn_shift.shape
+        ((1, 8, 64), (1, 64))
     """
 
     mix_names = ("x_k",)

@@ -15,17 +15,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, TypedDict, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from ..core.mesh import is_explicit, is_manual, mesh_axes, reshard, spec_of
+from ..core.mesh import Entry, is_explicit, is_manual, mesh_axes, reshard, spec_of
 
 Axes = tuple[str | None, ...]
+Dot = Callable[..., jax.Array]
+Operands = tuple[jax.Array, jax.Array]
 
 # The activations' name of each axis that a weight shares with the operand or the result of its product.
 _OF_ACTIVATIONS = {
@@ -34,6 +37,23 @@ _OF_ACTIVATIONS = {
     "mlp": "activation_mlp",
     "vocab": "activation_vocab",
 }
+
+
+class DotOptions(TypedDict, total=False):
+    """Options of `jax.lax.dot_general`."""
+
+    precision: jax.lax.PrecisionLike
+    preferred_element_type: DTypeLike | None
+
+
+class OutSharding(TypedDict, total=False):
+    """The option of `jax.lax.dot_general` for the sharding of its result."""
+
+    out_sharding: P
+
+
+class _AllOptions(DotOptions, OutSharding, total=False):
+    pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +122,7 @@ class ActivationSharding:
         inner = inner or stored
         return reshard(weight, inner, self._divisible(without(out, mesh_axes(inner)), logical[-1]))
 
-    def dot(self, x: jax.Array, weight: jax.Array, logical: Axes, **options: Any) -> jax.Array:
+    def dot(self, x: jax.Array, weight: jax.Array, logical: Axes, **options: Unpack[DotOptions]) -> jax.Array:
         """``x @ weight``, computed by the devices that have ``x``.
 
         Args:
@@ -126,7 +146,9 @@ class ActivationSharding:
         y = _dot(x, weight, (((x.ndim - 1,), (0,)), ((), ())), **out_sharding(*batch, out), **options)
         return constrain(y, *names, after)
 
-    def _tp_dot(self, x: jax.Array, weight: jax.Array, to_heads: bool, **options: Any) -> jax.Array:
+    def _tp_dot(
+        self, x: jax.Array, weight: jax.Array, to_heads: bool, **options: Unpack[DotOptions]
+    ) -> jax.Array:
         """`dot` of [tp B, T, I]: each copy with its device's slice of [I, heads], or the whole weight."""
         if not to_heads:
             return _constrain_tp(_dot(x, weight, (((2,), (0,)), ((), ())), **options), merged=True)
@@ -135,7 +157,7 @@ class ActivationSharding:
         y = jnp.moveaxis(_dot(x, weight, (((3,), (0,)), ((0,), (1,))), **options), 0, 2)
         return constrain(y.reshape(*y.shape[:2], -1), "batch", "length", "activation_heads")
 
-    def _divisible(self, entry: Any, logical: str | None) -> Any:
+    def _divisible(self, entry: Entry, logical: str | None) -> Entry:
         """An entry of `spec_of`, None where its devices would split a head."""
         if logical != "heads" or self.num_heads is None:
             return entry
@@ -187,7 +209,7 @@ def is_sharded() -> bool:
     return is_explicit() or (bool(nn.get_logical_axis_rules()) and not is_manual())
 
 
-def save_all_but_unsharded(primitive: Any, *_: Any, **__: Any) -> bool:
+def save_all_but_unsharded(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
     """A `jax.checkpoint` policy that recomputes gathered weights and reshaped arrays, and saves all else.
 
     Saved, the gathered weights of all layers would be the whole model on every device.
@@ -195,13 +217,13 @@ def save_all_but_unsharded(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in ("sharding_constraint", "reshard", "broadcast_in_dim", "reshape")
 
 
-def without(entry: Any, taken: Sequence[str]) -> Any:
+def without(entry: Entry, taken: Sequence[str]) -> Entry:
     """An entry of `spec_of` without the mesh axes that are taken."""
     left = tuple(axis for axis in mesh_axes(entry) if axis not in taken)
     return left if len(left) > 1 else left[0] if left else None
 
 
-def out_sharding(*spec: Any) -> dict[str, Any]:
+def out_sharding(*spec: Entry) -> OutSharding:
     """The option of `jax.lax.dot_general` for a result of this `spec_of`, with explicit axes."""
     return {"out_sharding": P(*spec)} if is_explicit() else {}
 
@@ -211,9 +233,9 @@ def _unsharded(weight: jax.Array, logical: Axes) -> jax.Array:
     return constrain(constrain(weight, *logical), *(_OF_ACTIVATIONS.get(axis or "") for axis in logical))
 
 
-def _activation_spec() -> Any:
+def _activation_spec() -> tuple[Entry, ...]:
     """The mesh axes that the rules split batch, tokens and heads over."""
-    return nn.logical_to_mesh_axes(("batch", "length", "activation_heads"))
+    return tuple(nn.logical_to_mesh_axes(("batch", "length", "activation_heads")) or ())
 
 
 def _constrain_tp(x: jax.Array, merged: bool) -> jax.Array:
@@ -225,28 +247,30 @@ def _constrain_tp(x: jax.Array, merged: bool) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*first, *rest))
 
 
-def _dot(x: jax.Array, weight: jax.Array, dimensions: Any, **options: Any) -> jax.Array:
+def _dot(
+    x: jax.Array, weight: jax.Array, dimensions: jax.lax.DotDimensionNumbers, **options: Unpack[_AllOptions]
+) -> jax.Array:
     """`jax.lax.dot_general`; the cotangent of a float32 result of bfloat16 operands is rounded to bfloat16.
 
     Both products of the backward pass would otherwise have float32 operands. float16 lacks the range for it.
     """
     wide = options.pop("preferred_element_type", None)
-    dot: Any = functools.partial(jax.lax.dot_general, dimension_numbers=dimensions, **options)
+    dot = functools.partial(jax.lax.dot_general, dimension_numbers=dimensions, **options)
     if wide is None or x.dtype != jnp.bfloat16:
         return dot(x, weight, preferred_element_type=wide)
     return _wide_dot(dot, wide, x, weight)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _wide_dot(dot: Any, wide: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _wide_dot(dot: Dot, wide: DTypeLike, x: jax.Array, weight: jax.Array) -> jax.Array:
     return dot(x, weight, preferred_element_type=wide)
 
 
-def _wide_dot_fwd(dot: Any, wide: Any, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+def _wide_dot_fwd(dot: Dot, wide: DTypeLike, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Operands]:
     return dot(x, weight, preferred_element_type=wide), (x, weight)
 
 
-def _wide_dot_bwd(dot: Any, wide: Any, residuals: Any, dy: jax.Array) -> Any:
+def _wide_dot_bwd(dot: Dot, wide: DTypeLike, residuals: Operands, dy: jax.Array) -> Operands:
     _, pull = jax.vjp(dot, *residuals)
     return pull(dy.astype(residuals[0].dtype))
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.export
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
 class RWKVState(struct.PyTreeNode):
     """The recurrent state of one layer, or of a model: the same three arrays with a leading layer axis.
 
-    It is an ordinary pytree: donate it, vmap it, differentiate it (state tuning, truncated back-propagation),
-    shard it, save it. The state before the first token is zero.
+    An ordinary pytree, zero before the first token.
 
     Attributes:
         att_shift: input of the attention at the last token [B, C] (a model: [L, B, C]), in the compute dtype.
@@ -23,11 +21,10 @@ class RWKVState(struct.PyTreeNode):
             for every compute dtype. RWKV-LM stores [V, K].
 
     Example:
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
-        >>> state = model.init_state(batch=3)
+        >>> from fla_jax.layers import RWKV7Attention
+        >>> state = RWKV7Attention(hidden_size=64, head_dim=16).init_state(batch=3)
         >>> state.wkv.shape, state.att_shift.shape
-        ((2, 3, 4, 16, 16), (2, 3, 64))
+        ((3, 4, 16, 16), (3, 64))
     """
 
     att_shift: Float[Array, "*L B C"]
@@ -36,7 +33,7 @@ class RWKVState(struct.PyTreeNode):
 
 
 def zero_state(
-    batch: int, hidden_size: int, head_dim: int, dtype: Any, *, num_layers: int | None = None
+    batch: int, hidden_size: int, head_dim: int, dtype: DTypeLike, *, num_layers: int | None = None
 ) -> RWKVState:
     """The state before the first token, of one layer or of ``num_layers``.
 
@@ -59,7 +56,7 @@ def zero_state(
 FIELDS = ("att_shift", "ffn_shift", "wkv")
 
 
-def check_state(state: Any, like: RWKVState, fields: tuple[str, ...] = FIELDS) -> None:
+def check_state(state: object, like: RWKVState, fields: tuple[str, ...] = FIELDS) -> None:
     """Raises TypeError or ValueError unless ``state`` is an `RWKVState` with the shapes of ``like``."""
     if not isinstance(state, RWKVState):
         raise TypeError(f"state must be an RWKVState (see init_state), got {type(state).__name__}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,7 +17,7 @@ def token_blocks(x: jax.Array) -> tuple[int, int]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or is_manual():
         return 1, 1
-    split: Any = spec_of(x)[:2] if is_explicit() else nn.logical_to_mesh_axes(("batch", "length"))
+    split = spec_of(x)[:2] if is_explicit() else nn.logical_to_mesh_axes(("batch", "length")) or ()
     batch, tokens = (math.prod(mesh.shape[axis] for axis in mesh_axes(entry)) for entry in split)
     return 1 if x.shape[0] % batch else batch, 1 if x.shape[1] % tokens else tokens
 

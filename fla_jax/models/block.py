@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -59,15 +58,14 @@ class RWKVBlock(nn.Module):
         self,
         carry: Carry,
         state: RWKVState,
-        layer_index: Any = 0,
+        layer_index: int | jax.Array = 0,
         segment_ids: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Carry, RWKVState]:
         """Runs the layer.
 
         Args:
-            carry: ``(x, v_first)``, x [B, T, C]. RWKV-7's v_first [B, T, C] comes from layer 0, which ignores
-                its argument; for RWKV-6 it is None.
+            carry: ``(x, v_first)``, x [B, T, C]; v_first [B, T, C] of layer 0, None for RWKV-6.
             state: of this layer.
             layer_index: position in the network, an int or a traced integer.
             segment_ids: [B, T] integers or None.
@@ -78,7 +76,7 @@ class RWKVBlock(nn.Module):
         """
         config, family = self.config, family_of(self.config)
         x, v_first = carry
-        positions: dict[str, Any] = {"segment_ids": segment_ids, "lengths": lengths}
+        positions = {"segment_ids": segment_ids, "lengths": lengths}
         att = family.attention(**config.attention, layer_index=layer_index, name="att")
         y, state, v_first = att(x, state, v_first, norm=_norm(config, "ln1", x), **positions)
         ffn = family.feed_forward(**config.feed_forward, layer_index=layer_index, name="ffn")

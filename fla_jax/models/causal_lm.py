@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ..core.mesh import check_mesh, is_explicit, mesh_axes, reshard, spec_of, vary_alike
 from ..core.names import remat_policy
@@ -19,6 +19,7 @@ from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Norm
 from ..layers.sharding import (
     ActivationSharding,
+    DotOptions,
     check_length,
     constrain,
     is_sharded,
@@ -60,6 +61,9 @@ class _Embed(nn.Embed):
 
 class RWKVForCausalLM(nn.Module):
     """The language model of any family; use `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+
+    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with
+    ``scan_layers``), ln_out, head/kernel.
 
     Attributes:
         config: of a class that a row of `FAMILIES` has.
@@ -201,30 +205,26 @@ class RWKVForCausalLM(nn.Module):
 
         Args:
             tokens: [B, T] integers in [0, V), T >= 1. One token runs the recurrent op, more run the chunked
-                one. A text split into several calls, each with the state of the one before, has the same
-                logits as in one call.
+                one; a text may be split over several calls.
             state: of the tokens before; None for zeros.
             segment_ids: [B, T] integers, for packed documents: state and token shift restart wherever the id
                 changes. ``state`` is that before each example's first segment, the new state that after its
                 last.
             lengths: [B] integers from 0 to T: number of tokens of each example. Positions at or beyond
-                ``lengths`` are ignored; their logits are undefined. The new state is that after ``lengths``
-                tokens. Not together with ``segment_ids``.
+                ``lengths`` are ignored; their logits are undefined. Not together with ``segment_ids``.
 
         Returns:
             ``(logits, state)``: logits [B, T, V] in float32 for the token after each, and the state after the
             last token.
 
         Raises:
-            ValueError: a shape does not fit, or the layers in the parameters are stacked where the model
-                needs them separate, or the other way round. TypeError: a dtype does not fit. The message
-                names the argument.
+            ValueError, TypeError: an argument or the parameters do not fit; the message names it.
         """
         hidden, state = self.hidden(tokens, state, segment_ids, lengths)
         return self.logits(hidden), state
 
 
-def _head_dot(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> jax.Array:
+def _head_dot(x: jax.Array, kernel: jax.Array, _: object, **options: Unpack[DotOptions]) -> jax.Array:
     return ActivationSharding.of(x).dot(x, kernel, ("embed", "vocab"), **options)
 
 
@@ -234,7 +234,7 @@ def _with_batch_of(tokens: jax.Array, x: jax.Array) -> jax.Array:
     return reshard(x, None, batch, *(without(entry, mesh_axes(batch)) for entry in spec_of(x)[2:]))
 
 
-def check_layers(params: Any, config: RWKVConfig) -> None:
+def check_layers(params: PyTree, config: RWKVConfig) -> None:
     """Raises ValueError where layers are stacked and should not be, or the other way round."""
     if "blocks_0" in params and config.scan_layers:
         raise ValueError(
@@ -248,14 +248,13 @@ def check_layers(params: Any, config: RWKVConfig) -> None:
         )
 
 
-def _check_tokens(tokens: Any, segment_ids: Any, lengths: Any) -> None:
+def _check_tokens(tokens: Array, segment_ids: Array | None, lengths: Array | None) -> None:
     for name, ids in (("tokens", tokens), ("segment_ids", segment_ids), ("lengths", lengths)):
         if name != "tokens" and ids is None:
             continue
-        if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise TypeError(
-                f"{name} must be an integer array, got {getattr(ids, 'dtype', type(ids).__name__)}"
-            )
+        dtype = getattr(ids, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(f"{name} must be an integer array, got {dtype or type(ids).__name__}")
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens must have shape [B, T] with B, T >= 1, got {list(tokens.shape)}")
     check_length("tokens", tokens, lengths)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..core.arguments import shown
 from ..layers import fields
@@ -24,23 +25,19 @@ class RWKVConfig:
         num_layers: layers, L.
         head_dim: channels per head, at most 256; a divisor of ``hidden_size``.
         intermediate_size: width of the feed-forward; None for the official one.
-        dtype: compute dtype: float16, bfloat16, float32, or float64, which needs ``jax_enable_x64`` when the
-            configuration is made. Stored as its name, such as ``'float32'``, which JAX takes for a dtype and
-            which equals it. Arithmetic on decays and norms, wkv states and logits have at least float32.
-        param_dtype: dtype of the parameters, one of the same. For training use float32, also with
+        dtype: compute dtype: float16, bfloat16, float32, or float64, which needs ``jax_enable_x64``. Stored
+            as its name, such as ``'float32'``. Arithmetic on decays and norms, wkv states and logits have at
+            least float32.
+        param_dtype: dtype of the parameters, one of the same. Train with float32, also with
             ``dtype=bfloat16``: the optimizer's small steps vanish in bfloat16.
         scan_layers: run the layers with `flax.linen.scan`: compile time independent of L; parameters are
-            stacked under ``blocks`` instead of ``blocks_0``, ``blocks_1``, ... (`stack_layers` and
-            `unstack_layers` convert). The state is the same in both forms. ``"unroll"`` takes the parameters
-            of ``True`` and unrolls the loop: as fast as False, since nothing is copied between iterations,
-            with shorter compile time, since L times fewer arrays are updated, and up to a sixth more memory.
-        remat: recompute each block in the backward pass instead of saving its activations; the forward of
-            the op still runs once (`fla_jax.remat_policy`). ``"dense"`` also saves the outputs of the dense
-            projections: nearly as fast as saving everything, at a fraction of its memory.
+            stacked under ``blocks`` (`stack_layers` and `unstack_layers` convert). ``"unroll"`` takes the
+            parameters of ``True`` and unrolls the loop: as fast as False, with up to a sixth more memory.
+        remat: recompute each block in the backward pass; the forward of the op still runs once
+            (`fla_jax.remat_policy`). ``"dense"`` also saves the outputs of the dense projections.
         logical_axes: ``model.init`` returns parameters boxed with logical axis names
-            (`flax.linen.LogicallyPartitioned`), to be sharded by `flax.linen.logical_to_mesh_sharding`;
-            otherwise plain arrays. ``model.apply`` takes both. Names: vocab, embed, heads, kv, mlp, rank,
-            layers, and, of activations, batch, length.
+            (`flax.linen.LogicallyPartitioned`), otherwise plain arrays; ``model.apply`` takes both. Names:
+            vocab, embed, heads, kv, mlp, rank, layers, and, of activations, batch, length.
         chunk_size: tokens per chunk of the op, a power of two from 1 to 256; None: the implementation's own.
         implementation: name of the op's implementation; None for the best that qualifies.
 
@@ -62,8 +59,8 @@ class RWKVConfig:
     num_layers: int
     head_dim: int = 64
     intermediate_size: int | None = None
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
     scan_layers: bool | Literal["unroll"] = False
     remat: bool | Literal["dense"] = False
     logical_axes: bool = False
@@ -81,7 +78,7 @@ class RWKVConfig:
             if not isinstance(value, bool | str) or value not in (False, True, word):
                 raise ValueError(f"{name} must be False, True or {word!r}, got {value!r}")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields, and the family as ``model_type``; `json.dumps` takes all of them."""
         model_type = {} if self.model_type is None else {"model_type": self.model_type}
         return {**model_type, **dataclasses.asdict(self)}
@@ -149,11 +146,11 @@ class DtypeName(str):
         except (TypeError, ValueError):
             return False
 
-    def __ne__(self, other: Any) -> bool:
+    def __ne__(self, other: object) -> bool:
         return not self == other
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Raises TypeError unless ``model`` is a language model, or has its ``config`` and ``init_state``."""
     if not hasattr(model, "config") or not hasattr(model, "init_state"):
         raise TypeError(f"model must be an RWKV6ForCausalLM or RWKV7ForCausalLM, got {shown(model)}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
+from jaxtyping import PyTree
 
 from ..layers import Attention, FeedForward
 from .config import RWKVConfig
@@ -58,7 +59,7 @@ class Family:
     not_in_first_layer: tuple[str, ...] = ()
     mark: str = ""
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=dict)
-    not_in_checkpoints: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    not_in_checkpoints: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 FAMILIES: dict[str, Family] = {}
@@ -82,7 +83,7 @@ def family_of(config: RWKVConfig) -> Family:
     raise TypeError(f"config must be one of the families' ({known}), got {type(config).__name__}")
 
 
-def family_of_block(block: Mapping[str, Any]) -> Family | None:
+def family_of_block(block: Mapping[str, PyTree]) -> Family | None:
     """The family of a layer's parameters by its `Family.mark`, None if no family has one among them."""
     att = block.get("att", {})
     return next((family for family in FAMILIES.values() if family.mark in att), None)

@@ -15,8 +15,8 @@ class RWKV6Config(RWKVConfig):
     """RWKV-6 ("Finch", x060). Official widths: ``intermediate_size = floor(3.5 C / 32) * 32``.
 
     Attributes:
-        proj_low_rank_dim: rank of the token shift's pair; None for the official 32 (64 from C = 4096).
-        decay_low_rank_dim: rank of the decay's pair; None for the official 64 (128 from C = 4096).
+        proj_low_rank_dim, decay_low_rank_dim: ranks of low-rank pairs; None for the official ones, see
+            `RWKV6Attention`.
 
     The other fields: `RWKVConfig`.
 
@@ -33,21 +33,13 @@ class RWKV6Config(RWKVConfig):
 
 
 class RWKV6ForCausalLM(RWKVForCausalLM):
-    """RWKV-6 language model.
-
-    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with
-    ``scan_layers``), ln_out, head/kernel.
-
-    Attributes:
-        config: `RWKV6Config`.
+    """RWKV-6 language model, with an `RWKV6Config`. Parameters and methods: `RWKVForCausalLM`.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from fla_jax.models import RWKV6Config, RWKV6ForCausalLM
         >>> model = RWKV6ForCausalLM(RWKV6Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
-        >>> tokens = jnp.arange(10)[None]
-        >>> params = model.init(jax.random.key(0), tokens)["params"]
-        >>> logits, state = model.apply({"params": params}, tokens)
+        >>> (logits, state), variables = model.init_with_output(jax.random.key(0), jnp.arange(10)[None])
         >>> logits.shape, state.wkv.shape
         ((1, 10, 100), (2, 1, 4, 16, 16))
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from ..layers import RWKV7Attention, RWKV7FeedForward
 from .causal_lm import RWKVForCausalLM
@@ -16,13 +15,9 @@ class RWKV7Config(RWKVConfig):
     """RWKV-7 ("Goose", x070). Official widths: ``intermediate_size = 4 C``.
 
     Attributes:
-        decay_low_rank_dim: rank of the decay's low-rank pair; None for the official
-            ``max(32, round(2.5 sqrt(C) / 32) * 32)``.
-        a_low_rank_dim: rank of the in-context rate's pair; None for the official one, factor 2.5.
-        v_low_rank_dim: rank of the value residual's pair; None for the official one, factor 1.7.
-        gate_low_rank_dim: rank of the gate's pair; None for the official one, factor 5.
-        rate_scale: factor on the in-context rate in the state transition: 1 official, 2 for state tracking, 0
-            for none; see `RWKV7Attention`.
+        decay_low_rank_dim, a_low_rank_dim, v_low_rank_dim, gate_low_rank_dim: ranks of low-rank pairs; None
+            for the official ones, see `RWKV7Attention`.
+        rate_scale: factor on the in-context rate: 1 official, 2 for state tracking; see `RWKV7Attention`.
 
     The other fields: `RWKVConfig`.
 
@@ -42,19 +37,13 @@ class RWKV7Config(RWKVConfig):
     rate_scale: float = 1.0
 
     @property
-    def attention(self) -> dict[str, Any]:
+    def attention(self) -> dict[str, object]:
         """Fields of the attention layers."""
         return {**super().attention, "rate_scale": self.rate_scale}
 
 
 class RWKV7ForCausalLM(RWKVForCausalLM):
-    """RWKV-7 language model.
-
-    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with
-    ``scan_layers``), ln_out, head/kernel.
-
-    Attributes:
-        config: `RWKV7Config`.
+    """RWKV-7 language model, with an `RWKV7Config`. Parameters and methods: `RWKVForCausalLM`.
 
     Example:
         >>> import jax, jax.numpy as jnp

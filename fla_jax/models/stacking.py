@@ -5,26 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .families import family_of_block
 
 
-def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+def stack_layers(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """``blocks_0``, ``blocks_1``, ... -> ``blocks``, every array with a leading layer axis.
 
-    A model with ``scan_layers=True`` or ``"unroll"`` takes them so. Parameters that layer 0 lacks
-    (RWKV-7's v0, v1, v2) are zero there.
+    Parameters that layer 0 lacks (RWKV-7's v0, v1, v2) are zero there.
 
     Args:
-        params: parameters (or gradients) of an unscanned model; plain arrays (`flax.linen.meta.unbox` boxed
-            ones first).
-
-    Returns:
-        A new tree; the entries outside the layers are shared.
+        params: parameters (or gradients) of an unscanned model; plain arrays (`flax.linen.meta.unbox`).
 
     Raises:
         ValueError: ``params`` lacks ``blocks_0``, ``blocks_1``, ..., or holds a single layer of RWKV-7.
@@ -52,15 +48,8 @@ def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in params.items() if name not in names}, "blocks": stacked}
 
 
-def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+def unstack_layers(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """``blocks`` -> ``blocks_0``, ``blocks_1``, ...: the inverse of `stack_layers`.
-
-    Args:
-        params: parameters (or gradients) of a model with ``scan_layers``; plain arrays
-            (`flax.linen.meta.unbox` boxed ones first).
-
-    Returns:
-        A new tree; the entries outside the layers are shared.
 
     Raises:
         ValueError: there is no ``blocks`` in ``params``.
@@ -86,19 +75,14 @@ def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in params.items() if name != "blocks"}, **layers}
 
 
-def initial_params(model: Any, key: jax.Array) -> dict[str, Any]:
+def initial_params(model: nn.Module, key: jax.Array) -> dict[str, PyTree]:
     """Initial parameters, drawn in a program that compiles in seconds for any number of layers.
 
-    ``jax.jit(model.init)`` draws separate layers in one program, which takes XLA more than a minute to
-    compile for a GPU (24 layers). Here the layers are drawn by a scan and then unstacked: the numbers for a
-    key are those of the model with ``scan_layers=True``.
-
-    Args:
-        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-        key: a random key.
+    The layers are drawn by a scan and then unstacked, where ``jax.jit(model.init)`` compiles for more than a
+    minute (24 layers, a GPU). The numbers for a key are those of the model with ``scan_layers=True``.
 
     Returns:
-        A tree like ``model.init(key, tokens)["params"]``; with ``logical_axes`` or one layer also its values.
+        A tree like ``model.init(key, tokens)["params"]``.
 
     Example:
         >>> import jax
@@ -114,6 +98,6 @@ def initial_params(model: Any, key: jax.Array) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _draw(model: Any, apart: bool, key: jax.Array) -> dict[str, Any]:
+def _draw(model: nn.Module, apart: bool, key: jax.Array) -> dict[str, PyTree]:
     params = model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
     return unstack_layers(params) if apart else params

@@ -1,4 +1,4 @@
-"""The RWKV-6 and RWKV-7 recurrences, and the pieces of their layers, as differentiable JAX ops.
+"""The RWKV-6 and RWKV-7 recurrences, and the operations around them in a layer, as differentiable JAX ops.
 
 `OPS` has every op by name.
 """

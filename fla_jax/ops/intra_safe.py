@@ -83,7 +83,7 @@ class SafeGate(NamedTuple):
         reads = dqueries + dot("...ij,...jk->...ik", decayed_pairs, flat(self.keys)).reshape(dqueries.shape)
         inner = dot("...ij,...ik->...jk", decayed_pairs, flat(self.queries)).reshape(dkeys.shape)
         # dg_j: what later queries read from anywhere, less what they read from j on, and what earlier keys
-        # hand to the state
+        # add to the state
         ones = np.ones((dg.shape[-2],) * 2)
         read = self.queries * reads
         dg = (
@@ -170,9 +170,9 @@ def by_strength(cfg: RecurrenceConfig, chunks: Chunks, group: Callable[..., T], 
     """The step for `varlen.Chunks.scan` made of ``group(mild, carry, tokens, xs)``; ``tokens[at]`` are the
     log decays.
 
-    A promise (``lower_bound``) decides once. Without one, each group of chunks goes by its decays:
-    RWKV-7's are always mild. Nobody looks at the decays of a few groups, for which a second branch would cost
-    more to compile than it saves, nor with several devices, which would all have to be asked.
+    A promise (``lower_bound``) decides for all. Without one, each group of chunks goes by its decays, except
+    for a few groups, where a second branch would cost more to compile than it saves, and on several devices,
+    which would have to communicate.
     """
     weakest = -LIMIT / chunks.size
     if cfg.lower_bound is not None and cfg.lower_bound >= weakest:

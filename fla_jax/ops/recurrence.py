@@ -1,4 +1,4 @@
-"""What the public functions of both recurrences share: checks of arguments, axes, options.
+"""Common to the public functions of both recurrences: checks of arguments, axes, options.
 
 Every error names the argument, what came and what was wanted.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
-from typing import TypedDict
+from collections.abc import Callable, Mapping
+from typing import Literal, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from ..core.arguments import check_chunk_size
 from ..core.context import Context, X
-from ..core.implementation import Unsupported
+from ..core.implementation import Implementation, Unsupported
 from ..core.names import FINAL, OUT, STATES
+from ..core.op import Op
 from ..core.types import Outputs, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 from ..core.varlen import zeros
 from ..pallas.backend import triton
@@ -33,25 +34,70 @@ AXES = {name: "b t h k" for name in "rwkab"} | {
     "o": "b t h v",
     "final_state": "n h k v",
 }
-OUTPUT_NAMES, RESIDUAL_NAME = (OUT, FINAL), STATES
+
+RWKVInputs = TypeVar("RWKVInputs", RWKV6Inputs, RWKV7Inputs)
+Tokens = Float[Array, "B T H K"]  # for the overloads of the public functions
+Values = Float[Array, "B T H V"]
+State = Float[Array, "N H K V"]
+Bonus = Float[Array, "H K"]
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of all four functions, for type checkers: see `fla_jax.ops.chunk_rwkv7`."""
-
+class _Options(TypedDict, total=False):
     scale: float
-    initial_state: Float[Array, "N H K V"] | None
+    initial_state: State | None
     segment_ids: Int[Array, "B T"] | None
     cu_seqlens: Int[Array, " N+1"] | None
     implementation: str | None
     sequence_axis: str | None
 
 
-class ChunkOptions(Options, total=False):
-    """Those of the chunked forms."""
-
+class _ChunkOptions(_Options, total=False):
     chunk_size: int | None
     lower_bound: float | None
+
+
+class Options(_Options, total=False):
+    """Keyword arguments of the recurrent forms, for type checkers: see `fla_jax.ops.chunk_rwkv7`."""
+
+    output_final_state: bool
+
+
+class OptionsWithState(_Options):
+    """The same of calls that return a state."""
+
+    output_final_state: Literal[True]
+
+
+class ChunkOptions(_ChunkOptions, total=False):
+    """Keyword arguments of the chunked forms."""
+
+    output_final_state: bool
+
+
+class ChunkOptionsWithState(_ChunkOptions):
+    """The same of calls that return a state."""
+
+    output_final_state: Literal[True]
+
+
+def recurrence_op(
+    name: str,
+    inputs: type[RWKVInputs],
+    implementations: list[Implementation[RWKVInputs, Outputs, RecurrenceConfig]],
+    check: Callable[[Context[RWKVInputs, RecurrenceConfig], RWKVInputs, Outputs], None],
+) -> Op[RWKVInputs, Outputs, RecurrenceConfig]:
+    """A recurrence; ``implementations`` in order of preference, as measured (docs/performance.md)."""
+    return Op(
+        name,
+        inputs,
+        Outputs,
+        AXES,
+        implementations,
+        output_names=(OUT, FINAL),
+        residual_name=STATES,
+        check=check,
+        empty=_without_tokens,
+    )
 
 
 def triton_supports(
@@ -70,22 +116,22 @@ def triton_supports(
     return None
 
 
-def without_tokens(x: RWKV6Inputs | RWKV7Inputs) -> Outputs:
+def _without_tokens(x: RWKVInputs) -> Outputs:
     """The outputs of a call with T = 0 or B = 0."""
     return Outputs(jnp.zeros_like(x.v), x.initial_state)
 
 
 def checked_inputs(
     inputs: type[X],
-    *,
+    arrays: Mapping[str, object],
     initial_state: object,
     segment_ids: object,
     cu_seqlens: object,
     scale: object,
     chunk_size: object = None,
     lower_bound: object = None,
+    *,
     warn_layout: bool = False,
-    **arrays: object,
 ) -> tuple[X, RecurrenceConfig]:
     """The arguments of one call, checked: arrays as ``inputs``, and the settings.
 
@@ -184,7 +230,9 @@ def _check_cu_seqlens(cu: jax.Array, B: int, T: int) -> None:
     if cu.ndim != 1 or cu.shape[0] < 2:
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {list(cu.shape)}")
     if B != 1:
-        raise ValueError(f"cu_seqlens packs all sequences into one row: r must have B = 1, got B = {B}")
+        raise ValueError(
+            f"cu_seqlens packs all sequences in one batch element: r must have B = 1, got B = {B}"
+        )
     if isinstance(cu, jax.core.Tracer):
         return  # the values are known only at run time: the checked mode looks at them
     values = np.asarray(cu).astype(np.int64)

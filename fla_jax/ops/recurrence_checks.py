@@ -64,7 +64,7 @@ def _finite(op: str, name: str, array: jax.Array) -> None:
 
 
 def _growth(op: str, x: RWKV7Inputs, final: jax.Array) -> None:
-    """Reports rows whose state outgrew what went into it.
+    """Reports batch elements whose state outgrew what went into it.
 
     Transitions that do not expand keep ``|S_T| <= |S_0| + sum_t |k_t| |v_t|``; a state `GROWTH_SLACK` times
     larger was amplified by a and b.
@@ -79,7 +79,7 @@ def _growth(op: str, x: RWKV7Inputs, final: jax.Array) -> None:
     bad = jnp.any(~(size <= limit), -1)
     checkify.check(
         ~jnp.any(bad),
-        f"{op}: the state of row {{row}} grew without bound (|S| = {{size}}): the transition "
+        f"{op}: the state of batch element {{row}} grew without bound (|S| = {{size}}): the transition "
         "diag(exp(w)) + b a^T expands it. RWKV-7 passes a = -kk and b = kk * gate with |kk| = 1 and gate "
         "in [0, 1]; a and b drawn at random overflow within some steps",
         row=jnp.argmax(bad),

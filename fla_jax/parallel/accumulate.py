@@ -7,7 +7,6 @@ explicit axes: it compares versions of JAX as text, in which 0.10 is older than 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ def accumulated_value_and_grad(
     count: int,
     has_aux: bool,
     constrain: Callable[[PyTree], PyTree],
-) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """`jax.value_and_grad` of a loss that is a weighted mean, in ``count`` microbatches.
 
     Only one microbatch's activations are in memory at a time. ``weight`` weighs losses and gradients,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -20,21 +19,19 @@ def make_mesh(
     tensor: int = 1,
     sequence: int = 1,
     explicit: bool = False,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh with the axes `AXES`. One size may be -1, for all remaining devices, as in
-    `numpy.reshape`.
+    """A mesh with the axes `AXES`. One size may be -1, for all remaining devices.
 
     Args:
         data: number of devices, or groups of devices, with a copy of the parameters and a part of the batch
             each. None: -1, or 1 where another size is -1.
-        fsdp: number of devices that split the batch and the parameters: each stores a part of every matrix,
-            its gradient and its optimiser moments, and gathers a layer's matrices to compute with them.
-        tensor: number of devices that split heads and hidden channels, and so the matrices: for models whose
-            layers are too large for one device, within one host. A divisor of the number of heads.
-        sequence: number of devices that split the tokens of each sequence, for sequences too long for one
-            device or batches too small for all. A divisor of T, on GPUs into whole chunks of 16 tokens.
-            Parameters are replicated.
+        fsdp: number of devices that split the batch and the parameters with gradients and moments; each
+            gathers a layer's matrices to compute with them.
+        tensor: number of devices that split heads and hidden channels, and so the matrices, within one host.
+            A divisor of the number of heads.
+        sequence: number of devices that split the tokens of each sequence; parameters are replicated. A
+            divisor of T, on GPUs into whole chunks of 16 tokens.
         explicit: whether the axes are explicit (`jax.sharding.AxisType.Explicit`): shardings are parts of
             types, instead of XLA's choice within the library's rules.
         devices: None for all.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,21 +13,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from ..core.mesh import Entry
 from ..layers.state import RWKVState
 from .mesh import BATCH_AXES, batch_parts, check_axes
 
-Rules = tuple[tuple[str, Any], ...]
+Rules = tuple[tuple[str, Entry], ...]
 
 
 def axis_rules(model: nn.Module, mesh: Mesh, *, batch: int | None = None) -> Rules:
     """The logical axis rules (`flax.linen.logical_axis_rules`) that train ``model`` on ``mesh``, or run it.
 
-    Parameters: ``embed``, the channels between layers, over fsdp; ``heads``, ``mlp`` and ``vocab`` over
-    tensor. Vectors over the channels between layers are replicated. Activations: ``batch`` over data and
-    fsdp, ``length`` over sequence, ``activation_heads``, ``activation_mlp`` and ``activation_vocab`` over
-    tensor, ``activation_embed`` replicated. Matrices are gathered; activations only communicate in two sums a
-    layer over tensor, forward and backward.
-
+    Parameters: ``embed`` over fsdp; ``heads``, ``mlp`` and ``vocab`` over tensor. Activations: ``batch`` over
+    data and fsdp, ``length`` over sequence, ``activation_{heads,mlp,vocab}`` over tensor.
     A vocabulary that is not a multiple of tensor, and ranks of low-rank pairs that are not multiples of fsdp,
     are replicated.
 
@@ -102,7 +98,7 @@ def parameter_shardings(model: nn.Module, mesh: Mesh) -> PyTree:
     """
     rules = axis_rules(model, mesh)
 
-    def one(box: Any) -> NamedSharding:
+    def one(box: nn.LogicallyPartitioned) -> NamedSharding:
         return NamedSharding(mesh, nn.logical_to_mesh_axes(box.names, rules) or P())
 
     return jax.tree.map(one, _boxed(model), is_leaf=_is_box)
@@ -111,11 +107,10 @@ def parameter_shardings(model: nn.Module, mesh: Mesh) -> PyTree:
 def optimizer_shardings(
     optimizer: optax.GradientTransformation, params: PyTree, shardings: PyTree, mesh: Mesh
 ) -> PyTree:
-    """How an optimiser's state is stored: moments like their parameters, everything else replicated.
+    """How the state of an optax transformation is stored: moments like their parameters, the rest replicated.
 
     Args:
-        optimizer: any optax transformation, also one that treats parameters differently (`optax.masked`,
-            `optax.partition`, `optax.contrib.muon`).
+        optimizer: the transformation.
         params: the parameters, or their shapes (`jax.ShapeDtypeStruct`).
         shardings: of the parameters, from `parameter_shardings`.
         mesh: of the shardings.
@@ -138,7 +133,7 @@ def optimizer_shardings(
     given, wanted = jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings)
     owners = {path: (param.shape, sharding) for (path, param), sharding in zip(given, wanted, strict=True)}
 
-    def stored(path: PyTree, x: Any) -> NamedSharding:
+    def stored(path: PyTree, x: jax.Array) -> NamedSharding:
         # the state of one parameter may be a tree: sm3 has a list of vectors
         for end in range(len(path), -1, -1):
             if path[:end] in owners:
@@ -183,7 +178,7 @@ def state_shardings(mesh: Mesh) -> PyTree:
     """
     check_axes(mesh)
     shift, wkv = NamedSharding(mesh, P(None, BATCH_AXES)), NamedSharding(mesh, P(None, BATCH_AXES, "tensor"))
-    fields: dict[str, Any] = {"att_shift": shift, "ffn_shift": shift, "wkv": wkv}
+    fields: dict[str, PyTree] = {"att_shift": shift, "ffn_shift": shift, "wkv": wkv}
     return RWKVState(**fields)
 
 
@@ -199,7 +194,7 @@ def _boxed(model: nn.Module) -> PyTree:
     return jax.eval_shape(named.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
 
 
-def _is_box(x: Any) -> bool:
+def _is_box(x: object) -> bool:
     return isinstance(x, nn.LogicallyPartitioned)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,6 +15,7 @@ from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from ..core.arguments import check_integer
@@ -62,39 +62,38 @@ class TrainStep:
         weight: Callable[[PyTree], jax.Array] | None = None,
         accumulate: int = 1,
         has_aux: bool = False,
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: Mapping[str, bool | int | str] | None = None,
     ):
         """Checks that the mesh fits the model; compiles nothing.
 
         Args:
             model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
             optimizer: any optax transformation, such as `fla_jax.training.rwkv_optimizer`'s. Its ``update``
-                gets the loss as ``value``, which `optax.contrib.reduce_on_plateau` reads.
+                gets the loss as ``value``.
             mesh: from `make_mesh`.
             loss: ``loss(params, batch) -> scalar``, a mean over the whole batch, written as for a single
                 device; None for `fla_jax.training.next_token_loss`.
-            weight: ``weight(batch) -> scalar``, what the mean is divided by; accumulation and `evaluate`
-                weigh the losses of several batches with it. None: the sum of the mask, or the number of
-                labels, with the default loss, and the number of sequences with another.
-            accumulate: number of microbatches that a batch is computed in, one after the other, to save the
-                memory of activations. Loss and gradient stay those of the whole batch, but for rounding.
-            has_aux: whether the loss returns ``(scalar, aux)``. With ``accumulate``, aux outputs are stacked,
-                [accumulate, ...].
+            weight: ``weight(batch) -> scalar``, the divisor of the mean, which weighs several batches. None:
+                the sum of the mask, or the number of labels, with the default loss, else the number of
+                sequences.
+            accumulate: number of microbatches that a batch is computed in, to save memory.
+                Loss and gradient stay those of the whole batch, but for rounding.
+            has_aux: whether the loss returns ``(scalar, aux)``; with ``accumulate``, aux is stacked.
             compiler_options: of XLA, for the step's program alone, such as `overlap_options`.
 
         Raises:
-            ValueError: see `axis_rules`; or ``accumulate`` is not an integer >= 1.
+            ValueError: see `axis_rules`, or ``accumulate`` is not an integer >= 1.
         """
         self.model, self.mesh, self.rules = model, mesh, axis_rules(model, mesh)
         self._optimizer, self._loss, self._has_aux = optimizer, loss or next_token_loss(model), has_aux
         self._weight = weight or (label_weight if loss is None else _num_sequences)
         self._accumulate = check_integer("accumulate", accumulate, 1)
         shapes, params = parameter_shapes(model), parameter_shardings(model, mesh)
-        stored: Any = {"step": NamedSharding(mesh, P()), "params": params}
+        stored = {"step": NamedSharding(mesh, P()), "params": params}
         stored["opt_state"] = optimizer_shardings(optimizer, shapes, params, mesh)
         self.shardings = TrainState(apply_fn=model.apply, tx=optimizer, **stored)
         # with explicit axes the types already have the shardings
-        out: Any = {} if is_explicit_mesh(mesh) else {"out_shardings": (self.shardings, None)}
+        out: dict[str, PyTree] = {} if is_explicit_mesh(mesh) else {"out_shardings": (self.shardings, None)}
         options = None if compiler_options is None else dict(compiler_options)
         self._compiled = jax.jit(self._step, donate_argnums=(0,), compiler_options=options, **out)
         self._evaluate = jax.jit(self._weighted_losses)
@@ -138,7 +137,7 @@ class TrainStep:
             ValueError: ``size`` is not a multiple of data * fsdp * accumulate.
         """
         self._check_batch(size)
-        indices: Any = batch_sharding(self.mesh).addressable_devices_indices_map((size,))
+        indices: PyTree = batch_sharding(self.mesh).addressable_devices_indices_map((size,))
         return sorted({i for index in indices.values() for i in range(size)[index[0]]})
 
     def shard(self, batch: PyTree) -> PyTree:
@@ -151,14 +150,14 @@ class TrainStep:
         """
         sharding = batch_sharding(self.mesh)
 
-        def put(x: Any) -> jax.Array:
+        def put(x: ArrayLike) -> jax.Array:
             if jax.process_count() == 1:
                 self._check_batch(np.shape(x)[0])
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
         return jax.tree.map(put, batch)
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Any]:
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
         """One step.
 
         Args:
@@ -205,7 +204,7 @@ class TrainStep:
                 what += f", times accumulate = {self._accumulate}"
             raise ValueError(f"batch must have a size B that is a multiple of {what}, got {size}")
 
-    def _axis_rules(self) -> contextlib.AbstractContextManager[Any]:
+    def _axis_rules(self) -> contextlib.AbstractContextManager[None]:
         """The logical axis rules in context; with explicit axes the types decide."""
         return contextlib.nullcontext() if is_explicit_mesh(self.mesh) else nn.logical_axis_rules(self.rules)
 
@@ -213,9 +212,7 @@ class TrainStep:
         if self._accumulate == 1:
             return jax.value_and_grad(self._loss, has_aux=self._has_aux)(params, batch)
 
-        def constrain(
-            grads: PyTree,
-        ) -> PyTree:
+        def constrain(grads: PyTree) -> PyTree:
             if is_explicit_mesh(self.mesh):  # the types shard them like the parameters
                 return grads
             return jax.lax.with_sharding_constraint(grads, self.shardings.params)
@@ -223,7 +220,7 @@ class TrainStep:
         args = self._loss, self._weight, self._accumulate, self._has_aux, constrain
         return accumulated_value_and_grad(*args)(params, batch)
 
-    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Any]:
+    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
         for x in jax.tree.leaves(batch):
             self._check_batch(x.shape[0])
         with self._axis_rules():

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import jax
 
+Options = dict[str, bool | int | str]
 
-def overlap_options() -> dict[str, Any]:
+
+def overlap_options() -> Options:
     """XLA options for ``TrainStep(..., compiler_options=overlap_options())``: they act on that program alone.
 
-    By default all of them are off or smaller. On a single device they change nothing.
+    On a single device they change nothing.
 
-    * ``xla_gpu_enable_latency_hiding_scheduler``: starts every collective as early, and waits for it as late,
-      as the data allow, for more memory. The other options rely on it.
-    * ``xla_gpu_pipeline_all_gather`` (before jax 0.11 ``xla_gpu_enable_pipelined_all_gather``): in the loop
-      over layers, gathers the weights of the next layer while the current one computes.
-    * The same of ``reduce_scatter`` and ``all_reduce``: sums a layer's gradients while the next one computes.
-    * ``xla_gpu_enable_while_loop_double_buffering``: two layers an iteration, so that prefetched weights are
-      not copied.
-    * ``xla_gpu_{all_gather,reduce_scatter}_combine_threshold_bytes``: combines collectives that are ready
-      together up to 1 GiB, such as all matrices of a layer. All-reduces keep XLA's 30 MB: XLA copies combined
-      operands into one array and back, which costs more than a second all-reduce of activations.
+    * ``latency_hiding_scheduler``: starts every collective early and waits for it late, for more memory. The
+      other options rely on it.
+    * ``pipeline_*`` (before jax 0.11 ``enable_pipelined_*``): in the loop over layers, gathers the weights of
+      the next layer, and sums the gradients of the last one, while the current one computes.
+    * ``while_loop_double_buffering``: two layers an iteration, so that prefetched weights are not copied.
+    * ``*_combine_threshold_bytes``: combines collectives that are ready together up to 1 GiB. All-reduces
+      stay at 30 MB, because XLA copies combined operands into one array and back.
 
     Example:
         >>> from fla_jax.parallel import overlap_options
@@ -31,7 +29,9 @@ def overlap_options() -> dict[str, Any]:
     """
     collectives = ("all_gather", "reduce_scatter", "all_reduce")  # the first two are combined
     if jax.__version_info__ < (0, 11):
-        pipelined: dict[str, Any] = {f"xla_gpu_enable_pipelined_{name}": True for name in collectives}
+        pipelined: dict[str, bool | int | str] = {
+            f"xla_gpu_enable_pipelined_{name}": True for name in collectives
+        }
     else:
         pipelined = {f"xla_gpu_pipeline_{name}": "COLLECTIVE_PIPELINING_MODE_ON" for name in collectives}
     return {
@@ -51,7 +51,9 @@ def overlap_flags() -> str:
         '--xla_gpu_enable_latency_hiding_scheduler=true'
     """
     spelled = {"COLLECTIVE_PIPELINING_MODE_ON": "on"}  # flags spell it differently
-    return " ".join(f"--{name}={spelled.get(x, str(x).lower())}" for name, x in overlap_options().items())
+    return " ".join(
+        f"--{name}={spelled.get(str(x), str(x).lower())}" for name, x in overlap_options().items()
+    )
 
 
 def set_overlap_flags() -> None:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import jax
 from jaxtyping import PyTree
@@ -50,13 +50,16 @@ class TrainingCheckpoints:
         except ImportError as error:
             raise ImportError("TrainingCheckpoints needs Orbax: pip install orbax-checkpoint") from error
         self.folder, self._args, self._step = Path(folder), ocp.args, 0
-        writes: dict[str, Any] = {"max_to_keep": keep, "cleanup_tmp_directories": True}
-        options: dict[str, Any] = {"read_only": True, "create": False} if read_only else writes
         handlers = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
         try:
             self._manager = ocp.CheckpointManager(
                 self.folder.absolute(),
-                options=ocp.CheckpointManagerOptions(**options),
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=None if read_only else keep,
+                    cleanup_tmp_directories=not read_only,
+                    read_only=read_only,
+                    create=not read_only,
+                ),
                 item_handlers=handlers,
             )
         except OSError as error:
@@ -65,11 +68,11 @@ class TrainingCheckpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if error[0] is None:
             self.close()
 
-    def save(self, step: int, state: PyTree, data: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, state: PyTree, data: Mapping[str, PyTree] | None = None) -> None:
         """Starts to write a checkpoint, and returns once ``state`` may be donated. Waits for the one before.
 
         Args:
@@ -99,7 +102,7 @@ class TrainingCheckpoints:
         self.wait()
         self._manager.close()
 
-    def restore(self, state: PyTree = None) -> tuple[Any, dict[str, Any]]:
+    def restore(self, state: PyTree = None) -> tuple[PyTree, dict[str, PyTree]]:
         """The last complete checkpoint.
 
         Args:

@@ -5,7 +5,6 @@ context" training).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -31,9 +30,8 @@ def chunked_loss(
 ) -> tuple[Float[Array, ""], RWKVState]:
     """The next-token loss of long sequences, computed in chunks; exact in value and gradients.
 
-    Only the states between chunks are saved for the backward pass, which recomputes the activations of one
-    chunk at a time: memory for one chunk and a state a chunk, at the cost of one more forward pass. The
-    function works under `jax.jit` and is differentiable, in ``state`` too.
+    Only the states between chunks are saved for the backward pass, which recomputes one chunk's activations
+    at a time: memory for one chunk and a state a chunk, at the cost of one more forward pass.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
@@ -68,23 +66,16 @@ def chunked_loss(
 
 def truncated_value_and_grad(
     model: nn.Module, *, chunk_size: int, chunks_per_gradient: int = 1, l2wrap: float = 1e-4
-) -> Callable[..., tuple[tuple[jax.Array, RWKVState], Any]]:
+) -> Callable[..., tuple[tuple[jax.Array, RWKVState], PyTree]]:
     """Value and gradient of `chunked_loss` with truncated back-propagation through time.
 
     Chunks form groups of ``chunks_per_gradient``. The state passes from group to group, gradients only within
-    a group. Memory does not depend on the number of groups: one chunk, ``chunks_per_gradient`` states and
-    twice the gradients. With a single group the result is exact.
-
-    Args:
-        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-        chunk_size: tokens per chunk.
-        chunks_per_gradient: chunks of a group.
-        l2wrap: strength of L2Wrap, see `fla_jax.training.cross_entropy`.
+    a group; memory does not depend on the number of groups. With a single group the result is exact.
 
     Returns:
         A function ``(params, tokens, mask=None, state=None) -> ((loss, state), gradients)`` with the
-        arguments of `chunked_loss`, to be compiled by `jax.jit`; T must be a multiple of
-        ``chunk_size * chunks_per_gradient``. It raises the errors of `chunked_loss`.
+        arguments and errors of `chunked_loss`, to be compiled by `jax.jit`; T must be a multiple of
+        ``chunk_size * chunks_per_gradient``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -101,14 +92,14 @@ def truncated_value_and_grad(
 
     def value_and_grad(
         params: PyTree, tokens: jax.Array, mask: jax.Array | None = None, state: RWKVState | None = None
-    ) -> tuple[tuple[jax.Array, RWKVState], Any]:
+    ) -> tuple[tuple[jax.Array, RWKVState], PyTree]:
         chunks, total = _split(model, tokens, mask, chunk_size, chunks_per_gradient)
         loss_fn = jax.value_and_grad(
             lambda params, group, state: _scan_chunks(model, params, group, state, total, l2wrap),
             has_aux=True,
         )
 
-        def step(carry: PyTree, group: _Chunks) -> tuple[Any, None]:
+        def step(carry: PyTree, group: _Chunks) -> tuple[PyTree, None]:
             state, loss, grads = carry
             (more, state), new = loss_fn(params, group, state)
             return (
@@ -135,7 +126,7 @@ def _scan_chunks(
     @jax.checkpoint  # without a policy: anything saved would grow with the number of chunks
     def chunk_loss(params: PyTree, state: RWKVState, chunk: _Chunks) -> tuple[jax.Array, RWKVState]:
         tokens, labels, weights = chunk
-        found: Any = model.apply({"params": params}, tokens, state, method="hidden")
+        found: PyTree = model.apply({"params": params}, tokens, state, method="hidden")
         hidden, state = found
         mean = chunked_cross_entropy(hidden, nn.meta.unbox(params["head"]["kernel"]), labels, weights, l2wrap)
         local = jnp.sum(weights)

@@ -6,7 +6,6 @@ Source: RWKV-LM ``RWKV-v7/train_temp`` (``L2Wrap``).
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | 
         raise TypeError(f"labels must be integers, got {labels.dtype}")
 
 
-def _strength(l2wrap: Any) -> float:
+def _strength(l2wrap: object) -> float:
     """``l2wrap`` as a float."""
     if isinstance(l2wrap, jax.core.Tracer):
         raise TypeError(
@@ -83,14 +82,13 @@ def cross_entropy(
     """Mean next-token cross-entropy, with L2Wrap, which pulls the largest logit of every token towards 0.
 
     L2Wrap changes the gradient and not the value: it adds ``l2wrap / tokens * max_logit`` to the gradient of
-    the largest logit, all times the incoming cotangent. RWKV-LM's ``RWKV-v7/train_temp`` does the same since
-    April 2026; older versions leave the cotangent out, so that loss scaling changes the weight of L2Wrap.
+    the largest logit, all times the incoming cotangent (as ``RWKV-v7/train_temp`` since April 2026).
 
     Args:
         logits: [..., V].
         labels: [...] integers, the token that follows each position: ``tokens[:, 1:]`` for
-            ``logits[:, :-1]``. Ignored where the mask is 0; elsewhere a label below 0 or at least V makes
-            the loss NaN.
+            ``logits[:, :-1]``. Ignored where the mask is 0; elsewhere a label that is no token makes the loss
+            NaN.
         mask: [...] booleans, or weights of the positions, which may be negative; None for all. The loss
             is the sum of weighted losses divided by the sum of weights. L2Wrap skips positions of weight 0.
         l2wrap: strength, a Python number; 0 for none.
@@ -99,10 +97,8 @@ def cross_entropy(
         A scalar, 0 where the mask is all 0: float32, or float64 where ``logits`` are.
 
     Raises:
-        ValueError: ``labels`` or ``mask`` does not have the shape of ``logits`` without the last axis, or
-            ``l2wrap`` is not a number >= 0.
-        TypeError: ``labels`` are not integers, or ``l2wrap`` is traced, such as an argument of a jitted
-            function.
+        ValueError: a shape does not fit, or ``l2wrap`` is not a number >= 0.
+        TypeError: ``labels`` are not integers, or ``l2wrap`` is traced.
 
     Example:
         >>> import jax.numpy as jnp
@@ -137,7 +133,7 @@ def _sum_of_losses(
 
 
 def _losses_and_grads(
-    hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
+    hidden: Array, kernel: Array, labels: Array, weights: Array, l2wrap: float, block: int, gradients: bool
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """The sum, and with ``gradients`` its derivatives in hidden and kernel, else None for both.
 
@@ -170,7 +166,7 @@ def _losses_and_grads(
 
 
 def _scan_blocks(
-    hidden: Any, narrow: Any, labels: Any, weights: Any, l2wrap: float, block: int, gradients: bool
+    hidden: Array, narrow: Array, labels: Array, weights: Array, l2wrap: float, block: int, gradients: bool
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """`_losses_and_grads` of one device's tokens; ``narrow`` is the kernel in the dtype of hidden.
 
@@ -184,7 +180,7 @@ def _scan_blocks(
         x = jnp.pad(x, ((0, 0), (0, -T % block), *((0, 0),) * (x.ndim - 2)))
         return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
-    def step(carry: PyTree, x: Any) -> tuple[PyTree, PyTree]:
+    def step(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         (total, d_kernel), (h, label, weight) = carry, x
         # masked positions may contain inf and NaN
         h = jnp.where((weight != 0)[..., None], h, 0)
@@ -222,7 +218,7 @@ def _scan_blocks(
 
 
 def _sum_of_losses_fwd(
-    hidden: Any, kernel: Any, labels: Any, weights: Any, l2wrap: float, block: int
+    hidden: Array, kernel: Array, labels: Array, weights: Array, l2wrap: float, block: int
 ) -> tuple[jax.Array, PyTree]:
     total, *grads = _losses_and_grads(hidden, kernel, labels, weights, l2wrap, block, gradients=True)
     return total, grads
@@ -247,29 +243,24 @@ def chunked_cross_entropy(
 ) -> Float[Array, ""]:
     """`cross_entropy` of ``hidden @ kernel`` with at most about ``block_tokens`` positions' logits in memory.
 
-    At 32,768 tokens and a vocabulary of 32,000 the logits take 4 GB in float32, and their gradient as much
-    again. This function computes them block by block, with both gradients in the same pass. Value and
-    gradients equal those of `cross_entropy`; with bfloat16 activations the gradient of the logits is rounded
-    to bfloat16 before its two products.
+    Logits and both gradients are computed block by block, in one pass. At 32,768 tokens and a vocabulary of
+    32,000 the logits alone would take 4 GB in float32. With bfloat16 activations the gradient of the logits
+    is rounded to bfloat16 before its two products.
 
     Args:
         hidden: [B, T, C], the input of the head:
             ``model.apply({"params": params}, tokens, method="hidden")[0]``.
-        kernel: [C, V] of the head: ``params["head"]["kernel"]``. It is cast to ``hidden``'s dtype; products
-            accumulate in float32.
-        labels: [B, T] integers, the token that follows each position, as for `cross_entropy`.
-        mask: [B, T] booleans, or weights of the positions as for `cross_entropy`; None for all. Not
-            differentiated.
+        kernel: [C, V] of the head, ``params["head"]["kernel"]``; cast to ``hidden``'s dtype.
+        labels: [B, T] integers, the token that follows each position.
+        mask: [B, T] booleans or weights as for `cross_entropy`; None for all. Not differentiated.
         l2wrap: strength of L2Wrap, a Python number (see `cross_entropy`); 0 for none.
-        block_tokens: positions whose logits a device computes at once, over its part of the batch; at least
-            one of each sequence.
+        block_tokens: positions whose logits a device computes at once; at least one of each sequence.
 
     Returns:
         A scalar, 0 where the mask is all 0: float32, or float64 where ``hidden`` is.
 
     Raises:
-        ValueError: a shape is wrong, ``block_tokens`` is not positive, or ``l2wrap`` not a number >= 0.
-        TypeError: ``labels`` are not integers, or ``l2wrap`` is traced.
+        ValueError, TypeError: as `cross_entropy`; ValueError also where ``block_tokens`` is not positive.
 
     Example:
         >>> import jax, jax.numpy as jnp

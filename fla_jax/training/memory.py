@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -89,7 +89,7 @@ def available_memory() -> float | None:
         >>> (available_memory() or 1e9) > 1e6
         True
     """
-    device: Any = jax.local_devices()[0]
+    device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return float(stats["bytes_limit"])

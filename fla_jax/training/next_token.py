@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -37,14 +36,7 @@ def packed_loss(
         labels: [B, T], the token that follows each one.
         segment_ids: [B, T]; the state restarts where the number changes. None for one document a sequence.
         mask: [B, T] booleans, or weights of the labels; None for all.
-        l2wrap: see `cross_entropy`.
-        block_tokens: see `chunked_cross_entropy`.
-
-    Returns:
-        A scalar, float32 or float64.
-
-    Raises:
-        ValueError, TypeError: see `chunked_cross_entropy`.
+        l2wrap, block_tokens: see `chunked_cross_entropy`, also for the result and errors.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -72,11 +64,6 @@ def next_token_loss(model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int
     * a pair of those and a mask [B, T] of the labels ``tokens[:, 1:]``: booleans or weights;
     * a dict as `fla_jax.data.batches` yields it: ``tokens`` [B, T], ``labels`` [B, T] and, if present,
       ``segment_ids`` [B, T], where the state restarts, and ``mask`` [B, T].
-
-    Args:
-        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-        l2wrap: see `cross_entropy`.
-        block_tokens: see `chunked_cross_entropy`.
 
     Returns:
         ``loss(params, batch)``. It raises a TypeError or ValueError for a batch of another form.
@@ -106,7 +93,7 @@ def label_weight(batch: PyTree) -> jax.Array:
     return jnp.sum(mask, dtype=jnp.promote_types(mask.dtype, jnp.float32))
 
 
-def _fields(batch: PyTree) -> tuple[Any, Any, Any, Any]:
+def _fields(batch: PyTree) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Tokens [B, T], labels, segment_ids and mask, the last two or None, of a batch in any form."""
     if isinstance(batch, Mapping):
         if not {"tokens", "labels"} <= set(batch) <= {"tokens", "labels", "segment_ids", "mask"}:
@@ -130,11 +117,10 @@ def _fields(batch: PyTree) -> tuple[Any, Any, Any, Any]:
 
 
 def over_sequence(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
-    """Shards T of tokens, or of an array [B, T, ...] like them, over the mesh axis ``sequence``; for custom
-    losses.
+    """Shards T of an array [B, T, ...] over the mesh axis ``sequence``; for custom losses.
 
-    It acts on meshes with explicit axes, where the model follows the types of its tokens. Elsewhere the model
-    follows the axis rules, and ``x`` is returned unchanged.
+    It acts on meshes with explicit axes, where the model follows the types of its tokens; elsewhere the model
+    follows the axis rules.
 
     Raises:
         ValueError: T is not a multiple of the axis' size.

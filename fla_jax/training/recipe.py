@@ -5,7 +5,7 @@ Source: RWKV-LM ``RWKV-v7/train_temp`` (``configure_optimizers``, ``trainer.py``
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,9 @@ _MUON_RMS = 0.2  # of updates: about what Adam's have (arXiv:2502.16982)
 def parameter_groups(params: PyTree) -> PyTree:
     """The optimizer group of every parameter, by its name alone: the same for stacked and boxed parameters.
 
-    Args:
-        params: a tree of parameters, or of anything with their structure.
-
     Returns:
-        A tree of the same structure: ``"decay_base"`` (w0, time_decay: twice the learning rate, no weight
-        decay), ``"matrix"`` (embedding, head and dense projections: weight decay) or ``"other"`` (all
-        low-rank matrices included: neither).
+        A tree like ``params``: ``"decay_base"`` (w0, time_decay: twice the learning rate, no weight decay),
+        ``"matrix"`` (embedding, head and dense projections: weight decay) or ``"other"`` (neither).
 
     Example:
         >>> from fla_jax.training import parameter_groups
@@ -34,7 +30,7 @@ def parameter_groups(params: PyTree) -> PyTree:
         {'key': {'kernel': 'matrix'}, 'w0': 'decay_base', 'w1': 'other'}
     """
 
-    def group(path: PyTree, _: Any) -> str:
+    def group(path: PyTree, _: object) -> str:
         name = _names(path)[-1] if _names(path) else None
         return "decay_base" if name in _DECAY_BASE else "matrix" if name in _MATRICES else "other"
 
@@ -42,17 +38,9 @@ def parameter_groups(params: PyTree) -> PyTree:
 
 
 def matrix_mask(params: PyTree) -> PyTree:
-    """Marks the parameters that have weight decay in the official recipe: embedding, head and dense
-    projections.
+    """Marks the parameters that have weight decay in the official recipe.
 
-    The mask for `optax.adamw` and the like. It depends on names alone: with stacked layers (``scan_layers``),
-    ``x.ndim > 1`` is also true for vectors. Low-rank matrices and the bonus per head are not marked.
-
-    Args:
-        params: a tree of parameters, or of anything with their structure.
-
-    Returns:
-        A tree of the same structure, of booleans.
+    Those are the ``"matrix"`` ones of `parameter_groups`; ``x.ndim > 1`` also holds for stacked vectors.
 
     Example:
         >>> import optax
@@ -65,16 +53,13 @@ def matrix_mask(params: PyTree) -> PyTree:
 
 
 def muon_dimension_numbers(params: PyTree) -> PyTree:
-    """Which axes of each parameter `optax.contrib.muon` orthogonalises: those of the dense projections in
-    layers, one matrix at a time where layers are stacked.
+    """The axes of each parameter that `optax.contrib.muon` orthogonalises.
 
-    Embedding, head, low-rank matrices and vectors are left to Adam, as in BlinkDL's ``modded-nanogpt-rwkv``.
-
-    Args:
-        params: a tree of parameters, or of anything with their structure.
+    These are those of the dense projections in layers; Adam gets embedding, head, low-rank matrices and
+    vectors, as in BlinkDL's ``modded-nanogpt-rwkv``.
 
     Returns:
-        A tree of the same structure: `optax.contrib.MuonDimensionNumbers` for dense projections, else None.
+        A tree like ``params``: `optax.contrib.MuonDimensionNumbers` for dense projections, else None.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -100,16 +85,14 @@ def rwkv_optimizer(
     eps: float = 1e-18,
     clip_norm: float | None = 1.0,
 ) -> optax.GradientTransformation:
-    """Adam with decoupled weight decay and the official parameter groups (see `parameter_groups`), or Muon
-    for the dense projections.
+    """Adam with decoupled weight decay and the official parameter groups, or Muon for the dense projections.
 
     Args:
         learning_rate: a number or a schedule, such as `rwkv_schedule`'s.
-        kind: ``"adam"``, the official recipe, or ``"muon"``: dense projections of the layers (see
-            `muon_dimension_numbers`) get Muon's orthogonalised updates, everything else Adam's. Muon's
-            updates are scaled to a root mean square of 0.2, about that of Adam's (Liu et al.,
-            arXiv:2502.16982), so that both have one learning rate. The rest of the recipe is the same.
-        weight_decay: of embedding, head and dense projections; every other parameter has none.
+        kind: ``"adam"``, the official recipe, or ``"muon"``: dense projections (see
+            `muon_dimension_numbers`) get Muon's updates, scaled to a root mean square of 0.2, about that of
+            Adam's (Liu et al., arXiv:2502.16982), so that both have one learning rate.
+        weight_decay: of embedding, head and dense projections (`matrix_mask`); all others have none.
         b1: Adam's decay of the first moment. Muon's momentum is 0.95.
         b2: Adam's decay of the second moment.
         eps: Adam's epsilon; 1e-18 in effect means none.
@@ -141,7 +124,7 @@ def rwkv_optimizer(
     )
 
 
-def _names(path: PyTree) -> list[Any]:
+def _names(path: PyTree) -> list[str]:
     """The dict keys of a path; what follows them is inside a box (`flax.linen.LogicallyPartitioned`)."""
     return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -44,15 +43,7 @@ def zero_states(model: nn.Module) -> Float[Array, "L H K V"]:
 
 
 def initial_state(model: nn.Module, states: Float[Array, "L H K V"], batch: int) -> RWKVState:
-    """The model's initial state: ``states`` for every sequence, and no token before the first.
-
-    Args:
-        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-        states: [L, H, K, V], from `tune_states` or `load_states`.
-        batch: number of sequences, B.
-
-    Returns:
-        The state for ``model.apply(..., tokens, state)``, `fla_jax.generation.generate` and so on.
+    """The model's initial state: ``states`` [L, H, K, V] for every sequence, and no token before the first.
 
     Raises:
         ValueError: ``states`` does not have the model's shape, or ``batch`` is not a positive integer.
@@ -71,7 +62,7 @@ def initial_state(model: nn.Module, states: Float[Array, "L H K V"], batch: int)
     return zeros.replace(wkv=jnp.broadcast_to(jnp.asarray(states, zeros.wkv.dtype)[:, None], zeros.wkv.shape))
 
 
-def _check_states(states: Any, want: tuple[int, ...] | None) -> None:
+def _check_states(states: Array, want: tuple[int, ...] | None) -> None:
     if not jnp.issubdtype(getattr(states, "dtype", object), jnp.floating):
         raise TypeError(f"states must be an array of floating-point numbers, got {shown(states)}")
     if want is None and states.ndim != 4:
@@ -80,7 +71,7 @@ def _check_states(states: Any, want: tuple[int, ...] | None) -> None:
         raise ValueError(f"states must have shape [L, H, K, V] = {list(want)}, got {list(states.shape)}")
 
 
-def _check_batch(where: str, tokens: Any, mask: Any) -> None:
+def _check_batch(where: str, tokens: Array, mask: Array | None) -> None:
     """Raises unless shapes and dtypes are those of a batch; ``where`` is put before the argument's name."""
     if not jnp.issubdtype(getattr(tokens, "dtype", object), jnp.integer):
         raise TypeError(f"{where}tokens must be an integer array, got {shown(tokens)}")
@@ -116,19 +107,16 @@ def state_loss(
         A scalar, float32, or float64 for a model of that dtype.
 
     Raises:
-        ValueError: a shape is wrong. TypeError: ``tokens`` are not integers, or ``mask`` or ``states`` not
-            numbers.
+        ValueError, TypeError: an argument has the wrong shape or dtype; the message names it.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
         >>> from fla_jax.training import state_loss, zero_states
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
-        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
         >>> tokens = jnp.arange(33)[None]
-        >>> loss_of = lambda states: state_loss(model, params, states, tokens)
-        >>> loss, gradient = jax.jit(jax.value_and_grad(loss_of))(zero_states(model))
-        >>> gradient.shape
+        >>> params = model.init(jax.random.key(0), tokens)["params"]
+        >>> jax.grad(lambda states: state_loss(model, params, states, tokens))(zero_states(model)).shape
         (2, 4, 16, 16)
     """
     _check_batch("", tokens, mask)
@@ -162,8 +150,8 @@ def tune_states(
         ``(states, losses)``: the tuned states [L, H, K, V], and the loss [steps] before each step.
 
     Raises:
-        ValueError, TypeError: an argument or a batch has the wrong shape or dtype, a token is outside of the
-            vocabulary, or there are fewer batches than ``steps``; the message names it.
+        ValueError, TypeError: an argument, a batch or a token does not fit, or there are fewer batches than
+            ``steps``; the message names it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -220,24 +208,21 @@ def tune_states(
 
 
 def save_states(path: str | os.PathLike[str], states: Float[Array, "L H K V"]) -> None:
-    """Writes states as a ``.pth`` file that RWKV-PEFT and programs around ``rwkv`` read.
+    """Writes states [L, H, K, V] as a ``.pth`` file that RWKV-PEFT and programs around ``rwkv`` read.
 
-    Args:
-        path: of the file.
-        states: [L, H, K, V], stored as ``blocks.{i}.att.time_state`` [H, V, K] in float32.
+    The file has ``blocks.{i}.att.time_state`` [H, V, K] in float32.
 
     Raises:
         ValueError: ``states`` does not have four axes. TypeError: it is not an array of numbers.
 
     Example:
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> import tempfile
-        >>> from fla_jax.training import load_states, save_states, zero_states
-        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> import tempfile, jax.numpy as jnp
+        >>> from fla_jax.checkpoints import read_pth
+        >>> from fla_jax.training import save_states
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_states(folder + "/states.pth", zero_states(model) + 1)
-        ...     float(load_states(folder + "/states.pth", model).min())
-        1.0
+        ...     save_states(folder + "/states.pth", jnp.ones((2, 4, 16, 16)))
+        ...     sorted(read_pth(folder + "/states.pth"))
+        ['blocks.0.att.time_state', 'blocks.1.att.time_state']
     """
     _check_states(states, None)
     transposed = np.asarray(states, np.float32).swapaxes(2, 3)
@@ -246,10 +231,6 @@ def save_states(path: str | os.PathLike[str], states: Float[Array, "L H K V"]) -
 
 def load_states(path: str | os.PathLike[str], model: nn.Module) -> Float[Array, "L H K V"]:
     """Reads states from a ``.pth`` of `save_states`, of RWKV-PEFT, or of a whole model with states in it.
-
-    Args:
-        path: of the file; no code in it is executed.
-        model: the model of the states.
 
     Returns:
         [L, H, K, V] float32.

@@ -1,1 +1,1 @@
-"""How kernels are called: through jax-triton, through Pallas, or in an interpreter."""
+"""Calls of kernels inside JAX programs: Triton's, Pallas', and their interpreters."""

@@ -1,1 +1,1 @@
-"""What launchers share: launch tables by GPU, stretches, kept states."""
+"""Device functions, records and host code that several kernel families use."""

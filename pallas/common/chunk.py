@@ -78,15 +78,15 @@ def nth_split(p, index, c: tl.constexpr):
             tl.load(index.chunk_offsets + p).to(tl.int64),
         )
     else:
-        row, sees_h0 = p // c.num_splits, (p % c.num_splits) * index.split_len
+        row, start = p // c.num_splits, (p % c.num_splits) * index.split_len
         base = row.to(tl.int64) * index.T
         return Split(
             p,
             row,
             base,
-            base + sees_h0,
-            tl.minimum(index.split_len, index.T - sees_h0),
-            row.to(tl.int64) * tl.cdiv(index.T, C) + sees_h0 // C,
+            base + start,
+            tl.minimum(index.split_len, index.T - start),
+            row.to(tl.int64) * tl.cdiv(index.T, C) + start // C,
         )
 
 
@@ -150,9 +150,9 @@ class Offsets(NamedTuple):
 def token_offsets(axes, c: tl.constexpr):
     """The offsets, equal in all chunks."""
     key = axes.token[:, None] * (c.H * c.K) + axes.key[None, :]
-    spread = axes.token[None, :, None] * (c.H * c.K) + batched16_keys(c)
+    batched16 = axes.token[None, :, None] * (c.H * c.K) + batched16_keys(c)
     value = axes.token[:, None] * (c.H * c.V) + axes.value[None, :]
-    return Offsets(key, spread, value, axes.token[None, :] * (c.H * c.V) + axes.value[:, None])
+    return Offsets(key, batched16, value, axes.token[None, :] * (c.H * c.V) + axes.value[:, None])
 
 
 @triton.jit

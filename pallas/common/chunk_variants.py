@@ -14,6 +14,7 @@ from ...core.context import Context
 from ...core.gpu import GPU
 from ...core.types import RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 from ..backend.triton import Launch
+from .select import select
 from .shapes import tile
 
 SAFE_GATE_BOUND = -2.0  # log decays of the safe gate: its factors reach exp(8 * 2) and exp(-8 * 2)
@@ -45,8 +46,8 @@ class VariantKey:
         gpu: of the call.
         K: keys of a head.
         V: values of a head.
-        bf16_dots: whether all token arrays but the decay have 16 bits, so that products have bfloat16
-        operands. all_bf16: whether they are all bfloat16.
+        bf16_dots: whether all token arrays but the decay have 16 bits: products then have bfloat16 operands.
+        all_bf16: whether they are all bfloat16.
         w_float16: whether the decay is float16.
         safe_gate: whether ``lower_bound`` excludes the unsafe gate.
     """
@@ -74,8 +75,8 @@ class Variant:
         serves: the calls that it serves, for messages.
         when: whether it serves a call.
         split_bwd: whether two kernels compute the backward: state gradients, then token gradients.
-        key_major: whether backward tiles of keys are held transposed (`key_major`), for products of a warp
-        group. precomputed_A: whether a kernel computes the A matrices of all chunks first.
+        key_major: whether backward tiles of keys are held transposed, for products of a warp group.
+        precomputed_A: whether a kernel computes the A matrices of all chunks first.
         chunks_per_state: chunks that share one stored state.
     """
 
@@ -100,11 +101,6 @@ def variant_key(ctx: Context[Any, RecurrenceConfig], x: RWKV6Inputs | RWKV7Input
         w_float16=x.w.dtype == jnp.float16,
         safe_gate=ctx.settings.lower_bound is not None and ctx.settings.lower_bound >= SAFE_GATE_BOUND,
     )
-
-
-def select(variants: Sequence[Variant], key: VariantKey) -> Variant:
-    """The first variant that serves the call; the last one serves all."""
-    return next(variant for variant in variants if variant.when(key))
 
 
 def describe(variants: Sequence[Variant], key: VariantKey) -> str:

@@ -9,9 +9,9 @@ from .sums import extended
 
 
 @triton.jit
-def state_pointers(states, block, axes, num_buffers: tl.constexpr, c: tl.constexpr, FIRST: tl.constexpr = 0):
+def state_pointers(states, block, axes, num_buffers: tl.constexpr, c: tl.constexpr):
     """Pointers [BV, BK] to the state of value block ``block``, relative to `state_offset`: in ``num_buffers``
-    token-shaped arrays from ``states[FIRST]`` on, or with 0 in one array [.., V, K].
+    token-shaped arrays, or with 0 in one array [.., V, K].
     """
     if num_buffers == 0:
         values = states[0] + axes.value * c.K
@@ -21,8 +21,8 @@ def state_pointers(states, block, axes, num_buffers: tl.constexpr, c: tl.constex
         array = value % num_buffers  # whole blocks of values begin in the first array
         first = tl.where(
             array < 2,
-            tl.where(array < 1, states[FIRST], states[FIRST + 1 % num_buffers]),
-            tl.where(array < 3, states[FIRST + 2 % num_buffers], states[FIRST + 3 % num_buffers]),
+            tl.where(array < 1, states[0], states[1 % num_buffers]),
+            tl.where(array < 3, states[2 % num_buffers], states[3 % num_buffers]),
         )
         values = first + (block * (c.BV // num_buffers) + value // num_buffers) * (c.H * c.K)
     return values[:, None] + axes.key[None, :]
@@ -49,11 +49,18 @@ def state_offset(index, split, n, token, num_buffers: tl.constexpr, c: tl.conste
 
 
 @triton.jit
-def load_halves(high_, low_, mask):
-    """Float32 numbers whose upper and lower halves are stored in arrays of 16-bit floats."""
-    high = tl.load(high_, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    low = tl.load(low_, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return (high | low).to(tl.float32, bitcast=True)
+def fp32_state_pointers(arrays, value, key, c: tl.constexpr):
+    """Pointers to a float32 state in the memory of a chunk's tokens in ``V / 8`` token-shaped arrays of 16
+    bits, relative to half the offset of the chunk in them.
+
+    Two tokens of an array hold one value, and a token's keys 8 i to 8 i + 7 the first or the last four of
+    the same keys: a block of keys lies where its gradients will.
+    """
+    array = arrays[0].to(tl.pointer_type(tl.float32), bitcast=True)
+    for i in tl.static_range(1, len(arrays)):
+        array = tl.where(value // 8 == i, arrays[i].to(tl.pointer_type(tl.float32), bitcast=True), array)
+    token = value % 8 * 2 + key // 4 % 2
+    return array + token * (c.H * c.K // 2) + (key // 8 * 4 + key % 4)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..backend.types import Tensor
+from .state_buffers import fp32_state_pointers
 from .token_tiles import load_tokens, store_tokens
 
 
@@ -34,8 +35,7 @@ class ScanConfig:
         reverse: whether the scan goes from the last token to the first.
         segments: whether a sequence has segments, at whose first token the state restarts.
         packed: whether sequences are packed along T.
-        num_buffers: token-shaped arrays that hold the upper halves of saved states, as many as hold the lower
-            halves; 0 for one array.
+        num_buffers: token-shaped arrays that hold saved states (`fp32_state_pointers`); 0 for one array.
         value_major: whether saved states are [V, K].
         x_scale: factor of what is written.
         y_scale: factor of what is read.
@@ -194,28 +194,10 @@ def save_state(states, S, interval, first, axes, c: tl.constexpr):
     key, value = axes.key[None, :, :], axes.value[:, None, None]
     mask = axes.has_key[None, :, :] & axes.has_value[:, None, None]
     if c.num_buffers > 0:
-        # value v in array v % n, at token v // n of the interval
-        array, token = value % c.num_buffers, value // c.num_buffers
-        at = ((first + token) * c.H + tl.program_id(1)) * c.K + key
-        bits = S.to(tl.int32, bitcast=True)
-        store_bits(buffer(states, 0, array, c), at, bits >> 16, mask, c)
-        store_bits(buffer(states, c.num_buffers, array, c), at, bits, mask, c)
+        at = (first * c.H + tl.program_id(1)) * (c.K // 2)
+        store_tokens(fp32_state_pointers(states, value, key, c), at, S, mask, c.unmasked)
     else:
         head = (interval * c.H + tl.program_id(1)) * (c.K * c.V)
         at = value * c.K + key if c.value_major else key * c.V + value
         store_tokens(states[0] + head, at, S, mask, c.unmasked)
 
-
-@triton.jit
-def buffer(arrays, FIRST: tl.constexpr, number, c: tl.constexpr):
-    """The pointer ``arrays[FIRST + number]``, of one, two or four."""
-    n: tl.constexpr = c.num_buffers
-    low = tl.where(number < 1, arrays[FIRST], arrays[FIRST + 1 % n])
-    return tl.where(number < 2, low, tl.where(number < 3, arrays[FIRST + 2 % n], arrays[FIRST + 3 % n]))
-
-
-@triton.jit
-def store_bits(ptr, at, bits, mask, c: tl.constexpr):
-    """Stores the lower 16 bits of ``bits`` in an array of 16-bit floats."""
-    x = bits.to(tl.int16).to(ptr.dtype.element_ty, bitcast=True)
-    store_tokens(ptr, at, x, mask, c.unmasked)

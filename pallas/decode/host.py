@@ -134,16 +134,16 @@ def rwkv7_step(
 
 def rwkv6_mix(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.Array:
     """See `fla_jax.ops.decode.plain.rwkv6_mix`."""
-    (_, R, C), B = p.moves.shape, x.shape[0]
+    (_, R, C), B = p.mix_delta.shape, x.shape[0]
     if B > MAX_GEMV:
-        low = z[:, : 5 * R].reshape(B, 5, R).astype(p.moves.dtype)
-        delta = jnp.einsum("bpr,prc->pbc", low, p.moves, preferred_element_type=jnp.float32)
+        low = z[:, : 5 * R].reshape(B, 5, R).astype(p.mix_delta.dtype)
+        delta = jnp.einsum("bpr,prc->pbc", low, p.mix_delta, preferred_element_type=jnp.float32)
         x, before = x.astype(jnp.float32), last[layer].astype(jnp.float32)
         return (x + (before - x) * (p.mixes.astype(jnp.float32)[:, None] + delta)).astype(dtype)
     config = MixDeltaConfig(B, C, R, z.shape[1], 128, 1 << (R - 1).bit_length())
     return triton_call(
         mix_delta_kernel,
-        MixDeltaInputs(x, last, z, p.moves, p.mixes, layer_code(layer)),
+        MixDeltaInputs(x, last, z, p.mix_delta, p.mixes, layer_code(layer)),
         out=MixDeltaOut(shaped((5, B, C), dtype)),
         config=config,
         grid=(-(-C // config.BC), 5, B),

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ..backend.triton import Launch, triton_call
+from ..common.select import select
 from ..common.shapes import shaped, tile
 from .gemm import GemmConfig, GemmOut, MixTokensConfig, MixTokensOut, gemm_kernel, mix_kernel
 from .gemv import Epilogue, GemvConfig, GemvOut, Tokens, Weights, gemv_kernel
@@ -45,11 +46,6 @@ VARIANTS = (
     Variant("library", lambda key: key.segments == 1 and key.B > MAX_GEMM),
     Variant("gemm", lambda key: True),
 )
-
-
-def select(key: ProductKey) -> str:
-    """The name of the first variant that serves the call; the last one serves all."""
-    return next(variant.name for variant in VARIANTS if variant.when(key))
 
 
 class GemmLaunch(NamedTuple):
@@ -148,7 +144,7 @@ def project(
     dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, Any]:
     """See `fla_jax.ops.decode.plain.project`."""
-    variant = select(ProductKey(x.shape[-2], len(matrix.segments)))
+    variant = select(VARIANTS, ProductKey(x.shape[-2], len(matrix.segments))).name
     tokens = Tokens(x, *(norm or (None, None)))
     if mixes is not None:
         tokens = tokens._replace(mixes=mixes, last=last, active=active, layer=layer_code(layer))

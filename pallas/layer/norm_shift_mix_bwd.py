@@ -1,5 +1,5 @@
-"""Norm, token shift and mixes, backward. With o_n = h_t + d_t w_n, w_n = mu_n + moves_nt, d_t = h_{t-1} - h_t
-and g_n = do_n::
+"""Norm, token shift and mixes, backward. With o_n = h_t + d_t w_n, w_n = mu_n + mix_delta_nt,
+d_t = h_{t-1} - h_t and g_n = do_n::
 
     dw_n = g_n d_t,   q_t = sum_n g_n w_n,   dh_t = sum_n g_n - q_t + q_{t+1}
 
@@ -100,8 +100,8 @@ def mix_bwd_kernel(x, stats, do, dims, grads, c: tl.constexpr):
     if end < dims.T:
         for n in tl.static_range(len(x.mixes)):
             mu = read(x.mixes[n], 0, c)
-            if x.moves is not None:
-                mu = mu + read(x.moves, (n * dims.B + batch) * dims.T + end, c)
+            if x.mix_delta is not None:
+                mu = mu + read(x.mix_delta, (n * dims.B + batch) * dims.T + end, c)
             after += read(do.mixed[n], base + end, c) * mu
         after = tl.where(starts_segment(x.segment_ids, base, end), 0.0, after)
     else:
@@ -133,9 +133,9 @@ def mix_bwd_kernel(x, stats, do, dims, grads, c: tl.constexpr):
                 mu = mus[n]
                 g = read(do.mixed[n], at, c)
                 dw = g * delta
-                if x.moves is not None:
-                    mu = mu + read(x.moves, (n * dims.B + batch) * dims.T + t, c)
-                    write(grads.x.moves, (n * dims.B + batch) * dims.T + t, dw, c)
+                if x.mix_delta is not None:
+                    mu = mu + read(x.mix_delta, (n * dims.B + batch) * dims.T + t, c)
+                    write(grads.x.mix_delta, (n * dims.B + batch) * dims.T + t, dw, c)
                 total += g
                 q += g * mu
                 grown = extended(grown, dmus[n] + dw)
@@ -167,8 +167,8 @@ def mix_bwd_kernel(x, stats, do, dims, grads, c: tl.constexpr):
             write(grads.x.x, at, dh, c)
         unit, rstd = units[TOKENS], rstds[TOKENS]
     if start == 0:  # the difference between the given previous token and the first one
-        if x.moves is not None:
-            tl.debug_barrier()  # other threads may have written the first token's dmoves in the loop
+        if x.mix_delta is not None:
+            tl.debug_barrier()  # other threads may have written the first token's dmix_delta in the loop
         delta = -affine(unit, scale, x, c)
         if x.last is not None:
             delta += read(x.last, batch, c)
@@ -176,8 +176,8 @@ def mix_bwd_kernel(x, stats, do, dims, grads, c: tl.constexpr):
         grown = ()
         for n in tl.static_range(len(x.mixes)):
             dw = read(do.mixed[n], base, c) * delta
-            if x.moves is not None:
-                write(grads.x.moves, (n * dims.B + batch) * dims.T, dw, c)
+            if x.mix_delta is not None:
+                write(grads.x.mix_delta, (n * dims.B + batch) * dims.T, dw, c)
             grown = extended(grown, dmus[n] + dw)
         dmus = grown
     NUM_SUMS: tl.constexpr = len(x.mixes) + (2 if x.scale is not None else 0)

@@ -1,6 +1,6 @@
 """Norm, token shift and mixes, forward. With h = norm(x + y) and the previous token h_{t-1}::
 
-    o_n = h_t + (h_{t-1} - h_t) (mu_n + moves_nt)
+    o_n = h_t + (h_{t-1} - h_t) (mu_n + mix_delta_nt)
 
 Grid: blocks of tokens of all sequences, tiles of channels.
 """
@@ -82,7 +82,7 @@ def mix_fwd_kernel(x, stats, dims, out, c: tl.constexpr):
             delta = tl.where(starts_segment(x.segment_ids, base, t), 0.0, before) - h
             for n in tl.static_range(len(x.mixes)):
                 offset = (n * dims.B + batch) * dims.T + t
-                mu = mus[n] if x.moves is None else mus[n] + read(x.moves, offset, c)
+                mu = mus[n] if x.mix_delta is None else mus[n] + read(x.mix_delta, offset, c)
                 write(out.results.mixed[n], at, h + delta * mu, c)
             before = h
     if end == dims.T:

@@ -13,6 +13,7 @@ from ...core.context import Context
 from ...core.implementation import Residuals
 from ...core.types import Mix, Mixed, MixInputs
 from ..backend.triton import Launch, triton_call
+from ..common.select import select
 from ..common.shapes import like, like_fields, shaped
 from .norm_shift_mix_bwd import (
     MixGrads,
@@ -25,10 +26,10 @@ from .norm_shift_mix_bwd import (
 from .norm_shift_mix_fwd import FwdOut, StatisticsOut, mix_fwd_kernel, statistics_kernel
 from .norm_shift_mix_tiles import Dims, MixConfig, Stats
 from .norm_shift_mix_variants import (
+    VARIANTS,
     MixKey,
     MixLaunch,
     block_length,
-    select,
     statistics_launch,
     tile_launch,
     whole_launch,
@@ -73,7 +74,7 @@ def residual_axes(ctx: Context[MixInputs, Mix]) -> dict[str, str]:
 def fwd(ctx: Context[MixInputs, Mix], x: MixInputs) -> tuple[Mixed, Residuals]:
     """Results and residuals."""
     key, eps = MixKey.of("fwd", x, ctx.gpu), ctx.settings.eps
-    variant = select(key)
+    variant = select(VARIANTS, key)
     stats, saved, total = None, None, x.x
     if variant.is_whole:
         row = whole_launch(variant, key)
@@ -111,7 +112,7 @@ def bwd(ctx: Context[MixInputs, Mix], x: MixInputs, residuals: Residuals, cotang
     key, has_sum = MixKey.of("bwd", x, ctx.gpu), x.y is not None
     x = x._replace(x=residuals.get("x", x.x), y=None)
     stats = Stats(residuals["mean"], residuals["rstd"]) if key.has_norm else None
-    variant = select(key)
+    variant = select(VARIANTS, key)
     is_split = key.has_norm and not variant.is_whole
     row = (
         whole_launch(variant, key)
@@ -120,7 +121,7 @@ def bwd(ctx: Context[MixInputs, Mix], x: MixInputs, residuals: Residuals, cotang
     )
     programs, tiles, _ = _grid(row, x.x)
     out = MixGrads(
-        x=like_fields(x, "x", "last", "moves"),
+        x=like_fields(x, "x", "last", "mix_delta"),
         sums=jax.ShapeDtypeStruct((programs, M + 2 * key.has_norm, C), jnp.float32),
         tile_sums=jax.ShapeDtypeStruct((B, T, tiles, 2), jnp.float32) if is_split else None,
     )

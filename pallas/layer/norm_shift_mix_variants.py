@@ -16,6 +16,7 @@ import jax
 from ...core.context import Context
 from ...core.gpu import GPU
 from ...core.types import Mix, MixInputs
+from ..common.select import select
 from ..common.shapes import tile
 
 PASSES: tuple[Literal["fwd"], Literal["bwd"]] = ("fwd", "bwd")
@@ -33,7 +34,7 @@ class MixKey:
         C: channels.
         is_16bit: whether tokens have 16 bits.
         has_norm: whether sums over channels are needed.
-        has_moves: whether mixes differ by token: too many arrays for whole tokens.
+        has_mix_delta: whether mixes differ by token: too many arrays for whole tokens.
     """
 
     gpu: GPU
@@ -42,7 +43,7 @@ class MixKey:
     C: int
     is_16bit: bool
     has_norm: bool
-    has_moves: bool
+    has_mix_delta: bool
 
     @classmethod
     def of(cls, name: Literal["fwd", "bwd"], x: MixInputs, gpu: GPU) -> MixKey:
@@ -54,7 +55,7 @@ class MixKey:
             C=x.x.shape[-1],
             is_16bit=x.x.dtype.itemsize == 2,
             has_norm=x.scale is not None,
-            has_moves=x.moves is not None,
+            has_mix_delta=x.mix_delta is not None,
         )
 
     @property
@@ -77,7 +78,7 @@ MAX_WHOLE = {("fwd", "few"): 8192, ("fwd", "many"): 4096, ("bwd", "few"): 4096, 
 
 
 def _is_whole(key: MixKey) -> bool:
-    return key.has_norm and not key.has_moves and key.padded_C <= MAX_WHOLE[key.name, key.mixes]
+    return key.has_norm and not key.has_mix_delta and key.padded_C <= MAX_WHOLE[key.name, key.mixes]
 
 
 VARIANTS = (
@@ -88,15 +89,10 @@ VARIANTS = (
 )
 
 
-def select(key: MixKey) -> Variant:
-    """The first variant that serves the call; the last one serves all."""
-    return next(variant for variant in VARIANTS if variant.when(key))
-
-
 def describe(ctx: Context[MixInputs, Mix]) -> str:
     """The variants of a call's passes, for messages."""
     x = ctx.shapes
-    fwd, bwd = (select(MixKey.of(name, x, ctx.gpu)).name for name in PASSES)
+    fwd, bwd = (select(VARIANTS, MixKey.of(name, x, ctx.gpu)).name for name in PASSES)
     return f"forward {fwd}, backward {bwd}, for {x.x.shape[-1]} channels and {len(x.mixes)} mixes"
 
 

@@ -22,7 +22,8 @@ from ..common.chunk_plan import (
     sum_value_blocks,
     with_cotangent_scale,
 )
-from ..common.chunk_variants import launch_of, select, variant_key
+from ..common.chunk_variants import launch_of, variant_key
+from ..common.select import select
 from ..common.shapes import like, shaped
 from ..common.state_buffers_host import StateBuffers, state_buffers
 from ..common.state_passing_host import split_dht, split_h0

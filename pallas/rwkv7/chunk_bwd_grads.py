@@ -119,8 +119,9 @@ def token_gradients(
     Args:
         dA: `A_gradients`, unmasked.
         h: the state at the start [V, K]; if ``READS_GIVEN`` its products with do and da_read.
-        dh: the gradient of ``h decay_pre + v^T kg + v_new^T bg``; if ``WRITES_GIVEN`` its products with v,
-        v_new. dg_pass: [K], the gradient that every decay gets through the state that passes the chunk.
+        dh: the gradient of ``h decay_pre + v^T kg + v_new^T bg``; if ``WRITES_GIVEN`` its products with v and
+            v_new.
+        dg_pass: [K], the gradient that every decay gets through the state that passes the chunk.
         grads: pointers to the gradients of the chunk's first token.
     """
     t, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]

@@ -85,9 +85,9 @@ def decays_key_major(w, matrices, gate, c: tl.constexpr):
         return tl.exp2(R), tl.exp2(second_half), first_half, total, tl.exp2(decay_post * LOG2E), clamp_ratio
     else:
         G = sums_over_tokens(w, of_whole, c) * LOG2E + gate
-        chunk_causal = split2(G)[0]
-        back = tl.exp2(-chunk_causal)
-        decay_post = tl.exp2(tl.sum(tl.where(j == C - 1, chunk_causal, 0.0), 1) - gate)[:, None]
+        gi = split2(G)[0]
+        back = tl.exp2(-gi)
+        decay_post = tl.exp2(tl.sum(tl.where(j == C - 1, gi, 0.0), 1) - gate)[:, None]
         return tl.exp2(G), back, back, decay_post, decay_post, back
 
 

@@ -46,8 +46,8 @@ class GradsSaved(NamedTuple):
     Attributes:
         do, v_new, da_read: [B, T, H, V].
         states: [rows, states, H, V, K], at the starts of chunks or pairs of chunks.
-        dstates: buffers of the gradients at their ends (`state_buffers`); from scans as many more for the
-            lower halves of float32 (`load_halves`).
+        dstates: buffers of the gradients at their ends (`state_buffers`), from scans in float32
+            (`fp32_state_pointers`).
     """
 
     do: Tensor

@@ -53,15 +53,15 @@ def _by_chunks(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> b
 def _state_gradient_buffers(x: RWKV7Inputs) -> StateBuffers:
     """Where the state gradients of intervals are stored for the chunked form's kernel.
 
-    In float32, as upper and lower halves, in the memory of the gradients that the kernel then writes: a state
-    [V, K] takes twice the ``V / 16`` arrays that `state_buffers` counts.
+    In the memory of the gradients that the kernel then writes, and of more arrays of their shape
+    (`fp32_state_pointers`).
     """
-    V, dtype, grads = x.v.shape[-1], x.r.dtype, [getattr(x, name) for name in ALIASED]
-    num_buffers, are_alike = tile(V) // CHUNK, [array.dtype == dtype for array in grads]
-    fits = x.cu_seqlens is None and x.r.shape[1] % CHUNK == 0 and V <= 64
+    (_, T, _, K), V, dtype = x.r.shape, x.v.shape[-1], x.r.dtype
+    num_buffers, are_alike = tile(V) // 8, [getattr(x, name).dtype == dtype for name in ALIASED]
+    fits = x.cu_seqlens is None and T % CHUNK == 0 and K % 8 == 0 and V <= 64
     if not fits or dtype.itemsize != 2 or not all(are_alike[:4]):
         return ONE_ARRAY
-    return StateBuffers(num_buffers, min(2 * num_buffers, sum(are_alike)), 1, dtype)
+    return StateBuffers(num_buffers, min(num_buffers, sum(are_alike)), 1, dtype)
 
 
 def _scan(
@@ -76,7 +76,7 @@ def _scan(
     c = dataclasses.replace(plan.config, value_major=value_major, num_buffers=buffers.num_buffers)
     state = (c.V, c.K) if value_major else (c.K, c.V)
     if buffers.num_buffers:
-        states = (like(x.w, buffers.dtype),) * (2 * buffers.num_buffers)
+        states = (like(x.w, buffers.dtype),) * buffers.num_buffers
     else:
         states = (shaped((*plan.intervals, c.H, *state), jnp.float32),)
     return triton_call(

@@ -20,7 +20,6 @@ def records(module):
 
 
 def record(ms, commit="aaaaaaa", run="2026-01-01T00:00:00+00:00", **other):
-    """A benchmark's record."""
     row = {"op": "chunk_rwkv7", "shape": [1, 2, 3, 4, 4], "pass": "fwd", "implementation": "triton", "ms": ms}
     return {**row, "library": "fla_jax", "commit": commit, "run": run, "device": "Some GPU", **other}
 

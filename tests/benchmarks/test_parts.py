@@ -11,7 +11,6 @@ TASK = {"op": "chunk_rwkv7", "form": "chunk", "shape": [1, 2, 3, 4, 5], "dtype":
 
 
 def record(library, ms, decay="bounded", **rest):
-    """A measurement of one task by a library."""
     return {**TASK, "library": library, "implementation": library, "decay": decay, "ms": ms, **rest}
 
 
@@ -48,28 +47,11 @@ def test_a_peer_has_finite_results(timed, best, module):
     assert found[0]["peer"] == "right"
 
 
-def test_the_chart_shows_losses(module, tmp_path):
-    pytest.importorskip("matplotlib")
-    chart = module("chart")
-    common = {"roofline_ms": 0.5, "device": "cpu", "commit": "0"}
-    each = [("fla_jax", 2.0, 1.5), ("fla_jax", 1.0, 0.8), ("fla_jax", 1.0, None), ("a", 1.3, None)]
-    found = [record(library, ms, ratio=ratio, **common) for library, ms, ratio in each]
-    assert [chart.color(r) for r in found] == [chart.LOST, chart.WON, chart.ALONE, chart.PEER]
-    piece = (
-        TASK | common | {"op": "rwkv7_keys", "form": "rwkv7 attention", "shape": [1, 2, 3], "of_copy": 0.5}
-    )
-    found += [{**piece, "library": name, "implementation": name, "ms": 1.0, "ratio": None} for name in "ab"]
-    found += [{"op": "train_step"}, {"op": "chunk_rwkv7", "peer": "b", "skipped": "why"}]
-    made = chart.pictures(found, tmp_path / "cpu.json")
-    assert made == [tmp_path / "cpu.png", tmp_path / "cpu-layers.png"]
-    assert all(path.stat().st_size > 1000 for path in made)
-    assert [panel.floor for panel in chart.panels(found) + chart.piece_panels(found)] == [0.5, 0.5]
-    assert chart.pictures([{"op": "train_step"}], tmp_path / "cpu.json") == []
-
-
 def test_bytes_and_ratios_of_layers(module):
     """Six mixes read x and y and write x + y and six arrays; a ratio is our time over the fastest peer's."""
-    moved = module("pieces.piece").piece_of("norm_shift_mix rwkv7 attention").moved((8, 4096, 1024), 2)
+    moved = (
+        module("layer_ops.layer_op").layer_op_of("norm_shift_mix rwkv7 attention").moved((8, 4096, 1024), 2)
+    )
     assert moved == {"fwd": 9 * 2 * 8 * 4096 * 1024, "bwd": 9 * 2 * 8 * 4096 * 1024}
     found = [record(name, ms, ratio=None) for name, ms in (("fla_jax", 1.0), ("FLA", 4.0), ("b", 2.0))]
     module("layers").compare(found)
@@ -77,35 +59,32 @@ def test_bytes_and_ratios_of_layers(module):
 
 
 def test_peers_of_layers_come_shape_by_shape(module, monkeypatch):
-    """Every core compiles a share of what they tune before one process times them; a run that ends early has
-    all pieces at one shape.
-    """
-    layers, runner, piece_of = module("layers"), module("runner"), module("pieces.piece").piece_of
+    """All cores compile before one process times; a run that ends early has all at one shape."""
+    layers, runner, layer_op_of = module("layers"), module("runner"), module("layer_ops.layer_op").layer_op_of
     started, settings = [], []
 
     class Process(runner.Process):
         def __init__(self, work, name, jobs, given, **more):
-            started.append([(job["piece"], job["shape"]) for job in jobs])
+            started.append([(job["layer_op"], job["shape"]) for job in jobs])
             settings.append(given["shares"])
             super().__init__(work, name, [], given, **more)
 
     monkeypatch.setattr(runner, "Process", Process)
     monkeypatch.setattr(runner, "is_importable", lambda name: True)
     monkeypatch.setattr(layers.os, "cpu_count", lambda: 2)
-    pieces = [piece_of(f"rwkv{version}_readout rwkv{version} attention") for version in (7, 6)]
+    layer_ops = [layer_op_of(f"rwkv{version}_readout rwkv{version} attention") for version in (7, 6)]
     shapes, skipped = ((1, 2, 64), (2, 2, 64)), []
     options = layers.parse(["--timeout", "20", "--compile-seconds", "20"])
-    jobs = [(piece, shape) for piece in pieces for shape in shapes]
+    jobs = [(layer_op, shape) for layer_op in layer_ops for shape in shapes]
     assert list(layers.measure_peers(jobs, options, {"dtype": "bfloat16"}, skipped)) == []
     assert settings == [(0, 2), (1, 2), None]
-    assert started == [[(piece.label, shape) for shape in shapes for piece in pieces]] * 3
+    assert started == [[(layer_op.label, shape) for shape in shapes for layer_op in layer_ops]] * 3
     assert len(skipped) == 4
 
 
 def test_tables_of_launches_are_restored(module):
-    """Whatever happens between."""
-    launches, piece_of = module("pieces.launches"), module("pieces.piece").piece_of
-    options = launches.options(piece_of("norm_shift_mix rwkv7 attention"), (1, 8, 1024), "bwd", quick=True)
+    launches, layer_op_of = module("layer_ops.launches"), module("layer_ops.layer_op").layer_op_of
+    options = launches.options(layer_op_of("norm_shift_mix rwkv7 attention"), (1, 8, 1024), "bwd", quick=True)
     tables = [table for option in options for table, _, _ in option.entries]
     before = [dict(table) for table in tables]
     for option in options:
@@ -113,7 +92,7 @@ def test_tables_of_launches_are_restored(module):
             assert all(table.get(key) == value for table, key, value in option.entries)
             raise ZeroDivisionError
     assert options and [dict(table) for table in tables] == before
-    assert launches.options(piece_of("rwkv7_keys rwkv7 attention"), (1, 8, 1024), "fwd", quick=True)
+    assert launches.options(layer_op_of("rwkv7_keys rwkv7 attention"), (1, 8, 1024), "fwd", quick=True)
 
 
 def test_sizes_of_training_steps(module):

@@ -23,7 +23,6 @@ def make(settings):
 
 @pytest.fixture
 def start(module, tmp_path):
-    """A process with jobs by what they do."""
     (tmp_path / "some_child.py").write_text(CHILD)
     runner = module("runner")
     return lambda jobs, name="test", **rest: runner.Process(

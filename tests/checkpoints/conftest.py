@@ -23,5 +23,4 @@ def in_time():
 
 @pytest.fixture(scope="session")
 def tensors():
-    """Of an RWKV-7 model, by their official names."""
     return official.checkpoint(small.params(small.model(7)), 7)

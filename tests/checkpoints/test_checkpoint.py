@@ -1,7 +1,4 @@
-"""Models from and to checkpoints: names, layouts and sizes, bit by bit.
-
-The official names and layouts are those of tests/official.py, FLA's those of tests/fla_names.py.
-"""
+"""Models from and to checkpoints, bit by bit; names and shapes as in official.py and fla_names.py."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ import numpy as np
 import official
 import pytest
 import small_models as small
+from harness.compare import assert_same_bits as same
 
 from fla_jax.checkpoints import load_checkpoint, load_extras, read_pth, save_checkpoint, write_pth
 from fla_jax.models import RWKV7Config, unstack_layers
@@ -29,14 +27,6 @@ CASES = [
     (7, "bfloat16", {"num_layers": 1, "head_dim": 32, "intermediate_size": 40}),
     (7, "float16", {"num_layers": 3}),
 ]
-
-
-def same(got, want):
-    """Bit for bit: names, shapes, dtypes, values."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want)):
-        assert a.dtype == b.dtype and a.shape == b.shape, (path, a.dtype, b.dtype, a.shape, b.shape)
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"rwkv{case[0]}-{case[1]}")
@@ -152,9 +142,7 @@ def test_scanned(case, tmp_path):
         assert not any(np.any(np.asarray(stacked["blocks"]["att"][name][0])) for name in ("v0", "v1", "v2"))
     shapes = small.shapes(got, jnp.zeros((1, 1), jnp.int32))
     if model.config.num_layers > 1:
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
-            lambda x: (x.shape, x.dtype), stacked
-        )
+        assert small.kinds(shapes) == small.kinds(stacked)
     save_checkpoint(tmp_path / "b.pth", got, stacked)
     same(read_pth(tmp_path / "b.pth"), z)
 
@@ -210,18 +198,14 @@ def test_extras(version, tmp_path):
     same(read_pth(tmp_path / "b.pth"), z)
     save_checkpoint(tmp_path / "c.pth", got, got_params)
     assert load_extras(tmp_path / "c.pth") == {}
-    with pytest.raises(
-        ValueError, match=r"extras: 'blocks.0.att.time_state' is no tensor that an FLA directory may have"
-    ):
+    with pytest.raises(ValueError, match=r"'blocks.0.att.time_state' is no tensor that an FLA directory"):
         save_checkpoint(tmp_path / "d", got, got_params, extras=extras)
-    with pytest.raises(
-        ValueError, match=r"extras: 'emb.weight' is no tensor that a \.pth file may have besides"
-    ):
+    with pytest.raises(ValueError, match=r"extras: 'emb.weight' is no tensor that a \.pth file may"):
         save_checkpoint(tmp_path / "d.pth", got, got_params, extras={"emb.weight": z["emb.weight"]})
     wrong = {"blocks.1.att.time_state": np.zeros((2, 16, 8), np.float32)}
     with pytest.raises(
         ValueError,
-        match=r"'blocks.1.att.time_state' must have shape \[H, V, K\] = \[2, 16, 16\], got \[2, 16, 8\]",
+        match=r"1.att.time_state' must have shape .* = \[2, 16, 16\], got \[2, 16, 8\]",
     ):
         save_checkpoint(tmp_path / "d.pth", got, got_params, extras=wrong)
     state, before = extras["blocks.1.att.time_state"], (tmp_path / "c.pth").read_bytes()

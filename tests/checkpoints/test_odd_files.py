@@ -67,18 +67,10 @@ def test_what_is_no_file(tensors, tmp_path):
         load_checkpoint(tmp_path / "loop")
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("..", "must have a weight_map of tensors to files in the same directory"),
-        ("", "must have a weight_map of tensors to files in the same directory"),
-        ("/etc/passwd", "must have a weight_map of tensors to files in the same directory"),
-        (NASTY, "must have a weight_map of tensors to files in the same directory"),
-        (3, "must have a weight_map of tensors to files in the same directory"),
-    ],
-)
-def test_indices(tmp_path, name, message):
+@pytest.mark.parametrize("name", ["..", "", "/etc/passwd", NASTY, 3])
+def test_indices(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    message = "must have a weight_map of tensors to files in the same directory"
     refused(lambda: load_checkpoint(tmp_path), tmp_path, message)
 
 
@@ -122,6 +114,5 @@ def test_zeros_and_mixtures(tensors, tmp_path):
 
 
 def test_options_are_checked_first(tmp_path):
-    """An option that does not fit is not the file's fault."""
     with pytest.raises(ValueError, match=r"^chunk_size must be a power of two"):
         load_checkpoint(tmp_path / "missing.pth", chunk_size=3)

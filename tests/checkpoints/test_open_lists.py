@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 
-import jax
 import numpy as np
 import pytest
 import small_models as small
+from harness.compare import assert_same_bits as same
 
 from fla_jax.checkpoints import (
     FORMATS,
@@ -45,11 +45,6 @@ def added():
     FORMATS.append(NPZ)
     yield
     FORMATS[:], PARAM_MAPS[:] = before
-
-
-def same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), got, want)
 
 
 @pytest.mark.parametrize("version", small.VERSIONS)

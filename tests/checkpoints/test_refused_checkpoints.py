@@ -15,90 +15,56 @@ import small_models as small
 
 from fla_jax.checkpoints import load_checkpoint, save_checkpoint, write_pth
 
-
-def changed(z, name, value=None):
-    z = dict(z)
-    if value is None:
-        del z[name]
-    else:
-        z[name] = value
-    return z
-
-
 ONE = np.ones((2, 2), np.float32)
+
+
+def changed(z, name, value):
+    """The tensors with another value of ``name``: an array, a function of the old one, or None: no tensor."""
+    value = value(z[name]) if callable(value) else value
+    return {key: x for key, x in z.items() if key != name} | ({} if value is None else {name: value})
+
+
+# version, name of a tensor, its value, message
 ERRORS = [
-    (6, lambda z: changed(z, "blocks.1.att.time_maa_w2"), "lacks the tensor 'blocks.1.att.time_maa_w2'"),
-    (7, lambda z: changed(z, "emb.weight"), "lacks the tensor 'emb.weight'"),
-    (7, lambda z: changed(z, "blocks.1.att.v1"), "lacks the tensor 'blocks.1.att.v1'"),
-    (7, lambda z: changed(z, "blocks.0.ln0.bias"), "lacks the tensor 'blocks.0.ln0.bias'"),
-    (
-        7,
-        lambda z: changed(z, "blocks.1.ffn.key.weight", ONE),
-        r"'blocks.1.ffn.key.weight' must have shape \[128, 32\], got \[2, 2\]",
-    ),
-    (
-        7,
-        lambda z: changed(z, "blocks.1.att.w1", z["blocks.1.att.w1"].T),
-        r"'blocks.1.att.w1' must have shape \[32, 4\], got \[4, 32\]",
-    ),
-    (
-        6,
-        lambda z: changed(z, "blocks.0.att.time_faaaa", ONE[0]),
-        r"'blocks.0.att.time_faaaa' has the wrong shape, \[2\]",
-    ),
-    (
-        6,
-        lambda z: changed(z, "blocks.0.att.time_faaaa", np.ones((2, 5), np.float32)),
-        "hidden_size must be a multiple of head_dim",
-    ),
-    (
-        6,
-        lambda z: changed(z, "blocks.1.att.ln_x.bias", ONE[0]),
-        r"'blocks.1.att.ln_x.bias' must have shape \[32\], got \[2\]",
-    ),
-    (
-        7,
-        lambda z: changed(z, "emb.weight", np.ones((0, 32), np.float32)),
-        r"'emb.weight' has no values: its shape is \[0, 32\]",
-    ),
-    (
-        7,
-        lambda z: changed(z, "blocks.1.att.x_z", ONE),
-        "holds the tensor 'blocks.1.att.x_z', which RWKV-7 has not: another variant",
-    ),
-    (7, lambda z: changed(z, "blocks.3.att.w1", ONE), "has no tensor of layer 2, but some of layer 3"),
-    (
-        7,
-        lambda z: changed(z, "model.emb.weight", z["emb.weight"]),
-        "holds 'emb.weight' twice, as 'emb.weight' and as 'model.emb.weight'",
-    ),
-    (
-        7,
-        lambda z: changed(z, "blocks.0.ffn.s_emb.weight", ONE),
-        "'blocks.0.ffn.s_emb.weight' belongs to RWKV-7a",
-    ),
-    (7, lambda z: changed(z, "blocks.0.att.qkv.weight", ONE), "'blocks.0.att.qkv.weight' belongs to RWKV-7b"),
-    (
-        6,
-        lambda z: {"emb.weight": ONE, "blocks.0.att.time_mix_k": ONE},
-        "'blocks.0.att.time_mix_k' belongs to RWKV-4 or RWKV-5",
-    ),
-    (6, lambda z: {"weight": ONE}, "its names are not those of a known model; known are RWKV-LM's RWKV-6, "),
-    (6, lambda z: {}, "its names are not those of a known model; known are RWKV-LM's RWKV-6, "),
-    (
-        7,
-        lambda z: {name: x.astype(np.float64) for name, x in z.items()},
-        "' is float64: give param_dtype, or set jax_enable_x64",
-    ),
+    (6, "blocks.1.att.time_maa_w2", None, "lacks the tensor 'blocks.1.att.time_maa_w2'"),
+    (7, "emb.weight", None, "lacks the tensor 'emb.weight'"),
+    (7, "blocks.1.att.v1", None, "lacks the tensor 'blocks.1.att.v1'"),
+    (7, "blocks.0.ln0.bias", None, "lacks the tensor 'blocks.0.ln0.bias'"),
+    (7, "blocks.1.ffn.key.weight", ONE, r"key.weight' must have shape \[128, 32\], got \[2, 2\]"),
+    (7, "blocks.1.att.w1", np.transpose, r"'blocks.1.att.w1' must have shape \[32, 4\], got \[4, 32\]"),
+    (6, "blocks.0.att.time_faaaa", ONE[0], r"'blocks.0.att.time_faaaa' has the wrong shape, \[2\]"),
+    (6, "blocks.0.att.time_faaaa", np.ones((2, 5), "f4"), "hidden_size must be a multiple of head_dim"),
+    (6, "blocks.1.att.ln_x.bias", ONE[0], r"'blocks.1.att.ln_x.bias' must have shape \[32\], got \[2\]"),
+    (7, "emb.weight", np.ones((0, 32), "f4"), r"'emb.weight' has no values: its shape is \[0, 32\]"),
+    (7, "blocks.1.att.x_z", ONE, "'blocks.1.att.x_z', which RWKV-7 has not: another variant"),
+    (7, "blocks.3.att.w1", ONE, "has no tensor of layer 2, but some of layer 3"),
+    (7, "model.emb.weight", ONE, "'emb.weight' twice, as 'emb.weight' and as 'model.emb.weight'"),
+    (7, "blocks.0.ffn.s_emb.weight", ONE, "'blocks.0.ffn.s_emb.weight' belongs to RWKV-7a"),
+    (7, "blocks.0.att.qkv.weight", ONE, "'blocks.0.att.qkv.weight' belongs to RWKV-7b"),
+    (7, "emb.weight", np.float64, "' is float64: give param_dtype, or set jax_enable_x64"),
+]
+OTHER_MODELS = [
+    (("emb.weight", "blocks.0.att.time_mix_k"), "'blocks.0.att.time_mix_k' belongs to RWKV-4 or RWKV-5"),
+    (("weight",), "its names are not those of a known model; known are RWKV-LM's RWKV-6, "),
+    ((), "its names are not those of a known model; known are RWKV-LM's RWKV-6, "),
 ]
 
 
-@pytest.mark.parametrize("version, change, message", ERRORS)
-def test_refuses(version, change, message, tmp_path):
-    model = small.model(version)
-    write_pth(tmp_path / "a.pth", change(official.file(version, small.params(model))))
+def refuses(path, tensors, message):
+    write_pth(path, tensors)
     with pytest.raises(ValueError, match=r"a\.pth: .*" + message):
-        load_checkpoint(tmp_path / "a.pth")
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("version, name, value, message", ERRORS)
+def test_refuses(version, name, value, message, tmp_path):
+    z = official.file(version, small.params(small.model(version)))
+    refuses(tmp_path / "a.pth", changed(z, name, value), message)
+
+
+@pytest.mark.parametrize("names, message", OTHER_MODELS)
+def test_refuses_other_models(names, message, tmp_path):
+    refuses(tmp_path / "a.pth", dict.fromkeys(names, ONE), message)
 
 
 def test_refuses_directories(tmp_path):
@@ -110,38 +76,18 @@ def test_refuses_directories(tmp_path):
     folder.mkdir()
     with pytest.raises(FileNotFoundError, match=r"holds neither model.safetensors nor"):
         load_checkpoint(folder)
-    for change, message in (
-        (
-            lambda t: changed(t, "model.layers.1.attn.x_bias"),
-            r"lacks the tensor 'model.layers.1.attn.x_bias\[\d\]'",
-        ),
-        (
-            lambda t: changed(t, "model.layers.1.attn.x_bias", ONE),
-            "'model.layers.1.attn.x_bias' must have a first axis of 5",
-        ),
-        (
-            lambda t: changed(t, "model.layers.1.attn.g_norm.weight"),
-            "lacks the tensor 'model.layers.1.attn.g_norm.weight'",
-        ),
-        (
-            lambda t: changed(t, "model.layers.0.attn.x_proj.0.linear.weight", ONE),
-            "'model.layers.0.attn.x_proj.0.linear.weight' has the wrong shape",
-        ),
-        (
-            lambda t: changed(t, "model.layers.1.attn.x_proj.2.weight", ONE),
-            r"'model.layers.1.attn.x_proj.2.weight' must have shape \[32, 20\], got \[2, 2\]",
-        ),
-        (
-            lambda t: changed(t, "model.layers.1.attn.q_proj.weight", ONE),
-            "q_proj.weight' belongs to a hybrid with softmax attention",
-        ),
-        (lambda t: changed(t, "lm_head.weight"), "lacks the tensor 'lm_head.weight'"),
-        (
-            lambda t: changed(t, "lm_head.weight", np.ones((24, 32), np.int8)),
-            "'lm_head.weight' has the element type I8",
-        ),
+    att = "model.layers.1.attn."
+    for name, value, message in (
+        (f"{att}x_bias", None, r"lacks the tensor 'model.layers.1.attn.x_bias\[\d\]'"),
+        (f"{att}x_bias", ONE, "'model.layers.1.attn.x_bias' must have a first axis of 5"),
+        (f"{att}g_norm.weight", None, "lacks the tensor 'model.layers.1.attn.g_norm.weight'"),
+        ("model.layers.0.attn.x_proj.0.linear.weight", ONE, "linear.weight' has the wrong shape"),
+        (f"{att}x_proj.2.weight", ONE, r"x_proj.2.weight' must have shape \[32, 20\], got \[2, 2\]"),
+        (f"{att}q_proj.weight", ONE, "q_proj.weight' belongs to a hybrid with softmax attention"),
+        ("lm_head.weight", None, "lacks the tensor 'lm_head.weight'"),
+        ("lm_head.weight", np.ones((24, 32), np.int8), "'lm_head.weight' has the element type I8"),
     ):
-        fla.save(folder, change(names))
+        fla.save(folder, changed(names, name, value))
         with pytest.raises(ValueError, match=rf"{folder}.*{message}"):
             load_checkpoint(folder)
     fla.save(folder, names)
@@ -164,6 +110,7 @@ def test_refuses_directories(tmp_path):
 def test_save_errors(tmp_path):
     model = small.model(7)
     params = small.params(model)
+    of_dtype = lambda dtype: jax.tree.map(lambda x: x.astype(dtype), params)
     without = {name: value for name, value in params.items() if name != "ln_out"}
     for tree, error, message in (
         (without, ValueError, "params lack ln_out/"),
@@ -171,25 +118,15 @@ def test_save_errors(tmp_path):
         (
             {**params, "head": {"kernel": ONE}},
             ValueError,
-            r"params: head/kernel must have shape \[32, 24\], got \[2, 2\]",
+            r"head/kernel must have shape .*24\], got \[2, 2\]",
         ),
-        (
-            jax.tree.map(lambda x: x.astype(jnp.int32), params),
-            TypeError,
-            "params: .* must be an array of float16, .*, got int32",
-        ),
-        (
-            jax.tree.map(lambda x: x.astype(jnp.float8_e5m2), params),
-            TypeError,
-            "params: .* must be an array of float16, .*, got float8_e5m2",
-        ),
+        (of_dtype(jnp.int32), TypeError, "must be an array of float16, .*, got int32"),
+        (of_dtype(jnp.float8_e5m2), TypeError, "must be an array of float16, .*, got float8_e5m2"),
     ):
         with pytest.raises(error, match=message):
             save_checkpoint(tmp_path / "a.pth", model, tree)
     with pytest.raises(ValueError, match="rate_scale must be 1, that of official models, got 2"):
         save_checkpoint(tmp_path / "a.pth", small.model(7, rate_scale=2.0), params)
-    with pytest.raises(
-        ValueError, match=r"path must name an FLA directory or a .pth file, got .*a\.safetensors"
-    ):
+    with pytest.raises(ValueError, match=r"must name an FLA directory or a .pth file, got .*a\.safet"):
         save_checkpoint(tmp_path / "a.safetensors", model, params)
     assert not os.listdir(tmp_path)

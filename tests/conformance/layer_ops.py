@@ -52,5 +52,7 @@ def mixes(place: Place) -> Iterator[tuple[str, MixCase]]:
             for shape in _GPU_SHAPES:
                 yield f"norm_mix {shape} {dtype}", MixCase(*shape, dtype=dtype, parameters=parameters)
         for B, T, C in ((2, 150, 768), (1, 40, 2560)):
-            five: dict[str, Any] = dict(y=False, norm=False, moves=True, lengths=(31, 200), dtype="bfloat16")
+            five: dict[str, Any] = dict(
+                y=False, norm=False, mix_delta=True, lengths=(31, 200), dtype="bfloat16"
+            )
             yield f"norm_mix five moves {C}", MixCase(B, T, C, 5, **five)

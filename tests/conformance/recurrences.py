@@ -151,9 +151,7 @@ def calls(place: Place) -> Iterator[tuple[str, str, Case]]:
 
 
 def _at_some_scale(name: str, case: Case) -> Case:
-    """The case with a size of its values and a scale of its cotangents, drawn by its name. What is compared
-    is relative to each array's norm: tolerances are the same at every scale.
-    """
+    """The case with sizes of its values and cotangents drawn by its name; errors are relative to norms."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     if case.dtype == "float16" or case.w_dtype == "float16":
         size, exponent = rng.choice((0.5, 1.0, 2.0)), rng.integers(-3, 4)
@@ -196,10 +194,7 @@ def _varied(plan: Plan, op: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _nearly_parallel(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The triangular inverse of RWKV-7 at its worst: every token removes what nearly the same direction of
-    the token before holds. An inverse by doubling over 16 tokens loses everything. In bfloat16 the answer
-    itself moves with the inputs' rounding: tests/gpu judges that.
-    """
+    """The triangular inverse of RWKV-7 at its worst: each token removes what the one before holds."""
     if plan.shape.get("dtype") != "bfloat16" and plan.forms[0] == "chunk":
         for options in (dict(decay="none"), dict(decay="layer"), dict(decay="none", lower_bound=-5.0)):
             yield f"nearly parallel kk {options}", dict(T=100, K=16, V=16, parallel=True, **options)

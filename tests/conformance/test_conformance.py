@@ -1,7 +1,6 @@
-"""Every implementation of every op, where it runs, against float64 references: values and all gradients.
+"""Every implementation of every op, where it runs, against float64: values and all gradients.
 
-recurrences.py and layer_ops.py list the calls, harness/places.py how exact they must be. On a machine with an
-NVIDIA GPU the kernels run there, elsewhere in their interpreters.
+recurrences.py and layer_ops.py list the calls, harness/places.py how exact they must be.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _vmaps(place: Place) -> Iterator[Entry]:
             case, tol = HeadCase(op, B=1, residual="traced True"), places.HEADS[place]["float32"]
             yield Entry(f"{op} shared {bool(shared)}", place, case, tol, None, shared)
     for shared in ((), cases.VECTORS["norm_shift_mix"]) if place in places.NORM_MIX else ():
-        case = MixCase(B=1, T=5, C=6, M=2, moves=True, lengths=(2, 4))
+        case = MixCase(B=1, T=5, C=6, M=2, mix_delta=True, lengths=(2, 4))
         tol = places.NORM_MIX[place]["float32"]
         yield Entry(f"norm_mix shared {shared}", place, case, tol, None, shared)
 
@@ -87,9 +86,7 @@ def _is_one_python(entry: Entry) -> bool:
 
 
 def _is_slow(entry: Entry) -> bool:
-    """The fast tier runs one length, head size, chunk size and layout of each op and place, and mixed decays;
-    a GPU runs all.
-    """
+    """The fast tier runs one length, head size, chunk size and layout of each op and place; a GPU all."""
     if entry.place.where == "gpu" or entry in FIRST_OF_A_KIND:
         return False
     decay = entry.name.split(" ")[1] in DECAYS and not entry.name.endswith("float64")
@@ -110,9 +107,7 @@ FIRST_OF_A_KIND = _first_of_a_kind()
 
 @pytest.fixture(autouse=True, scope="module")
 def forced():
-    """In Triton's interpreter RWKV-7 runs its variants for 16 bits, in float32, so that they are compared at
-    float32's accuracy (tests/kernels has those for float32), and norm, shift and mixes has short blocks.
-    """
+    """RWKV-7's variants for 16 bits in float32 (tests/kernels has those for float32), and short blocks."""
     names = ("bf16 dots", "mix: token blocks of 4") if TRITON_INTERPRETER in places.here() else ()
     with variants.forced(*names):
         yield

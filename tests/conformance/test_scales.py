@@ -1,6 +1,4 @@
-"""Every implementation of the recurrences at every scale of values and cotangents: right, and linear in the
-cotangents, for cotangents of 2^-60 to 2^40 (a mean loss over a million tokens has some of 2^-20).
-"""
+"""Every implementation of the recurrences at every scale of values and cotangents: right and linear."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The layers' ops at every scale of values and cotangents, where they run, against their float64 references;
-each head, or each call of norm, shift and mixes, by its norms.
-"""
+"""The layer operations at every scale of values and cotangents against float64, by each head's norms."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ def test_ops_on_heads(op, dtype, place):
 @each_place(places.HEADS)
 @pytest.mark.parametrize("at", [-30.0, -12.0, 12.0, 30.0])
 def test_gates_that_are_nearly_open_or_shut(at, place):
-    """One less a sigmoid that is 1 in float32 is not 0, and nor are gradients; with k_a = 1 keys are
-    multiplied by the sigmoid itself.
-    """
+    """One less a sigmoid that is 1 in float32 is not 0; with k_a = 1 keys are multiplied by the sigmoid."""
     case = HeadCase("rwkv7_keys", B=1, T=9, H=4, N=16, residual=True)
     x = case.build()
     for name in ("w0", "a0", "v0"):
@@ -95,7 +91,7 @@ def test_gates_that_are_nearly_open_or_shut(at, place):
 
 MIXES = {
     "rwkv7 attention": MixCase(B=1, T=6, C=24, M=4),
-    "everything": MixCase(B=1, T=6, C=24, M=2, moves=True, normalised=True, lengths=(3, 1, 5)),
+    "everything": MixCase(B=1, T=6, C=24, M=2, mix_delta=True, normalised=True, lengths=(3, 1, 5)),
     "tiles of channels": MixCase(B=1, T=6, C=160, M=2),
 }
 

@@ -1,6 +1,4 @@
-"""`fla_jax.ops.Op` on a toy op: whoever writes one gets sharding (tests/distributed), vmap, rematerialisation
-and the checked mode from its axes.
-"""
+"""`fla_jax.ops.Op` on a toy op: vmap, rematerialisation and the checked mode from its axes."""
 
 import types
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Packed rows against a plain walk over the documents; batches: order, epochs, processes, saved iterators."""
+"""Packed rows against the documents one by one; batches: order, epochs, processes, saved iterators."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def make(folder, lengths, seed=0):
 
 
 def check_rows(rows, documents, owner):
-    """Against a plain walk: ``owner`` is the document whose segment each token lies in."""
+    """Token by token: ``owner`` is the document whose segment each token lies in."""
     flat, whose = np.concatenate(documents), [i for i, document in enumerate(documents) for _ in document]
     assert len(rows) == (len(flat) - 1) // rows.length
     for i in range(len(rows)):
@@ -65,18 +65,6 @@ def test_first_tokens_are_learned_from_the_end_token(tmp_path, end_token):
     check_rows(
         PackedRows(data, 7, end_token=None), documents, [i for i, x in enumerate(documents) for _ in x]
     )
-
-
-def test_every_label_of_ended_documents_is_learned(tmp_path):
-    """And an end token is read with a new state, like the prompt of generation from nothing."""
-    with BinIdxWriter(tmp_path / "d") as writer:
-        for first in range(1, 9):
-            writer.add([first, 50, 51, 0])
-    row = PackedRows(open_binidx(tmp_path / "d"), 31)[0]
-    assert row["mask"].all()
-    at = np.flatnonzero(row["tokens"] == 0)
-    np.testing.assert_array_equal(row["labels"][at], range(2, 9))
-    np.testing.assert_array_equal(np.flatnonzero(np.diff(row["segment_ids"])) + 1, at)
 
 
 def test_refusals(tmp_path):

@@ -1,7 +1,6 @@
-"""The models on a mesh of eight fake devices with explicit axes: what failed and by how much.
+"""Models on a mesh with explicit axes: errors raised, or differences. For test_on_devices.py.
 
-For test_models_explicit.py. A sharding that does not fit is an error of types: most calls are traced and not
-compiled.
+A sharding that does not fit is a type error: most calls are traced and not compiled.
 """
 
 import functools
@@ -19,22 +18,8 @@ from fla_jax.training import chunked_cross_entropy, chunked_loss, cross_entropy
 
 MESH = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
 ROWS = NamedSharding(MESH, P("data"))
-LAST = (
-    "receptance",
-    "key",
-    "gate",
-    "head",
-    "w2",
-    "a2",
-    "g2",
-    "v2",
-    "time_decay_w2",
-    "w0",
-    "a0",
-    "v0",
-    "k_k",
-    "k_a",
-)
+LAST = ("receptance", "key", "gate", "head", "w2", "a2", "g2", "v2", "w0", "a0", "v0", "k_k", "k_a")
+LAST += ("time_decay_w2",)
 
 
 def whole(path, x):
@@ -48,7 +33,6 @@ def by_batch(path, x):
 
 
 def by_heads(path, x):
-    """Heads, hidden channels and vocabulary over "tensor"."""
     names = [key.key for key in path]
     if "receptance" in names and "ffn" in names:
         return P()
@@ -108,7 +92,7 @@ def shifted_over_time(x, last, ids):
     got = jax.device_get(jax.jit(run)(x, last))
     with jax.set_mesh(jax.make_mesh((1,), ("one",), devices=jax.devices()[:1])):
         x, last, ids = jax.device_get((x, last, ids))
-        return max(jax.tree.leaves(jax.tree.map(small.error, got, run(jnp.asarray(x), jnp.asarray(last)))))
+        return small.largest_error(got, run(jnp.asarray(x), jnp.asarray(last)))
 
 
 def traced(fn, *args):
@@ -158,7 +142,7 @@ def report(version):
                 got = jitted(gradient)(exact, p, text, wide[1], segments)
             for x, g in zip(jax.tree.leaves(p), jax.tree.leaves(got[1])):
                 assert g.sharding.is_equivalent_to(x.sharding, g.ndim), (x.sharding, g.sharding)
-            return max(jax.tree.leaves(jax.tree.map(small.error, got, want)))
+            return small.largest_error(got, want)
 
         over_time = NamedSharding(MESH, P(None, "data"))
         attempt("numbers", compare)

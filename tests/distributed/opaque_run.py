@@ -1,8 +1,6 @@
-"""Heads over devices, where every op is opaque to XLA as kernels are: the largest error of loss and gradients
-against one device. For test_models_parallel.py.
+"""Errors with heads over devices where every op is opaque to XLA. For test_models_parallel.py.
 
-On meshes with automatic axes JAX runs no interpreter. Here plain implementations say that they are opaque,
-so that ops split them as they split kernels.
+JAX runs no interpreter on automatic axes: plain implementations say that they are opaque.
 """
 
 import dataclasses
@@ -45,4 +43,4 @@ def error(version):
     with jax.set_mesh(mesh), nn.logical_axis_rules(axis_rules(model, mesh)):
         rows = jax.device_put(tokens, NamedSharding(mesh, P(("data", "fsdp"))))
         got = jax.jit(step, out_shardings=(None, stored))(jax.device_put(params, stored), rows)
-    return max(map(small.error, jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(want)))
+    return small.largest_error(got, want)

@@ -1,6 +1,4 @@
-"""Training on meshes of eight fake devices: the errors against one device and all collectives. For
-test_models_parallel.py.
-"""
+"""Training on eight devices: errors against one, and all collectives. For test_models_parallel.py."""
 
 import flax.linen as nn
 import jax
@@ -73,8 +71,8 @@ def train(version, name, params, batch, want):
     wholes = {",".join(map(str, x.shape)) for x in jax.tree.leaves(params["blocks"]) if x.ndim == 3}
     return {
         "loss": abs(float(loss) - float(value)),
-        "gradients": max(jax.tree.leaves(jax.tree.map(small.error, after.opt_state[0].trace, grads))),
-        "parameters": max(jax.tree.leaves(jax.tree.map(small.error, after.params, updated))),
+        "gradients": small.largest_error(after.opt_state[0].trace, grads),
+        "parameters": small.largest_error(after.params, updated),
         "misplaced": misplaced,
         "donated": all(x.is_deleted() for x in jax.tree.leaves(state.params)),
         "collectives": arrays(text := program.as_text()),
@@ -85,9 +83,7 @@ def train(version, name, params, batch, want):
 
 
 def forward(version, params, tokens):
-    """Collectives of the model alone, parameters boxed with the names of their axes, under rules; and its
-    error.
-    """
+    """Collectives and error of the model alone, its parameters boxed with the names of their axes."""
     model = small.model(version, vocab_size=32, scan_layers=True, logical_axes=True)
     mesh = make_mesh(data=4, tensor=2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(axis_rules(model, mesh)):

@@ -1,8 +1,4 @@
-"""One of two processes that train together; prints, as JSON, the losses and what came of the parameters.
-
-Started by test_processes.py twice, each with two fake devices. Who they are comes from the variables of SLURM
-or Open MPI, as `jax.distributed.initialize()` reads them.
-"""
+"""One of two processes that train together; prints losses and parameters. For test_processes.py."""
 
 import json
 import sys
@@ -14,11 +10,10 @@ import small_models as small
 
 from fla_jax.parallel import TrainStep, make_mesh
 
-MESHES = {"fsdp": dict(fsdp=4), "rows and tokens": dict(fsdp=2, sequence=2), "tokens": dict(sequence=4)}
+MESHES = {"fsdp": dict(fsdp=4), "batch and tokens": dict(fsdp=2, sequence=2), "tokens": dict(sequence=4)}
 
 
 def batch():
-    """Tokens [4, 9], and weights of the labels."""
     mask = np.random.default_rng(0).uniform(0.5, 1, size=(4, 8)).astype(np.float32)
     return np.asarray(small.tokens(4, 9, seed=2)), mask
 
@@ -27,8 +22,8 @@ def model():
     return small.model(7, vocab_size=32, scan_layers=True, remat="dense")
 
 
-def own(x, mesh):
-    """The rows of ``x`` that this process gives: those of its devices."""
+def local(x, mesh):
+    """The batch entries of ``x`` on devices of this process."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     mine = {
         int(i) for i in np.flatnonzero([d.process_index == jax.process_index() for d in mesh.devices.flat])
@@ -45,7 +40,7 @@ def main(*meshes):
         mesh = make_mesh(**MESHES[name])
         step = TrainStep(model(), optax.sgd(0.5), mesh)
         state, losses = step.start(params), []
-        mine = step.shard(tuple(own(x, mesh) for x in batch()))
+        mine = step.shard(tuple(local(x, mesh) for x in batch()))
         for _ in range(2):
             state, loss = step(state, mine)
             losses.append(float(loss))

@@ -1,9 +1,6 @@
-"""Ops, layers and models in `jax.shard_map` as it is by default, with its check of what varies over which
-mesh axes, on eight fake devices: what failed and by how much. For test_shard_map.py.
+"""Ops, layers and models in `jax.shard_map` with its check, on eight devices. For test_on_devices.py.
 
-The inputs of a call lie differently, so that they vary over different axes. The wanted numbers are those of
-one device on whole arrays, each input repeated where devices share it: gradients of such an input are sums
-over these devices.
+Inputs vary over different axes. Gradients of an input that devices share are sums over these devices.
 """
 
 import jax
@@ -23,9 +20,7 @@ LAYERS = {6: (RWKV6Attention, RWKV6FeedForward), 7: (RWKV7Attention, RWKV7FeedFo
 
 
 def local(x, all_axes, spec):
-    """What devices get of ``x`` as ``spec`` says, put side by side: of an axis that ``all_axes`` splits and
-    ``spec`` does not, the first part alone, which all of them share.
-    """
+    """The parts of ``x`` by ``spec``, side by side: only the first part of an axis that devices share."""
     split = [*spec, *(None,) * x.ndim]
     parts = [slice(x.shape[i] // SIZES[a]) if a and not split[i] else slice(None) for i, a in all_axes]
     return x[tuple(parts)]
@@ -65,7 +60,7 @@ class Sharded:
         return self.fn({name: whole(x, self.all[name], self.specs[name]) for name, x in args.items()})
 
     def eager(self):
-        return largest(self.inside(self.fn, self.out)(self.args), jax.jit(self.alone)(self.args))
+        return small.largest_error(self.inside(self.fn, self.out)(self.args), jax.jit(self.alone)(self.args))
 
     def gradients(self):
         """The loss of all devices, and its gradients, which JAX sums over devices that share an input."""
@@ -76,7 +71,7 @@ class Sharded:
 
         got = jax.jit(self.inside(both, (P(), self.specs)))(self.args)
         want = jax.jit(jax.value_and_grad(lambda args: weighed(self.alone(args))))(self.args)
-        return max(abs(got[0] - want[0]) / abs(want[0]), largest(got[1], want[1]))
+        return max(abs(got[0] - want[0]) / abs(want[0]), small.largest_error(got[1], want[1]))
 
     def traced(self):
         """Checks the types of everything, forward and backward."""
@@ -86,10 +81,6 @@ class Sharded:
 
 def weighed(made):
     return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(made))
-
-
-def largest(got, want):
-    return max(jax.tree.leaves(jax.tree.map(small.error, jax.device_get(got), jax.device_get(want))))
 
 
 def recurrence(op, implementation, T=9, form="chunk", **specs):
@@ -140,11 +131,10 @@ def model_inside(version, numbers, **options):
     through = jax.shard_map(run, out_specs=BATCH, **split)
     got = jax.jit(lambda *args: (through(*args), each(*args)))(*arrays.values())
     want = jax.jit(lambda *args: (run(*args), jax.grad(lambda p, t: weighed(run(p, t)))(*args)))
-    return largest(got, want(*arrays.values()))
+    return small.largest_error(got, want(*arrays.values()))
 
 
 def layers(version, T):
-    """Both layers of a version alone, without a state; types only."""
     for layer in LAYERS[version]:
         sizes = dict(head_dim=16) if "Attention" in layer.__name__ else {}
         one = layer(hidden_size=32, num_layers=2, **sizes)
@@ -196,5 +186,7 @@ def report(version, implementation):
         return found
     run, arrays = model(version, num_layers=1, T=1)
     eager = jax.shard_map(run, mesh=MESH, in_specs=(P(), BATCH), out_specs=BATCH)
-    attempt("model, eager", lambda: largest(eager(*arrays.values()), jax.jit(run)(*arrays.values())))
+    attempt(
+        "model, eager", lambda: small.largest_error(eager(*arrays.values()), jax.jit(run)(*arrays.values()))
+    )
     return found

@@ -1,8 +1,4 @@
-"""Training steps on meshes of eight fake devices: one device's numbers, and no communication but what each
-mode is.
-
-parallel_run.py does the work.
-"""
+"""Training steps on eight fake devices: the numbers of one device, and the communication of each mode."""
 
 from __future__ import annotations
 
@@ -28,18 +24,17 @@ from fla_jax.parallel import (
     TrainStep,
     axis_rules,
     make_mesh,
-    optimizer_shardings,
     overlap_flags,
     overlap_options,
     parameter_shardings,
     set_overlap_flags,
 )
-from fla_jax.parallel.rules import parameter_shapes
 
 ROOT = Path(__file__).parents[2]
 MODES = [
-    *((7, mode) for mode in ("data", "fsdp", "tensor", "sequence", "all, explicit")),
-    *((6, mode) for mode in ("all", "fsdp, explicit", "sequence, explicit")),
+    (version, mode)
+    for version, modes in processes.load("distributed/parallel_run.py").MODES.items()
+    for mode in modes
 ]
 
 
@@ -77,12 +72,7 @@ def test_data_parallel_sums_gradients_and_nothing_else():
 
 @pytest.mark.parametrize("version, mode", [(7, "fsdp"), (6, "fsdp, explicit")])
 def test_fsdp_gathers_matrices(version, mode):
-    """Matrices come twice, forward and backward, vectors not at all; activations stay; nothing is kept
-    gathered.
-
-    A gradient's sum and the choice of a part of it become one reduce-scatter on a GPU; a CPU's compiler
-    leaves two.
-    """
+    """Matrices come twice, vectors not at all. A CPU's compiler leaves two steps of a reduce-scatter."""
     found, sizes = report(version)[mode], report(version)["sizes"]
     arrays = talk(version, mode, "all-gather", "all-reduce")
     matrices = [tuple(shape) for shape in sizes["matrices"] if shape != [2, 16]]  # a bonus [H, N] is a vector
@@ -101,9 +91,7 @@ def test_fsdp_gathers_matrices(version, mode):
 
 
 def test_fsdp_saves_memory():
-    """By the compiler's account: what is stored is a fifth (vectors are whole), and no more is needed beside
-    it.
-    """
+    """By the compiler's account a fifth is stored (vectors are whole), and no more is needed besides."""
     (stored, beside), (whole, more) = (report(7)[mode]["bytes"] for mode in ("fsdp", "data"))
     assert stored < whole / 4 and beside < more, (stored, whole, beside, more)
 
@@ -119,9 +107,7 @@ def test_tensor_parallel_sums_twice_a_layer():
 
 @pytest.mark.parametrize("version, mode, more", [(7, "tensor", []), (6, "all", [(2, 8, 5 * 4)])])
 def test_tensor_parallel_sums_gradients_of_layer_inputs(version, mode, more):
-    """Backward as forward: one array for the attention's input, not one for each of its mixes, and one for
-    the feed-forward's; RWKV-6 also sums the gradient of the low-rank part of its token shift.
-    """
+    """One array for each layer's input; RWKV-6 also sums the low-rank part of its token shift."""
     arrays = talk(version, mode, "all-reduce", "all-gather")
     activations = [shape for where, shape in arrays("all-reduce") if where == "loop" and shape[:2] == (2, 8)]
     assert sorted(activations) == [*more, *[(2, 8, 32)] * (2 + 2)]
@@ -129,9 +115,7 @@ def test_tensor_parallel_sums_gradients_of_layer_inputs(version, mode, more):
 
 @pytest.mark.parametrize("version, mode, rows", [(7, "sequence", 8), (6, "sequence, explicit", 4)])
 def test_sequences_move_states_and_rows(version, mode, rows):
-    """Of tokens over devices, (M, N) is gathered forward and backward in every layer and one row crosses at
-    each token shift; tokens stay.
-    """
+    """(M, N) is gathered both ways in every layer, one token crosses at each token shift."""
     arrays = talk(version, mode, "all-gather", "all-reduce", "collective-permute")
     devices, heads = (4, 1) if version == 7 else (2, 1)
     gathered = [shape for where, shape in arrays("all-gather") if where == "loop" and len(shape) == 5]
@@ -176,14 +160,8 @@ def test_what_a_mesh_must_divide():
     "sizes, message",
     [
         (dict(data=-1, fsdp=-1), "only one size may be -1, got data and fsdp"),
-        (
-            dict(fsdp=-1, tensor=3),
-            "data * sequence * tensor = 1 * 1 * 3 = 3 must divide the number of devices, got 8",
-        ),
-        (
-            dict(data=3),
-            "= 3 * 1 * 1 * 1 = 3 must be the number of devices, got 8 devices; one size may be -1",
-        ),
+        (dict(fsdp=-1, tensor=3), "data * sequence * tensor = 1 * 1 * 3 = 3 must divide the number"),
+        (dict(data=3), "= 3 * 1 * 1 * 1 = 3 must be the number of devices, got 8 devices; one size"),
         (dict(fsdp=0), "fsdp must be a positive integer, or -1 for all remaining devices, got 0"),
         (dict(tensor=2.0), "tensor must be a positive integer"),
     ],
@@ -191,15 +169,6 @@ def test_what_a_mesh_must_divide():
 def test_sizes_that_make_no_mesh(sizes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make_mesh(**sizes, devices=jax.devices() * 8)
-
-
-def test_optimizers_mirror_parameters():
-    """Also those whose state holds more than copies of the parameters."""
-    model, mesh = small.model(7), make_mesh()
-    shapes, stored = parameter_shapes(model), parameter_shardings(model, mesh)
-    for optimizer in (optax.adafactor(1e-3), optax.MultiSteps(optax.adamw(1e-3), 2), optax.sgd(1e-3)):
-        got = optimizer_shardings(optimizer, shapes, stored, mesh)
-        assert jax.tree.structure(got) == jax.tree.structure(jax.eval_shape(optimizer.init, shapes))
 
 
 def test_names_of_parameter_axes():
@@ -215,24 +184,6 @@ def test_names_of_parameter_axes():
     assert (
         rules["embed"] == "fsdp" and rules["activation_embed"] is None and rules["batch"] == ("data", "fsdp")
     )
-
-
-def test_init_and_any_loss():
-    """On the one device here: a state from nothing, a loss with something beside it, steps that learn."""
-    model = small.model(7, num_layers=1, vocab_size=8)
-
-    def loss(params, batch):
-        logits, _ = model.apply({"params": params}, batch["tokens"][:, :-1])
-        right = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
-        return jnp.mean(right), {"worst": jnp.max(right)}
-
-    step = TrainStep(model, optax.adam(1e-2), make_mesh(), loss, has_aux=True)
-    state = step.init(jax.random.key(0))
-    batch, values = step.shard({"tokens": np.arange(10)[None] % 8}), []
-    for _ in range(5):
-        state, (value, aux) = step(state, batch)
-        values.append(float(value))
-    assert values[-1] < values[0] <= float(aux["worst"]) + values[0] and int(state.step) == 5
 
 
 def test_parameters_of_another_model_are_refused():
@@ -278,5 +229,5 @@ def test_sums_of_activations_are_not_copied_together():
 @pytest.mark.slow
 @pytest.mark.parametrize("version", small.VERSIONS)
 def test_ops_that_are_opaque(version):
-    """Gradients of rows that stand for copies are summed over devices where kernels run, too."""
+    """Gradients of the TP region are summed over devices where kernels run, too."""
     assert processes.report("distributed/opaque_run.py", version) < 1e-5

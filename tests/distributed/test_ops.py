@@ -1,5 +1,6 @@
-"""Every op on eight fake devices, in every mode: right results, and nothing leaves a device but sums of
-gradients of shared arrays; with tokens over devices also one gather of (M, N) each way.
+"""Every op on eight fake devices, in every mode: right results, and only sums of shared gradients move.
+
+With tokens over devices also one gather of (M, N) each way.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ def test_ops_on_heads(one):
 
 def mixes() -> dict[str, Program]:
     found, mesh = {}, (("data", 4),)
-    batch = MixCase(B=4, T=5, C=6, M=2, moves=True, lengths=(3, 9)), {"b": "data"}, None
-    tokens = MixCase(B=2, T=8, C=6, M=2, moves=True, lengths=(3, 1, 9)), {"t": "data"}, "data"
+    batch = MixCase(B=4, T=5, C=6, M=2, mix_delta=True, lengths=(3, 9)), {"b": "data"}, None
+    tokens = MixCase(B=2, T=8, C=6, M=2, mix_delta=True, lengths=(3, 1, 9)), {"t": "data"}, "data"
     for implementation in ("xla", "triton"):
         for mode in MODES[:3]:
             for name, (case, over, cp) in {"batch": batch, "tokens": tokens}.items():
@@ -157,9 +158,7 @@ def mixes() -> dict[str, Program]:
 
 @pytest.mark.parametrize("one", parameters(mixes()))
 def test_norm_shift_and_mixes(one):
-    """Gradients of two mixes, scale and bias of six channels, in one sum or in four; of tokens over devices
-    also a token [2, 6] forward, again and its gradient backward, the last ids, and ``last``.
-    """
+    """Sums of gradients; of tokens over devices also a token [2, 6], ids, and ``last``."""
     found = run(one)
     allowed = ("all-reduce", "collective-permute") if one.cp else ("all-reduce",)
     assert found and all(kind in allowed and size <= 24 for kind, size in found), found
@@ -190,7 +189,7 @@ def test_vmap_on_an_explicit_mesh():
 def vmaps() -> int:
     import jax
 
-    case, done = MixCase(B=1, T=5, C=6, M=2, moves=True, lengths=(2, 4)), 0
+    case, done = MixCase(B=1, T=5, C=6, M=2, mix_delta=True, lengths=(2, 4)), 0
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))):
         for implementation in ("xla", "triton"):
             for shared in (("mixes", "scale", "bias"), ()):

@@ -1,6 +1,4 @@
-"""Two processes train together, known to each other by SLURM's or Open MPI's variables: one process's
-numbers.
-"""
+"""Two processes, known to each other by SLURM's or Open MPI's variables, train as one does."""
 
 from __future__ import annotations
 
@@ -39,7 +37,6 @@ MANAGERS = {
 
 
 def run(manager, *meshes):
-    """What both processes report."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -84,7 +81,7 @@ def alone():
 @pytest.mark.parametrize(
     "manager, meshes",
     [
-        pytest.param("SLURM", ("rows and tokens", "tokens"), marks=pytest.mark.one_python),
+        pytest.param("SLURM", ("batch and tokens", "tokens"), marks=pytest.mark.one_python),
         ("Open MPI", ("fsdp",)),
     ],
 )

@@ -1,6 +1,4 @@
-"""Long contexts, state tuning and generation with parameters that lie in parts on eight fake devices: the
-largest differences to one device. For test_uses.py.
-"""
+"""Long contexts, state tuning and generation with sharded parameters. For test_on_devices.py."""
 
 import contextlib
 import functools
@@ -20,10 +18,6 @@ GREEDY = Sampling(temperature=0.0, presence_penalty=0.0, frequency_penalty=0.0)
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8]]
 
 
-def largest(got, want):
-    return max(jax.tree.leaves(jax.tree.map(small.error, jax.device_get(got), jax.device_get(want))))
-
-
 def long(model, params, tokens, mask, state):
     """Exact loss with its gradient, and the truncated ones, which are the same for one group."""
     exact = jax.value_and_grad(
@@ -39,7 +33,7 @@ def tuned(model, params, tokens, mask):
 
 
 def in_shard_map(model, params, tokens, mesh, check):
-    """Hidden states, and the gradients of their sum of squares, with the tokens of rows over four devices."""
+    """Hidden states, and the gradients of their sum of squares, with tokens over four devices."""
 
     def read(params, tokens):
         return model.apply({"params": params}, tokens, method="hidden")[0]
@@ -72,19 +66,19 @@ def report(version):
     mesh, found = make_mesh(fsdp=2, sequence=2, tensor=2), {}
     put = jax.device_put(params, parameter_shardings(model, mesh))
     with jax.set_mesh(mesh), nn.logical_axis_rules(axis_rules(model, mesh)):
-        found["long"] = largest(long(model, put, tokens, mask, state), want)
+        found["long"] = small.largest_error(long(model, put, tokens, mask, state), want)
         with small.float64():
             put_wide = jax.device_put(wide_params, parameter_shardings(wide, mesh))
-            found["tuned, float64"] = largest(tuned(wide, put_wide, tokens, mask), want_tuned)
+            found["tuned, float64"] = small.largest_error(tuned(wide, put_wide, tokens, mask), want_tuned)
     for name, rules in (("no rules", ()), ("rules", axis_rules(model, mesh, batch=len(PROMPTS)))):
         with jax.set_mesh(mesh), nn.logical_axis_rules(rules) if rules else contextlib.nullcontext():
             got = generate(model, put, PROMPTS, 6, GREEDY)
             assert [row.tolist() for row in got.tokens] == [row.tolist() for row in text.tokens], name
-            found[f"generated, {name}"] = largest(got.state, text.state)
+            found[f"generated, {name}"] = small.largest_error(got.state, text.state)
     with jax.enable_x64(True):  # what float32 rounds differently would say little of one layer's gradients
         short = small.model(version, vocab_size=32, num_layers=1, **exact)
         for name, check in (("unchecked", False), ("checked", True)):
             mesh = make_mesh(fsdp=2, sequence=4)
             inside = in_shard_map(short, small.params(short), tokens[:, :8], mesh, check)
-            found[f"in shard_map, {name}, float64"] = largest(*inside)
+            found[f"in shard_map, {name}, float64"] = small.largest_error(*inside)
     return found

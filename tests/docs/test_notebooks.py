@@ -22,7 +22,6 @@ def code(name):
 
 
 def run(name, **sizes):
-    """Runs a notebook with other sizes and returns its names."""
     names = {"__name__": name}
     for i, (cell, sets_sizes) in enumerate(code(name)):
         exec(compile(cell, f"{name}.ipynb, cell {i + 1}", "exec"), names)

@@ -29,7 +29,6 @@ def test_page(page):
 
 
 def test_start(capsys):
-    """Trained, saved, loaded and generating: the text comes back."""
     assert blocks.run("docs/start.md")["loss"] < 1.5
     out = capsys.readouterr().out
     assert len(out.splitlines()[0]) == 20 and "chunk_rwkv7" in out

@@ -1,6 +1,4 @@
-"""The examples compile the same programs again and again: with one cache for all of them, in this process and
-in those they start, once.
-"""
+"""One cache of compiled programs for all examples, in this process and in those they start."""
 
 import logging
 import signal

@@ -91,28 +91,14 @@ def test_not_a_number_is_one_line(tmp_path, capsys, prompts):
     model = small.model(7, vocab_size=256, num_layers=1)
     params = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), small.params(model))
     save_checkpoint(tmp_path / "model.pth", model, params)
-    with pytest.raises(
-        SystemExit, match=r"^generate.py: .*model.pth: row 0: the logits for new token 0"
-    ) as error:
+    with pytest.raises(SystemExit, match=r"^generate.py: .*model.pth: row 0: the logits for") as error:
         run(generate, capsys, "--checkpoint", tmp_path / "model.pth", "--prompt", *prompts)
     assert "\n" not in str(error.value) and capsys.readouterr().out == ""
 
 
 def test_state_tuning(tmp_path, capsys):
-    tiny = [
-        "--base-size",
-        64,
-        "--base-steps",
-        30,
-        "--steps",
-        15,
-        "--sequence",
-        16,
-        "--batch",
-        4,
-        "--out",
-        tmp_path,
-    ]
+    sizes = ("--base-size", 64, "--base-steps", 30, "--steps", 15, "--sequence", 16, "--batch", 4)
+    tiny = (*sizes, "--out", tmp_path)
     out = run(state_tuning, capsys, *tiny)
     lines = [line.split() for line in out.splitlines() if line.startswith(("before", "after"))]
     before, after = (float(line[1]) for line in lines)

@@ -1,6 +1,4 @@
-"""pretrain.py as a program, with a tiny model: killed and resumed on the same and on other devices, stopped,
-in two processes, with losses that are NaN; what it refuses, and what it says of memory.
-"""
+"""pretrain.py with a tiny model: killed, resumed, stopped, in two processes, with NaN; its refusals."""
 
 import json
 import os
@@ -111,9 +109,7 @@ def test_two_processes(data, straight, tmp_path):
 
 
 def held_out_loss(data, params):
-    """Nats per token over the held-out rows: each document in them alone, in a row of its own, after the end
-    token of the one before it where that is in the row.
-    """
+    """Nats per token over the held-out rows, each document read alone after the end token before it."""
     options = completed(Options(data=data, hidden_size=32, num_layers=2, head_dim=16, remat="none"))
     documents = [document.tolist() for document in open_binidx(data)]
     tokens = [token for document in documents for token in document]
@@ -122,24 +118,24 @@ def held_out_loss(data, params):
     size, held = rows // 8, round(rows * 0.1) // 8  # the last ones of eight blocks
     numbers = [block * size + i for block in range(8) for i in range(size - held, size)]
     numbers = [numbers[i * len(numbers) // 12] for i in range(12)]
-    pieces = []
+    parts = []
     for row in numbers:
         for owner in sorted(set(owners[row * 32 : row * 32 + 33])):
             at = [t for t in range(row * 32, row * 32 + 33) if owners[t] == owner]
             begins = at[0] > row * 32 and tokens[at[0] - 1] == 0
-            pieces.append([0] * begins + [tokens[t] for t in at])
-    padded = np.array([piece + [0] * (34 - len(piece)) for piece in pieces])
+            parts.append([0] * begins + [tokens[t] for t in at])
+    padded = np.array([part + [0] * (34 - len(part)) for part in parts])
     model = setup.build_model(options, setup.mesh_of(options))
     logits = np.asarray(model.apply({"params": params}, padded[:, :-1])[0], np.float64)
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    losses = [-logs[i, t, piece[t + 1]] for i, piece in enumerate(pieces) for t in range(len(piece) - 1)]
+    losses = [-logs[i, t, part[t + 1]] for i, part in enumerate(parts) for t in range(len(part) - 1)]
     return np.mean(losses)
 
 
 @pytest.mark.slow
-def test_pieces_profile_export_and_tensorboard(data, straight, tmp_path, capsys):
-    """A batch in pieces has the loss and gradient of the whole; the files that a run leaves."""
-    out, path = tmp_path / "pieces", tmp_path / "model.pth"
+def test_microbatches_profile_export_and_tensorboard(data, straight, tmp_path, capsys):
+    """Microbatches have the loss and gradient of the whole; the files that a run leaves."""
+    out, path = tmp_path / "parts", tmp_path / "model.pth"
     more = ("--accumulate", 4, "--profile", 2, "--export", path, "--peak-tflops", 0.001)
     pretrain.main(arguments(data, out, *more))
     for name in ("loss", "gradient_norm", "evaluation_loss"):
@@ -273,15 +269,9 @@ def test_learning_rates_are_the_official_ones():
         (["--data", "foreign.idx"], "--data: foreign.idx is no binidx index: it must begin with"),
         (["--data", "empty"], "--data: empty contains no text"),
         (["--data", "wrong.jsonl"], "--data: wrong.jsonl: the line at offset 14 is not JSON"),
-        (
-            ["--data", "small.bin", "--sequence", "202"],
-            "--data: small.bin has 202 tokens, and --sequence 202",
-        ),
+        (["--data", "small.bin", "--sequence", "202"], "small.bin has 202 tokens, and --sequence 202"),
         (["--data", "small.bin", "--held-out", "0.99"], "--held-out 0.99 leaves nothing of the 6 rows"),
-        (
-            ["--data", "small.bin", "--vocab-size", "100"],
-            "--data: small.bin: tokens must be below the vocabulary",
-        ),
+        (["--data", "small.bin", "--vocab-size", "100"], "small.bin: tokens must be below the vocab"),
         (["--data", "small.bin"], "--data has 5 rows, 0 steps of --batch 8: give --steps, above"),
         (["--data", "small.bin", "--out", "file"], "--out: file is a file"),
         (["--data", "small.bin", "--resume"], "--resume: there is no run in run (--out)"),

@@ -40,7 +40,6 @@ def place(tmp_path, monkeypatch):
 
 
 def tree(folder):
-    """Everything below a folder: paths, and what files hold."""
     return {path: path.is_file() and path.read_bytes() for path in Path(folder).rglob("*")}
 
 
@@ -69,6 +68,13 @@ def tree(folder):
         (["--seed", str(10**20)], "--seed must be below 2**63"),
         (["--head-dim", "512", "--hidden-size", "512"], "head_dim must be at most 256, got 512"),
         (["--out", "broken", "--resume"], "broken/options.json cannot be read"),
+        (["--data", "empty"], "--data: empty contains no text"),
+        (["--data", "short"], "--data: 100 bytes are too few"),
+        (["--resume", "--out", "new"], "--resume: there is no run in new"),
+        (["--resume", "--out", "started"], "--resume: there is no checkpoint in started"),
+        (["--head-dim", "7"], "--hidden-size 16, --head-dim 7: "),
+        (["--learning-rate", "-1"], "--learning-rate must be a finite number above 0, got -1"),
+        (["--validation-share", "1"], "too few for --validation-share 1.0, --sequence 16"),
         (["--resume"], "--steps was 30 in earlier and is 40 now, --seed was 0 in earlier and is 1 now"),
     ],
 )
@@ -76,8 +82,11 @@ def test_a_refused_run_changes_nothing(place, arguments, message):
     os.symlink("texts", "link")
     Path("other/folder").mkdir(parents=True)
     Path("earlier/text").write_bytes(Path("texts/text").read_bytes())
-    Path("broken").mkdir()
+    for name in ("broken", "started", "empty"):
+        Path(name).mkdir()
     Path("broken/options.json").write_text("{")
+    Path("started/options.json").write_text('{"hidden_size": 16}')
+    Path("short").write_text("x" * 100)
     before = tree(place)
     line = refusal(train_lm.main, "--data", "texts/text", "--out", "earlier", "--seed", 1, *TINY, *arguments)
     assert message in line
@@ -169,7 +178,8 @@ def failing(error):
     ],
 )
 def test_errors_in_one_line(error, message):
-    assert refusal(failing(error)).startswith(message)
+    line = refusal(failing(error))
+    assert line.startswith(message) and line.endswith("lower --size") == ("out of memory" in line)
 
 
 def test_other_errors_keep_their_traceback():

@@ -6,6 +6,5 @@ import small_models as small
 
 @pytest.fixture(scope="session")
 def setup():
-    """A model and its parameters."""
     model = small.model(7)
     return model, small.params(model)

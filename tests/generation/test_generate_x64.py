@@ -30,7 +30,7 @@ def model_and_params(version, dtype):
 @pytest.mark.parametrize("version", tiers.first([7, 6], 1, (tiers.ONE_PYTHON, tiers.SLOW)))
 def test_every_precision(version, dtype):
     """The state after some tokens is the official model's, to the precision of the model; streaming
-    gives the same tokens, and so does float32 without jax_enable_x64; a state handed on goes on."""
+    gives the same tokens, and so does float32 without jax_enable_x64; a state passed on continues."""
     with jax.enable_x64(True):
         model, params = model_and_params(version, dtype)
         requests, state = generate(model, params, PROMPTS, 6, SAMPLING, seed=[2**40, -3])

@@ -1,4 +1,4 @@
-"""Requests of different lengths in one call of a model, and prompts read in few pieces by few programs."""
+"""Requests of different lengths in one call of a model, and prompts read in few chunks by few programs."""
 
 from __future__ import annotations
 
@@ -127,16 +127,15 @@ def test_few_sizes_and_little_padding(hidden_size, batch, platform, memory):
         assert sizes[-1] == 16 or batch * sizes[-1] * hidden_size * 100 <= memory / 16
     overhead = 32 if platform == "cpu" else min(max(2**30 / hidden_size**2, 128), 4096)
     for length in (1, 15, 17, 129, 500, 513, 1025, 2047, 4097, 8191, 8192, 10001, 20000, 33000):
-        pieces = plan(length, sizes)
-        assert sum(pieces) >= length and set(pieces[:-1]) <= {sizes[-1]}
-        cost, asked = overhead + batch * pieces[-1], overhead + batch * (length - sum(pieces[:-1]))
-        assert cost <= 1.15 * asked + 16 * batch, (length, pieces)
+        chunks = plan(length, sizes)
+        assert sum(chunks) >= length and set(chunks[:-1]) <= {sizes[-1]}
+        cost, asked = overhead + batch * chunks[-1], overhead + batch * (length - sum(chunks[:-1]))
+        assert cost <= 1.15 * asked + 16 * batch, (length, chunks)
     assert plan(sizes[-1] * 3, sizes) == [sizes[-1]] * 3 and plan(1, sizes) == [sizes[0]]
 
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The shapes of the tokens that the model is called with."""
     shapes, read = [], module._read
 
     def counting(model, with_head, params, carry, tokens, lengths):
@@ -174,7 +173,7 @@ def test_requests_of_similar_lengths_are_read_together(setup, reads, monkeypatch
 
 
 def test_pieces_without_padding(setup, monkeypatch):
-    """Long ones are read by a program that masks nothing; it hands on what the other one does."""
+    """Long ones are read by a program that masks nothing; with equal results."""
     model, params = setup
     monkeypatch.setattr(module, "chunk_sizes", lambda *_: (16, 32))
     requests, state = small.tokens(2, 80), small.random_state(model, 2)
@@ -184,7 +183,7 @@ def test_pieces_without_padding(setup, monkeypatch):
     monkeypatch.setattr(module, "_read", lambda *args: masked.append(args[-1] is not None) or read(*args))
     got = prefill(model, params, requests, state)
     assert masked == [False, False, True]
-    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), 2e-5), got, want)
+    small.assert_close(got, want, 2e-5)
 
 
 @pytest.mark.parametrize("requests, share", [(32, 1.35), (256, 1.2)])
@@ -199,7 +198,7 @@ def test_mixed_lengths_read_little_padding(requests, share):
 
 
 def test_a_prompt_is_one_call(setup, reads, monkeypatch):
-    """With the sizes for a GPU: lengths that would be a piece for every bit, were they taken apart."""
+    """With the sizes for a GPU: lengths that would be a chunk for every bit."""
     sizes = chunk_sizes(1024, 1, Device("gpu", 100 << 30))
     zeros = jnp.zeros((1, setup[0].config.hidden_size)), setup[0].init_state(1)
     no_reading = lambda model, with_head, params, carry, tokens, _: reads.append(tokens.shape) or zeros
@@ -235,11 +234,7 @@ def test_prompts_of_any_kind(setup):
         (None, TypeError, "prompts must be a sequence of sequences of tokens, got None"),
         ([1, 2], ValueError, r"prompts\[0\] must be a sequence of at least one token, got shape \[\]"),
         (["text"], TypeError, r"prompts\[0\] must be sequences of tokens, got text"),
-        (
-            [[1], [[1], [2, 3]]],
-            ValueError,
-            r"prompts\[1\] must be a sequence of tokens, got \[\[1\], \[2, 3\]\]",
-        ),
+        ([[1], [[1], [2, 3]]], ValueError, r"prompts\[1\] must be a sequence of tokens, got \[\[1\]"),
         ([[True]], TypeError, r"prompts\[0\] must be integers, got bool"),
         ([[2**70]], TypeError, r"prompts\[0\] must be integers, got object"),
         (np.zeros((0, 3), int), ValueError, "prompts must hold at least one row"),

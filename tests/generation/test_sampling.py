@@ -1,6 +1,4 @@
-"""The choice of the next token against PIPELINE's rules in NumPy, and against PIPELINE itself where it is
-installed.
-"""
+"""The choice of the next token against PIPELINE's rules in NumPy, and PIPELINE where it is installed."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ def interpreted():
 @pytest.mark.parametrize("part", tiers.first([4, 16]))
 @pytest.mark.parametrize("name", tiers.first(["both", "penalties", "greedy", "boiling", *OTHERS], 4))
 def test_without_sorting(name, part, monkeypatch):
-    """The kernels, in Triton's interpreter, choose the tokens that sorting does: many draws, some with ties,
-    with infinities, and with nothing to choose from; the vocabulary in one part and in four.
-    """
+    """The kernels choose sorting's tokens: ties, infinities, nothing to choose from; one part and four."""
     host = interpreted()
     monkeypatch.setattr(host, "PART", part)
     rules, rng = (SETTINGS | EXTREMES)[name].arrays(V), np.random.default_rng(1)
@@ -167,7 +163,6 @@ def test_a_seed_means_the_same_whatever_is_configured():
 
 @functools.partial(jax.jit, static_argnums=2)
 def draws(rules, logits, n):
-    """[n] draws from one request of logits."""
     keys = jax.random.split(jax.random.key(1), n)
     requests = jnp.broadcast_to(logits, (n, logits.shape[-1]))
     return sample(rules, requests, TokenCounts.none(n, logits.shape[-1]), keys)[0]
@@ -231,9 +226,7 @@ def test_logits_to_choose_nothing_from():
 
 
 def test_arguments_of_any_number_type():
-    """Scalars of NumPy and JAX, sequences and arrays of tokens; equal settings are equal and have one
-    hash.
-    """
+    """Scalars of NumPy and JAX, sequences and arrays of tokens; equal settings have one hash."""
     want = Sampling(temperature=0.5, top_k=10**12, top_p=1.0, banned=(1, 2), stop=(3,))
     half, many, tokens = np.float32(0.5), np.int64(10**12), [np.int32(1), 2]
     got = Sampling(temperature=half, top_k=many, top_p=1, banned=tokens, stop=jnp.array([3]))

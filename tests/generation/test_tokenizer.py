@@ -1,6 +1,4 @@
-"""Tokenizers: bytes always, the World vocabulary and tokenizer.json where their packages are installed, clear
-errors where not.
-"""
+"""Tokenizers: bytes, and where their packages are installed the World vocabulary and tokenizer.json."""
 
 from __future__ import annotations
 
@@ -51,11 +49,9 @@ def test_there_and_back(tokenizer):
 
 def test_streams_whole_characters(tokenizer):
     tokens = tokenizer.encode(TEXT)
-    pieces = list(decode_stream(tokenizer, tokens))
+    parts = list(decode_stream(tokenizer, tokens))
     assert (
-        "".join(pieces) == TEXT
-        and len(pieces) > 3
-        and not any("\ufffd" in piece or not piece for piece in pieces)
+        "".join(parts) == TEXT and len(parts) > 3 and not any("\ufffd" in part or not part for part in parts)
     )
 
 
@@ -73,9 +69,7 @@ def streamed(tokenizer, tokens):
 
 
 def test_streams_what_the_beginnings_say(tokenizer):
-    """Any tokens; characters of one to four bytes, some lost; the same byte again and again; U+FFFD
-    itself.
-    """
+    """Any tokens; characters of one to four bytes, some lost; one byte again and again; U+FFFD."""
     for seed in range(6):
         rng = np.random.default_rng(seed)
         text = tokenizer.encode("".join(rng.choice(list("a\n é世🙂\ufffd\u0300"), 150)))
@@ -86,8 +80,8 @@ def test_streams_what_the_beginnings_say(tokenizer):
             np.concatenate([rng.integers(0, 256, 5), np.repeat(rng.integers(0, 256), 40), text[:20]]),
         ):
             tokens = [int(token) for token in tokens]
-            pieces = list(decode_stream(tokenizer, iter(tokens)))
-            assert pieces == list(streamed(tokenizer, tokens)) and "".join(pieces) == tokenizer.decode(tokens)
+            parts = list(decode_stream(tokenizer, iter(tokens)))
+            assert parts == list(streamed(tokenizer, tokens)) and "".join(parts) == tokenizer.decode(tokens)
 
 
 class Counting:
@@ -134,15 +128,13 @@ def test_bytes_that_are_no_text():
 
 @pytest.mark.parametrize("as_row", [np.array, jnp.array])
 def test_tokens_of_a_stream(as_row):
-    """One row as `stream` yields it; of several rows a single one, which may have ended before the others."""
+    """One request as `stream` yields it, and one of several, which may end before the others."""
     tokenizer = load_tokenizer("bytes")
     rows = [as_row([byte, other]) for byte, other in zip("né!".encode(), [72, 105, -1, -1])]
     assert list(decode_stream(tokenizer, (row[:1] for row in rows))) == ["n", "é", "!"]
     assert "".join(decode_stream(tokenizer, (row[1] for row in rows))) == "Hi"
     for wrong, shown in ((rows, r".*\[110,  72\].*"), ([[72]], r"\[72\]"), ("text", "'t'"), ([7.0], "7.0")):
-        with pytest.raises(
-            TypeError, match=f"tokens must be integers or arrays .1., got {shown}. For a stream"
-        ):
+        with pytest.raises(TypeError, match=f"must be integers or arrays .1., got {shown}. For a str"):
             list(decode_stream(tokenizer, wrong))
 
 

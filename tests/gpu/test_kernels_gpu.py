@@ -1,7 +1,6 @@
 """What only a GPU shows of the kernels: ``python -m pytest -n 15 tests/conformance tests/gpu`` there.
 
-What a kernel is compiled for (heads H, K, V, dtype, variant, layout, whole chunks or not) is one of few: each
-new combination costs seconds.
+Kernels are compiled for few combinations of sizes, dtype and layout: each new one costs seconds.
 """
 
 import functools
@@ -38,9 +37,8 @@ def judge(case: Case, got: Results, want: Results, looser: float = 1.0) -> None:
 def test_nearly_parallel_keys_with_gate_one(options, dtype, D):
     """An inverse by doubling over 16 tokens loses everything here.
 
-    The state has next to nothing along kk, so that da and db are small differences: rounding a and b once to
-    bfloat16 already changes the exact da and db by five times as much. Their tolerance in bfloat16 is larger
-    by that factor, computed here; in float32 it is as anywhere.
+    da and db are small differences: rounding a and b to bfloat16 changes the exact ones by the factor that
+    their tolerance is multiplied by.
     """
     case = Case("rwkv7", B=2, T=48, H=2, K=D, V=D, dtype=dtype, parallel=True, **options)
     x, want = cases.build(case), cases.expected(case)
@@ -150,9 +148,7 @@ def _hash(start: int, T: int, H: int, D: int, seed: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _part(op: str, start: int, T: int, H: int, state: jax.Array, dht: jax.Array):
-    """Ends of o and of the gradients, final state and gradient of the initial one, for tokens ``start`` to
-    ``start + T`` of a very long sequence.
-    """
+    """Ends of o and gradients, both ends of the state, for a part of a very long sequence."""
     D = 16
     make = lambda seed: _hash(start, T, H, D, seed).astype(jnp.bfloat16)
     w = (_hash(start, T, H, D, 4) - 1.0).astype(jnp.bfloat16) * 0.3
@@ -169,9 +165,7 @@ def _part(op: str, start: int, T: int, H: int, state: jax.Array, dht: jax.Array)
 
 
 def test_more_elements_than_32_bits_count():
-    """2^31 + 2^26 elements per array, against the same tokens in two calls, of which neither needs 64-bit
-    offsets.
-    """
+    """2^31 + 2^26 elements, against two calls that need no 64-bit offsets."""
     if jax.local_devices()[0].memory_stats()["bytes_limit"] < 90e9:
         pytest.skip("needs 90 GB of GPU memory")
     H, cut, length = 128, 2**20 - 2**15, 2**20 + 2**15

@@ -31,9 +31,7 @@ def launch(*more):
 
 
 def test_killed_and_resumed_equals_straight(tmp_path):
-    """Bit by bit, with parameters shared by pairs of processes; one process follows to rounding, and goes on
-    from what several have saved.
-    """
+    """Bit by bit, with shared parameters; one process goes on from what several have saved."""
     data, run, other = pretraining.documents(tmp_path), tmp_path / "run", tmp_path / "other"
     shared = ("--cache", tmp_path / "cache", "--mesh-fsdp", 2)
     processes = launch(*pretraining.arguments(data, tmp_path / "straight", *shared))

@@ -1,6 +1,4 @@
-"""A model of six layers with strong decays under a mean loss over 2^15 tokens, of which 2048 are read: on an
-NVIDIA GPU, against float64.
-"""
+"""A model with strong decays under a mean loss over 2^15 tokens, on an NVIDIA GPU, against float64."""
 
 import functools
 

@@ -27,7 +27,6 @@ MODELS = {6: (RWKV6Config, RWKV6ForCausalLM), 7: (RWKV7Config, RWKV7ForCausalLM)
 
 
 def losses(version: int, dtype) -> np.ndarray:
-    """The loss of every step, from the same parameters on the same text."""
     config, model = MODELS[version]
     model = model(config(vocab_size=256, hidden_size=256, num_layers=4, dtype=dtype))
     text = np.frombuffer("\n".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
@@ -53,9 +52,7 @@ def losses(version: int, dtype) -> np.ndarray:
 
 @pytest.mark.parametrize("version", MODELS)
 def test_bfloat16_follows_float32(version):
-    """Judged by the mean over ten steps: single steps of two runs that round differently drift apart and back
-    again.
-    """
+    """By the mean over ten steps: single steps drift apart and back again."""
     exact, half = losses(version, jnp.float32), losses(version, jnp.bfloat16)
     assert np.all(np.isfinite(half))
     assert exact[-1] < 0.6 * exact[0]  # it learns

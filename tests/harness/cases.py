@@ -1,7 +1,7 @@
-"""One way to run and judge a call of any op: build it, call the public function, ask the oracle, compare.
+# ruff: noqa: F401 (what describes and compares cases is used as ``cases.NAME``)
+"""One way to run and judge a call of any op: build it, call the public function, compare with the oracle.
 
-A case (`Case`, `HeadCase`, `MixCase`) describes a call; nothing here names a platform, and an implementation
-is a string that the public function takes.
+A case (`Case`, `HeadCase`, `MixCase`) describes a call; an implementation is a name.
 """
 
 from __future__ import annotations
@@ -30,31 +30,6 @@ from .compare import (
 from .layer_cases import HEAD_OPS, MIX_CASES, MIX_KERNELS, VECTORS, HeadCase, MixCase
 from .recurrences import DECAYS, INPUTS, LEVELS, OPS, TOKENS, Case, log_decay
 
-__all__ = [
-    "DECAYS",
-    "DOUBLE",
-    "EXACT",
-    "HEAD_OPS",
-    "INPUTS",
-    "LEVELS",
-    "MIX_CASES",
-    "MIX_KERNELS",
-    "OPS",
-    "TOKENS",
-    "VECTORS",
-    "Case",
-    "HeadCase",
-    "Inputs",
-    "MixCase",
-    "Results",
-    "Tolerances",
-    "assert_close",
-    "assert_same_bits",
-    "dtype_of",
-    "error_of",
-    "errors_of",
-    "log_decay",
-]
 AnyCase = Case | HeadCase | MixCase
 CALLS = dict.fromkeys(OPS, recurrences.call) | dict.fromkeys((*HEAD_OPS, "norm_shift_mix"), layer_cases.call)
 
@@ -70,7 +45,6 @@ def expected(case: AnyCase) -> Results:
 
 
 def call(op: str, arrays: dict[str, Any], layout: Any = None, **options: Any) -> dict[str, Any]:
-    """Outputs of the public function by name."""
     return CALLS[op](op, arrays, layout or {}, **options)
 
 
@@ -93,7 +67,6 @@ def run(case: AnyCase, implementation: str | None = None, x: Inputs | None = Non
 
 
 def outputs(case: AnyCase, implementation: str | None = None, x: Inputs | None = None, **options: Any) -> Any:
-    """Outputs of a call that nothing differentiates."""
     x = x or build(case)
     options = case.options(**options) | {"implementation": implementation}
     return jax.device_get(jax.jit(lambda arrays: call(case.op, arrays, x.layout, **options))(x.arrays))
@@ -111,9 +84,7 @@ def compare(case: AnyCase, got: Results, want: Results | None = None, *tol: Any)
 def check(
     case: AnyCase, implementation: str | None = None, *tol: Any, x: Inputs | None = None, **options: Any
 ):
-    """Values and dtypes of outputs and gradients against the oracle's; for the ops on heads also the outputs
-    of a call that nothing differentiates.
-    """
+    """Values and dtypes of outputs and gradients; on heads also the outputs of a call without gradients."""
     given, got = x or build(case), run(case, implementation, x, **options)
     want = expected(case) if x is None else case.oracle(x)
     for found, like in ((got.outputs, given.cotangents), (got.grads, given.arrays)):

@@ -78,12 +78,10 @@ def errors_of(got, want, axes: tuple[int, ...] | None = None, rounded: bool = Tr
 
 
 def error_of(got, want, axes: tuple[int, ...] | None = None, rounded: bool = True) -> float:
-    """The largest of `errors_of`."""
     return float(np.max(errors_of(got, want, axes, rounded), initial=0))
 
 
 def largest_of(got, want) -> float:
-    """The largest deviation relative to the largest number."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"shape {got.shape}, want {want.shape}"
     deviation = np.nan_to_num(np.max(np.abs(got - want), initial=0), nan=np.inf)
@@ -97,5 +95,9 @@ def assert_close(name: str, got, want, tol: float) -> None:
 
 
 def assert_same_bits(one: Any, two: Any) -> None:
-    bits = lambda x: np.ascontiguousarray(x).view("u1")
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), one, two)
+    """Structures, dtypes, shapes and bytes are equal."""
+    assert jax.tree.structure(one) == jax.tree.structure(two)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(two)):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.shape == b.shape, (path, a.dtype, b.dtype, a.shape, b.shape)
+        assert a.tobytes() == b.tobytes(), path

@@ -1,6 +1,4 @@
-"""Calls of the ops of the layers: RWKV-7's keys and the readouts (on tokens and heads), and norm, token shift
-and mixes (on channels).
-"""
+"""Calls of the layer operations: RWKV-7's keys, the readouts, and norm, token shift and mixes."""
 
 from __future__ import annotations
 
@@ -78,7 +76,6 @@ class HeadCase:
         return Results(*oracles.readout(x.arrays, x.cotangents))
 
     def errors(self, got: Results, want: Results, tol: float = 1e-6) -> dict[str, tuple[float, float]]:
-        """The largest deviation of each array relative to its largest number, and ``tol``."""
         return _errors(largest_of, got, want, tol)
 
 
@@ -93,7 +90,7 @@ class MixCase:
     y: bool = True
     norm: bool = True
     last: bool = True
-    moves: bool = False
+    mix_delta: bool = False
     normalised: bool = False
     lengths: tuple[int, ...] = ()
     dtype: str = "float32"
@@ -119,8 +116,8 @@ class MixCase:
             arrays["bias"] = normal(C, dtype=parameter)
         if self.last:
             arrays["last"] = normal(B, C)
-        if self.moves:
-            arrays["moves"] = (0.3 * rng.standard_normal((M, B, T, C))).astype(token)
+        if self.mix_delta:
+            arrays["mix_delta"] = (0.3 * rng.standard_normal((M, B, T, C))).astype(token)
         layout = {}
         if self.lengths:
             ids = np.repeat([7, -3, 7, 0, 12][: len(self.lengths)], self.lengths)
@@ -136,7 +133,6 @@ class MixCase:
         return Results({name: outputs[name] for name in x.cotangents}, grads)
 
     def errors(self, got: Results, want: Results, tol: float = 1e-6) -> dict[str, tuple[float, float]]:
-        """Relative Frobenius errors, and ``tol``."""
         return _errors(lambda a, b: error_of(a, b, rounded=False), got, want, tol)
 
 
@@ -169,14 +165,14 @@ MIX_CASES = {
     "rwkv7 feed-forward": MixCase(M=1),
     "rwkv6 feed-forward": MixCase(M=2, C=7),
     "rwkv6 attention, one": MixCase(M=1, normalised=True),
-    "rwkv6 attention, five": MixCase(M=5, y=False, norm=False, moves=True),
+    "rwkv6 attention, five": MixCase(M=5, y=False, norm=False, mix_delta=True),
     "public layer": MixCase(y=False, norm=False),
     "no state": MixCase(M=2, last=False),
     "no norm": MixCase(M=2, norm=False),
     "no sum": MixCase(M=2, y=False, normalised=True),
-    "everything": MixCase(M=3, moves=True, normalised=True, lengths=(3, 1, 5, 9)),
+    "everything": MixCase(M=3, mix_delta=True, normalised=True, lengths=(3, 1, 5, 9)),
     "segments": MixCase(M=2, lengths=(4, 1, 1, 9)),
-    "segments of moves": MixCase(M=5, y=False, norm=False, moves=True, lengths=(8, 9)),
+    "segments of moves": MixCase(M=5, y=False, norm=False, mix_delta=True, lengths=(8, 9)),
     "one token": MixCase(T=1),
     "one token of a segment": MixCase(T=1, M=2, last=False, lengths=(1,)),
 }

@@ -1,7 +1,6 @@
-"""Programs lowered for CUDA on a machine without a GPU: the Triton kernels they call, and what those take.
+"""Programs lowered for CUDA without a GPU: the Triton kernels they call, and what those take.
 
-What is compiled is what the program calls: kernels, types, constants and launch options cannot drift from the
-code. Triton's interpreter must be off in the process.
+The compiled code is what the program calls. The interpreter must be off in the process.
 """
 
 from __future__ import annotations
@@ -194,7 +193,6 @@ def with_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def abstract(op: str, B: int, T: int, H: int, D: int, dtype: str, N: int | None = None) -> dict[str, Any]:
-    """Arrays of a recurrence by name."""
     floats = dict.fromkeys(cases.TOKENS[op], array(B, T, H, D, dtype=dtype))
     floats |= {"u": array(H, D, dtype=dtype)} if op == "rwkv6" else {}
     return floats | {"initial_state": array(N or B, H, D, D)}
@@ -248,7 +246,7 @@ def mix(kind: str, C: int, dtype: str = "bfloat16") -> Program:
     tokens, vector = array(8, 2048, C, dtype=dtype), array(C)
     floats = {"x": tokens, "mixes": array(M, C), "last": array(8, C, dtype=dtype)}
     floats |= {"y": tokens, "scale": vector, "bias": vector} if norm else {}
-    floats |= {"moves": array(M, 8, 2048, C, dtype=dtype)} if moved else {}
+    floats |= {"mix_delta": array(M, 8, 2048, C, dtype=dtype)} if moved else {}
     options = dict(normalised=normalised, implementation="triton")
     run = lambda floats, ids: cases.call("norm_shift_mix", floats, {"segment_ids": ids}, **options)
     return with_gradient(run), (floats, array(8, 2048, dtype=jnp.int32))
@@ -278,7 +276,6 @@ def decode(
 
 
 def choose(logits: jax.Array) -> jax.Array:
-    """Tokens chosen from logits [B, V]."""
     from fla_jax.generation.sampling import Sampling, TokenCounts, sample
 
     B, V = logits.shape

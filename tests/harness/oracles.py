@@ -1,8 +1,6 @@
 """Every op in NumPy, float64, with gradients by hand: independent of the library.
 
-Each function takes arrays by name and cotangents by output, casts both to float64 exactly, and returns
-``(outputs, gradients)`` by name; the gradients are None without cotangents. A comparison with these measures
-the error of an op and not the rounding of its inputs.
+Inputs by name, cast to float64 exactly; returns ``(outputs, gradients)``, None without cotangents.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ def float64(arrays: Any) -> Arrays:
 
 
 def _documents(B, T, N, segment_ids, cu_seqlens):
-    """(batch entry, state, first token, last token + 1, whether it starts from the initial state, whether it
-    ends in the final one) of every document.
-    """
+    """(batch entry, state, first token, end, whether it starts and ends the states) of every document."""
     if cu_seqlens is not None:
         return [(0, n, int(cu_seqlens[n]), int(cu_seqlens[n + 1]), True, True) for n in range(N)]
     found = []
@@ -233,14 +229,14 @@ def norm_shift_mix(x: Arrays, cotangents=None, *, segment_ids=None, eps=1e-5):
             prev[b, t] = x["last"][b] if "last" in x else 0
         elif segment_ids is None or segment_ids[b, t] == segment_ids[b, t - 1]:
             prev[b, t], shifted[b, t] = h[b, t - 1], True
-        weights[:, b, t] = x["mixes"] + (x["moves"][:, b, t] if "moves" in x else 0)
+        weights[:, b, t] = x["mixes"] + (x["mix_delta"][:, b, t] if "mix_delta" in x else 0)
         mixed[:, b, t] = token * (1 - weights[:, b, t]) + prev[b, t] * weights[:, b, t]
     outputs = dict(mixed=mixed, last=h[:, -1], x=total, normalised=h)
     if cotangents is None:
         return outputs, None
     c = {name: np.zeros_like(a) for name, a in outputs.items()} | float64(cotangents)
     dh, dtotal, dlast = c["normalised"].copy(), c["x"].copy(), np.zeros((B, C))
-    dmoves = c["mixed"] * (prev - h)
+    dmix_delta = c["mixed"] * (prev - h)
     dscale, dbias = np.zeros(C), np.zeros(C)
     dh[:, T - 1] += c["last"]
     for b, t in np.ndindex(B, T):
@@ -258,5 +254,7 @@ def norm_shift_mix(x: Arrays, cotangents=None, *, segment_ids=None, eps=1e-5):
             token = token * x["scale"]
             token = rstd[b, t] * (token - token.sum() / C - u * (token * u).sum() / C)
         dtotal[b, t] += token
-    grads = dict(x=dtotal, y=dtotal, mixes=dmoves.sum((1, 2)), moves=dmoves, last=dlast, scale=dscale)
+    grads = dict(
+        x=dtotal, y=dtotal, mixes=dmix_delta.sum((1, 2)), mix_delta=dmix_delta, last=dlast, scale=dscale
+    )
     return outputs, {name: g for name, g in (grads | {"bias": dbias}).items() if name in x}

@@ -1,5 +1,4 @@
-"""Processes whose environment is chosen before JAX starts: eight fake CPU devices, or kernels that are
-compiled for GPUs that are not here.
+"""Processes whose environment is set before JAX starts: eight fake CPU devices, or compilers for GPUs.
 
 One of each serves all tests of a pytest process: JAX and Flax are imported once.
 """
@@ -58,11 +57,12 @@ def _start(environment: dict[str, str]) -> None:
 
 
 def _report(program: str, *args: Any) -> Any:
-    return _load(program).report(*args)
+    return load(program).report(*args)
 
 
 @functools.cache
-def _load(program: str) -> Any:
+def load(program: str) -> Any:
+    """The module of a file by its path in tests/."""
     name = program.removesuffix(".py").replace("/", "_")  # two folders have a file of one name
     spec = importlib.util.spec_from_file_location(name, TESTS / program)
     assert spec is not None and spec.loader is not None, program

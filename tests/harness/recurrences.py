@@ -122,7 +122,6 @@ class Case:
 
 
 def log_decay(rng: np.random.Generator, decay: str | tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """Log decays [B, T, H, K]."""
     if not isinstance(decay, str):
         heads = [log_decay(rng, one, (*shape[:2], 1, *shape[3:])) for one in decay]
         return np.concatenate(heads, 2)

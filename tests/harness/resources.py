@@ -24,9 +24,7 @@ STATED = pathlib.Path(__file__).parents[1] / "kernels" / "spills.json"
 
 
 def _recurrences() -> list[str]:
-    """Each kernel for each kind of GPU; most for sm_90, whose speed README states. The unsafe gate's form
-    contains the safe gate's; sm_86 is as sm_89.
-    """
+    """Each kernel for each kind of GPU, most for sm_90. sm_86 is as sm_89."""
     found = []
     for op in cases.OPS:
         calls = ["sm_90 64 bfloat16 any", "sm_89 128 bfloat16 bounded", "sm_89 64 float32 bounded"]
@@ -86,7 +84,6 @@ PROGRAMS = [*RECURRENCES, *HEADS, *MIXES, *DECODES]
 
 
 def _programs(name: str) -> tuple[int, list[Program]]:
-    """Capability and programs of a call by its name."""
     if name in EVERY_DECODE:
         capability, version, C, B, options = EVERY_DECODE[name]
         return capability, [lowering.decode(version, C, B, **options)]
@@ -110,9 +107,7 @@ def _programs(name: str) -> tuple[int, list[Program]]:
 
 
 def usages(name: str) -> tuple[int, list[Usage]] | str:
-    """How many kernels a call launches and what they take; those of small batches (splits), a forward alone
-    included, where the large one has none of their name. Or why that cannot be known here.
-    """
+    """The number of kernels of a call and their resources, those of small batches included; or why not."""
     reason = lowering.cannot_lower()
     if reason is not None:
         return reason

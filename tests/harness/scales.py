@@ -1,6 +1,4 @@
-"""The recurrences at the scales of training, many in a call: every head of a case has its own log decay, size
-of r, k and v and power of two of the cotangents, and is judged by its norms.
-"""
+"""The recurrences at the scales of training: each head has its own decay, sizes, cotangents and norms."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ ROUNDING = Tolerances(o=0, state=0, grad=2e-6, dw=8e-6)  # between two scales
 
 
 def of_one_head(tol: Tolerances) -> Tolerances:
-    """For products of 16 bits, from the tolerances of whole arrays: in a head of few tokens a sum may be far
-    below its terms, to which the rounding is relative.
-    """
+    """For products of 16 bits: in a head of few tokens a sum may be far below its terms."""
     return tol._replace(o=8 * tol.o, state=8 * tol.state, grad=8 * tol.grad, dw=8 * tol.dw)
 
 
@@ -86,9 +82,7 @@ def errors(got: Results, want: Results, rounded: bool) -> dict[str, np.ndarray]:
 
 
 def wrong(case: Case, got: Results, want: Results, tol: Tolerances, exponent: int = 0) -> dict[str, str]:
-    """By head, the arrays that are less exact than ``tol`` allows, and their errors; not of small values with
-    cotangents that are smaller yet.
-    """
+    """By head, the arrays over ``tol`` and their errors; not of small values with smaller cotangents."""
     limits = {"o": tol.o, "ht": tol.state, "dw": tol.dw}
     found, said = errors(got, want, tol.rounded), {}
     for h, head in enumerate(map(Head, case.decay, case.sizes, case.exponents)):

@@ -1,8 +1,7 @@
 """One runner of a sharded call: of any op, on a mesh of fake devices, in every mode.
 
-Modes are "auto", "explicit" (the axis types of the mesh), "shard_map" (with its check of what varies over
-which axes) and "shard_map, unchecked". Batch, tokens and heads go to mesh axes by name; ``cp`` is the axis
-over which tokens are split (context parallel).
+Modes: "auto", "explicit" (types of axes), "shard_map" (with its check), "shard_map, unchecked". ``cp`` is
+the axis of context parallelism.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .collectives import sizes
 
 # axes of arrays and outputs: batch b, tokens t, heads h, one letter an axis
 RECURRENCE = {"u": "h", "initial_state": "bh", "ht": "bh", "segment_ids": "bt", "cu_seqlens": "."}
-MIX = {"mixes": "..", "scale": ".", "bias": ".", "last": "b", "moves": ".bt", "mixed": ".bt"}
+MIX = {"mixes": "..", "scale": ".", "bias": ".", "last": "b", "mix_delta": ".bt", "mixed": ".bt"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,15 +71,13 @@ def specs_of(program: Program, x: Inputs) -> Inputs:
 
 
 def _missing(mesh: Any, spec: P) -> tuple[str, ...]:
-    """Mesh axes over which an array is the same."""
     used = {name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}
     return tuple(name for name in mesh.axis_names if name not in used)
 
 
 def _function(program: Program, mesh: Any, specs: Inputs) -> Any:
-    """``(arrays, cotangents, layout) -> Results``, with what a user writes in shard_map: the cotangent of an
-    output that several devices share is on one of them, and without the check the gradient of a shared array
-    is summed by hand.
+    """``(arrays, cotangents, layout) -> Results``. In shard_map one device has the cotangent of a shared
+    output, and without the check gradients of shared arrays are summed by hand.
     """
     options = {"sequence_axis": program.cp} if program.cp and program.mode != "explicit" else {}
     run = cases.runner(program.case.op, program.implementation, **program.case.options(**options))

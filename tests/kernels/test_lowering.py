@@ -198,11 +198,11 @@ def cached() -> Any:
     that was not compiled before is missed there; and the GPUs that kernels are compiled for by machines that
     share a cache.
     """
-    from fla_jax.pallas.backend import lowering as backend
-
     reason = lowering.cannot_lower()
     if reason is not None:
         return reason
+    from fla_jax.pallas.backend import lowering as backend  # fails where kernels cannot be lowered
+
     described = lambda program, capability=90: [
         lowering.description(op) for op in lowering.lowered(program, capability)
     ]

@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 if not triton.INTERPRET:
     pytest.skip("TRITON_INTERPRET is not set: tests/gpu runs the kernels themselves", allow_module_level=True)
 
+from fla_jax.pallas.common.select import select
 from fla_jax.pallas.layer import norm_shift_mix_host, norm_shift_mix_variants
 
 BLOCKS = "mix: token blocks of 4"  # eleven tokens are three blocks
@@ -137,7 +138,7 @@ def test_launches_are_legal(C, dtype, monkeypatch):
     wide, vector = jax.ShapeDtypeStruct((2, 8, C), dtype), jax.ShapeDtypeStruct((C,), "float32")
     for M, moved in ((1, False), (2, True), (6, False)):
         x = dict(x=wide, mixes=[vector] * M, scale=vector, bias=vector)
-        x |= {"moves": jax.ShapeDtypeStruct((M, *wide.shape), dtype)} if moved else {}
+        x |= {"mix_delta": jax.ShapeDtypeStruct((M, *wide.shape), dtype)} if moved else {}
 
         def gradient(x):
             out, pull = jax.vjp(lambda x: norm_shift_mix(**x, implementation="triton"), x)
@@ -164,8 +165,8 @@ def test_launches_are_legal(C, dtype, monkeypatch):
 )
 def test_a_message_names_the_variants(C, M, dtype, moved, want):
     x, vector = jax.ShapeDtypeStruct((2, 8, C), dtype), jax.ShapeDtypeStruct((C,), "float32")
-    moves = jax.ShapeDtypeStruct((M, 2, 8, C), dtype) if moved else None
-    inputs = MixInputs(x, (vector,) * M, scale=vector, bias=vector, moves=moves)
+    mix_delta = jax.ShapeDtypeStruct((M, 2, 8, C), dtype) if moved else None
+    inputs = MixInputs(x, (vector,) * M, scale=vector, bias=vector, mix_delta=mix_delta)
     for gpu in GPUS.values():
         said = NORM_SHIFT_MIX.explain(Context("norm_shift_mix", inputs, Mix(), "gpu", gpu))
         assert f"triton ({want}, for {C} channels and {M} mixes)" in said
@@ -177,7 +178,7 @@ def test_the_table_has_every_launch_that_variants_can_take():
         ("fwd", "bwd"), ("few", "many"), (1, 100, 1024, 2048, 3000, 8192, 16384), (True, False), (True, False)
     ):
         one = dataclasses.replace(key, name=name, mixes=mixes, C=C, is_16bit=is_16bit, has_norm=has_norm)
-        variant = norm_shift_mix_variants.select(one)
+        variant = select(norm_shift_mix_variants.VARIANTS, one)
         if variant.is_whole:
             assert norm_shift_mix_variants.whole_launch(variant, one).channels == one.padded_C
         else:

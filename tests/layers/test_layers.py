@@ -22,7 +22,6 @@ from fla_jax.layers import (
     rwkv7,
     token_shift,
 )
-from fla_jax.ops.layer.keys import normalise
 
 B, T, C, N = 2, 6, 32, 16
 FIELDS = {"hidden_size": C, "num_layers": 3}
@@ -34,7 +33,6 @@ STATE = RWKVState(
 
 
 def attention(version, layer=1, **options):
-    """The layer, and its v_first."""
     cls = {6: RWKV6Attention, 7: RWKV7Attention}[version]
     fields = {**FIELDS, "head_dim": N, "layer_index": layer, **options}
     return cls(**fields), V_FIRST if layer and version == 7 else None
@@ -88,24 +86,6 @@ def test_feed_forward(cls, mix):
     assert state.att_shift is state.wkv is None and jax.tree.leaves(state)[0].shape == (B, C)
 
 
-def test_a_traced_index_is_the_same_layer():
-    """Layer 0 of RWKV-7 with an index that only the run time knows: the value residual is off."""
-    att, _ = attention(7, 0)
-    params = drawn(att, X)
-    full = drawn(attention(7, 1)[0], X, STATE, V_FIRST)
-    full = {**full, **params}
-    want = jax.jit(att.apply)({"params": params}, X, STATE)
-
-    @jax.jit
-    def traced(index):
-        return RWKV7Attention(**FIELDS, head_dim=N, layer_index=index).apply(
-            {"params": full}, X, STATE, V_FIRST
-        )
-
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), traced(0), want)
-    assert small.error(traced(1)[0], want[0]) > 1e-3
-
-
 @pytest.mark.parametrize("version, module", [(6, rwkv6), (7, rwkv7)])
 def test_which_op_is_called(version, module, monkeypatch):
     calls = []
@@ -137,9 +117,7 @@ def initial(request):
     "param_dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.one_python)]
 )
 def test_bfloat16_is_finite_at_initialisation(initial, param_dtype):
-    """Whole models: values and gradients, for a row with a repeated token too, whose token shift is all
-    zero.
-    """
+    """Whole models, also for a repeated token, whose token shift is all zero."""
     version, params = initial
     model = small.model(
         version, scan_layers=True, dtype=jnp.bfloat16, param_dtype=param_dtype, implementation="reference"
@@ -147,9 +125,7 @@ def test_bfloat16_is_finite_at_initialisation(initial, param_dtype):
     tokens = small.tokens(2, 6).at[1].set(3)
     params = jax.tree.map(lambda x: x.astype(param_dtype), params)
     made = small.shapes(model, tokens)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), params
-    )
+    assert small.kinds(made) == small.kinds(params)
 
     def loss(params, state):
         logits, state = model.apply({"params": params}, tokens, state)
@@ -174,22 +150,6 @@ def test_bfloat16_is_near_float32(version):
     run = lambda dtype: jax.jit(small.model(version, dtype=dtype, implementation="reference").apply)
     full, half = (run(dtype)({"params": params}, tokens)[0] for dtype in (jnp.float32, jnp.bfloat16))
     assert 1e-4 < np.sqrt(np.mean((full - half) ** 2)) / np.std(full) < 0.05
-
-
-def test_extreme_decay_has_finite_gradients():
-    """RWKV-6: exp(x) overflows from x = 89 on."""
-    att, _ = attention(6, implementation="reference")
-    params = {**drawn(att, X), "time_decay": jnp.full(C, 100.0)}
-    grads = jax.jit(jax.grad(lambda p: jnp.sum(att.apply({"params": p}, X)[0])))(params)
-    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(grads))
-
-
-def test_normalise():
-    x = jnp.array([[3.0, 4.0], [0.0, 0.0], [1e-13, 0.0], [3e-10, 4e-10]])
-    np.testing.assert_allclose(normalise(x), [[0.6, 0.8], [0, 0], [0.1, 0], [0.6, 0.8]], rtol=1e-6)
-    slope = jax.grad(lambda x: jnp.sum(normalise(x) * jnp.array([1.0, 2.0])))(x)
-    np.testing.assert_allclose(slope[0], [(1 - 0.6 * 2.2) / 5, (2 - 0.8 * 2.2) / 5], rtol=1e-5)
-    assert not slope[1:3].any()
 
 
 def test_token_shift():
@@ -282,29 +242,3 @@ def test_fields_are_checked_when_a_layer_is_made(cls, change, error, message):
 def test_fields_of_feed_forwards_are_checked():
     with pytest.raises(ValueError, match="intermediate_size must be a positive integer, got '64'"):
         RWKV7FeedForward(**FIELDS, intermediate_size="64")
-
-
-@pytest.mark.parametrize("fill", [np.nan, np.inf])
-@pytest.mark.parametrize("version", small.VERSIONS)
-@pytest.mark.parametrize("kind", ["attention", "feed-forward"])
-def test_gradients_ignore_positions_beyond_lengths(kind, version, fill):
-    """Gradients of the outputs before them, and of the new state, are those with zeros there."""
-    layer, v_first = attention(version)
-    if kind == "feed-forward":
-        layer, v_first = {6: RWKV6FeedForward, 7: RWKV7FeedForward}[version](**FIELDS, layer_index=1), None
-    more = () if v_first is None else (v_first,)
-    params, lengths = drawn(layer, X, STATE, *more), jnp.array([T, 3])
-    real = (jnp.arange(T) < lengths[:, None])[..., None]
-
-    @jax.jit
-    def gradients(x, *more):
-        def loss(params, x, state, *more):
-            y, *rest = layer.apply({"params": params}, x, state, *more, lengths=lengths)
-            return jnp.where(real, y, 0).sum() + sum(jnp.sum(s**2) for s in jax.tree.leaves(rest[0]))
-
-        return jax.value_and_grad(loss, tuple(range(3 + len(more))))(params, x, STATE, *more)
-
-    want = gradients(*(jnp.where(real, a, 0) for a in (X, *more)))
-    assert all(np.isfinite(a).all() for a in jax.tree.leaves(want))
-    got = gradients(*(jnp.where(real, a, fill) for a in (X, *more)))
-    jax.tree.map(np.testing.assert_array_equal, got, want)

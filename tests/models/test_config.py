@@ -57,9 +57,7 @@ def test_errors_of_from_dict(cls, change, error, message):
 def test_what_from_dict_needs():
     with pytest.raises(ValueError, match=r"model_type must be 'rwkv6' or 'rwkv7'.*, got None"):
         RWKVConfig.from_dict(dataclasses.asdict(RWKV7Config(10, 64, 2)))
-    with pytest.raises(
-        ValueError, match="values must have hidden_size, num_layers: RWKV6Config has no default"
-    ):
+    with pytest.raises(ValueError, match="must have hidden_size, num_layers: RWKV6Config has no"):
         RWKV6Config.from_dict({"vocab_size": 10})
     with pytest.raises(TypeError, match="values must be a mapping such as to_dict makes, got 7"):
         RWKVConfig.from_dict(7)
@@ -147,7 +145,7 @@ TOKENS = jnp.zeros((2, 3), jnp.int32)
         (
             (TOKENS, small.model(7).init_state(1)),
             ValueError,
-            r"state.att_shift must have shape \[2, 2, 32\], got \[2, 1, 32\]",
+            r"att_shift must have shape .*32\], got \[2, 1, 32\]",
         ),
     ],
 )

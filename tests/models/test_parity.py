@@ -1,6 +1,4 @@
-"""Whole models against the official equations (NumPy, float64); test_runtime.py compares with the packages
-that people run.
-"""
+"""Whole models against the official equations (NumPy, float64)."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ def test_official_equations(version, rate_scale):
 
 
 def test_oracle_notices_the_group_norm_eps(monkeypatch):
-    """FLA's RWKV-6 default of 1e-5 must be far outside the tolerance, or the comparison above means
-    little.
-    """
+    """FLA's RWKV-6 default of 1e-5 is far outside the tolerance."""
     model = small.model(6, num_layers=1)
     params, tokens = small.params(model), small.tokens(1, 5)
     params = jax.tree_util.tree_map_with_path(

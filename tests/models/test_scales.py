@@ -1,6 +1,4 @@
-"""A whole model with strong decays and the cotangents of a mean over 2^15 tokens, its recurrence in Triton's
-interpreter, which has no products of bfloat16; tests/gpu/test_scales_gpu.py has the real size.
-"""
+"""A model with strong decays in Triton's interpreter; tests/gpu/test_scales_gpu.py has the real size."""
 
 import jax.numpy as jnp
 import pytest

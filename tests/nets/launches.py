@@ -74,7 +74,7 @@ def norm_mix(M: int, C: int, dtype: str, norm=True, moved=False, normalised=Fals
     tokens, vector = _array(8, 2048, C, dtype=dtype), _array(C)
     floats: dict[str, Any] = {"x": tokens, "mixes": (vector,) * M, "last": _array(8, C, dtype=dtype)}
     floats |= {"y": tokens, "scale": vector, "bias": vector} if norm else {}
-    floats |= {"moves": _array(M, 8, 2048, C, dtype=dtype)} if moved else {}
+    floats |= {"mix_delta": _array(M, 8, 2048, C, dtype=dtype)} if moved else {}
     ids = _array(8, 2048, dtype=jnp.int32)
 
     def run(floats: Any, segment_ids: Any) -> Any:

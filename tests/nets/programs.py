@@ -114,7 +114,7 @@ def piece(name: str, gradient: bool, dtype: str, **options: Any) -> Any:
     else:
         row = _array(C)
         floats = dict(x=wide, y=wide, scale=row, bias=row, mixes=(row,) * 3, last=_array(B, C, dtype=dtype))
-        floats |= {"moves": _array(3, B, T, C, dtype=dtype)}
+        floats |= {"mix_delta": _array(3, B, T, C, dtype=dtype)}
         rest = {"segment_ids": _array(B, T, dtype=jnp.int32)}
     run = lambda floats, rest: getattr(layer, name)(**floats, **rest, **options)
     return _lower(_value_and_gradient(run) if gradient else run, floats, rest)

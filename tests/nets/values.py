@@ -249,7 +249,7 @@ def _norm_mix(M: int, C: int, norm=True, moved=False, normalised=False, last=Tru
     x: dict[str, Any] = {"x": normal(2, T, C), "mixes": tuple(normal(M, C))}
     x |= {"y": normal(2, T, C), "scale": normal(C), "bias": normal(C)} if norm else {}
     x |= {"last": normal(2, C)} if last else {}
-    x |= {"moves": normal(M, 2, T, C)} if moved else {}
+    x |= {"mix_delta": normal(M, 2, T, C)} if moved else {}
     ids = (
         jnp.asarray(np.repeat([[0, 1, 2, 0]], [3, 1, 4, T - 8], 1).repeat(2, 0), jnp.int32) if moved else None
     )

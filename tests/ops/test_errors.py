@@ -20,7 +20,6 @@ PACKED = {**SHAPE, "B": 1, "layout": "packed", "lengths": (2, 4)}
 
 
 def refused(error, match, op, changes=None, form="chunk", case=None, **options):
-    """Calls with some arrays or options replaced."""
     arrays = {**cases.build(case or Case(op, **SHAPE)).arrays, **(changes or {})}
     with pytest.raises(error, match=match):
         cases.call(op, arrays, form=form, **options)

@@ -1,6 +1,4 @@
-"""`jax.export`: the default implementations and the models with a symbolic batch size, for every
-platform.
-"""
+"""`jax.export`: ops and models with a symbolic batch size, for every platform."""
 
 import chex
 import jax
@@ -66,14 +64,3 @@ def test_models(version):
     )
     tokens = jax.random.randint(jax.random.key(1), (3, 6), 0, 24)
     chex.assert_trees_all_close(exported.call(params, tokens), run(params, tokens), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_models_say_why_there_is_no_symbolic_number_of_tokens(version):
-    module = model(version, scan_layers=True)
-    params = shapes(module, jnp.zeros((1, 2), jnp.int32))
-    tokens = jax.ShapeDtypeStruct(export.symbolic_shape("2, t"), jnp.int32)
-    with pytest.raises(ValueError, match=r"r has a symbolic T = t: the number of tokens decides"):
-        export.export(jax.jit(lambda params, tokens: module.apply({"params": params}, tokens)))(
-            params, tokens
-        )

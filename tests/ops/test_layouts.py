@@ -1,8 +1,9 @@
-"""Segments and packed sequences: against separate calls, and drawn at random by hypothesis."""
+"""Segments and packed sequences: the recurrent form, types of arguments, layouts drawn by hypothesis, NaN."""
 
 import chex
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import cases, tiers
@@ -14,9 +15,7 @@ each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xl
 
 
 def some(n: int):
-    """Drawn calls have 14 tokens: with more, `Case.errors` judges channels of dw alone, and where segments
-    and strong decays leave one term to a channel it cancels to few digits in float32.
-    """
+    """Drawn calls have 14 tokens: with more, channels of dw are judged alone, and few digits may remain."""
     return hypothesis.settings(max_examples=n, deadline=None, derandomize=True, database=None)
 
 
@@ -27,44 +26,6 @@ def test_recurrent_form_takes_the_layouts(op):
         Case(op, T=12, layout="segments", lengths=(3, 1, 8), decay="mixed"),
     ):
         cases.check(case, form="fused_recurrent")
-
-
-@each_implementation
-@each_op
-def test_both_layouts_equal_separate_calls(op, implementation):
-    """Three documents in one batch entry: packed, each with a state, and as segments from a zero state."""
-    run = cases.runner(op, implementation, chunk_size=4)
-    x = cases.build(Case(op, layout="packed", lengths=(7, 7, 7)))  # equal: separate calls compile once
-    packed = jax.device_get(run(*x))
-    first = lambda a: a["initial_state"][:1]
-    ids = {"segment_ids": np.repeat([4, 9, 4], 7)[None].astype(np.int32)}
-    last_cotangents = x.cotangents | {"ht": x.cotangents["ht"][2:]}
-    segments = jax.device_get(run(x.arrays | {"initial_state": first(x.arrays)}, last_cotangents, ids))
-    close, du = cases.assert_close, 0
-    for n in range(3):
-        at, state = slice(7 * n, 7 * n + 7), slice(n, n + 1)
-        of = dict.fromkeys(TOKENS[op], (slice(None), at)) | {"initial_state": state}
-        cut = lambda name, a, of=of: a[of.get(name, ...)]
-        arrays = {name: cut(name, a) for name, a in x.arrays.items()}
-        cotangents = {"o": x.cotangents["o"][:, at], "ht": x.cotangents["ht"][state]}
-        got = jax.device_get(run(arrays, cotangents, {}))
-        close("packed o", packed.outputs["o"][:, at], got.outputs["o"], 1e-6)
-        close("packed ht", packed.outputs["ht"][state], got.outputs["ht"], 1e-6)
-        for name in (*TOKENS[op], "initial_state"):
-            close(f"packed d{name}", cut(name, packed.grads[name]), got.grads[name], 3e-6)
-        du += got.grads.get("u", 0)
-        zero = np.zeros_like(cotangents["ht"])
-        arrays["initial_state"] = arrays["initial_state"] if n == 0 else zero
-        got = jax.device_get(run(arrays, cotangents | ({"ht": zero} if n < 2 else {}), {}))
-        close("segment o", segments.outputs["o"][:, at], got.outputs["o"], 1e-6)
-        for name in TOKENS[op]:
-            close(f"segment d{name}", segments.grads[name][:, at], got.grads[name], 3e-6)
-        if n == 0:
-            close("segment dh0", first(segments.grads), got.grads["initial_state"], 3e-6)
-        if n == 2:
-            close("segment ht", segments.outputs["ht"], got.outputs["ht"], 1e-6)
-    if op == "rwkv6":
-        close("packed du", packed.grads["u"], du, 3e-6)
 
 
 @each_implementation
@@ -134,3 +95,41 @@ def test_any_shape(op, implementation):
         cases.check(Case(op, *shape, decay=decay, chunk_size=chunk_size, seed=seed), implementation)
 
     examples()
+
+
+T, CHUNK = 80, 16
+
+
+def spoilt(op, implementation, name, value, begins):
+    """Tokens with an output that is not finite, whether ht is, and the last token of such a gradient."""
+    case = Case(op, B=1, T=T, H=1, K=4, V=4, layout="segments", lengths=(begins, T - begins))
+    x = case.build()
+    x.arrays[name][:, 3] = value
+    x.cotangents["o"][:, :begins] = 0
+    got = jax.device_get(cases.runner(op, implementation)(*jax.tree.map(jnp.asarray, x)))
+    bad = lambda x: np.flatnonzero(~np.isfinite(x).all((0, 2, 3)))
+    last = max(bad(got.grads[n]).max(initial=-1) for n in TOKENS[op])
+    return bad(got.outputs["o"]), np.isfinite(got.outputs["ht"]).all(), last
+
+
+@pytest.mark.parametrize(
+    "op, name, value", [(op, n, np.nan) for op in OPS for n in TOKENS[op]] + [(op, "v", np.inf) for op in OPS]
+)
+def test_a_later_document(op, name, value):
+    """Chunked: nothing but its tokens in the chunk in which the other one ends. They were all reached."""
+    begins = CHUNK + 4
+    o, is_finite, last = spoilt(op, "xla", name, value, begins)
+    assert is_finite and last < begins
+    assert o.size and o.max() < (begins if op == "rwkv6" else 2 * CHUNK)
+    aligned, is_finite, last = spoilt(op, "xla", name, value, 2 * CHUNK)
+    assert is_finite and last < 2 * CHUNK and aligned.max() < 2 * CHUNK
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_same_chunk(op):
+    """RWKV-6 loses the chunk and no more; RWKV-7 what is made of it as well."""
+    o, is_finite, last = spoilt(op, "xla", "v", np.nan, 8)
+    if op == "rwkv6":
+        assert is_finite and o.max() < CHUNK and last < CHUNK
+    o, is_finite, last = spoilt(op, "reference", "v", np.nan, 8)
+    assert is_finite and o.min() == 3 and o.max() < 8 and last < 8

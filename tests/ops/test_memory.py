@@ -27,9 +27,7 @@ def _residual_floats(op, implementation, chunk_size, T, K=32, V=16):
 @each_op
 @pytest.mark.parametrize("chunk_size", [None, 16])
 def test_residuals_hold_one_state_per_chunk(op, implementation, chunk_size):
-    """Inputs, and no more than a state [K, V] for every 16 tokens and values for every token (a
-    state for every token would be 10 times more).
-    """
+    """Inputs, a state [K, V] for every 16 tokens and values; one for every token would be ten times more."""
     K, V, T = 32, 16, 256
     stored, shapes = _residual_floats(op, implementation, chunk_size, T)
     assert stored <= (T // 16 + 2) * K * V + T * V, shapes
@@ -47,9 +45,7 @@ def _whiles(f, *args) -> int:
     "policy, implementation", [*(("ours", i) for i in ("reference", "xla")), ("combined", "xla")]
 )
 def test_remat_policy_runs_the_forward_once(op, implementation, policy):
-    """Loops in the gradient of two blocks: without remat and with the policy the same number, with plain
-    remat more (so the count sees what it should).
-    """
+    """Loops in the gradient of two blocks: equal with the policy and without remat, more with plain remat."""
     x = cases.build(Case(op, B=1, T=64, H=1, K=4, V=4))
     ours = fla_jax.remat_policy()
     if policy == "combined":

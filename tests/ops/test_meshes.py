@@ -1,6 +1,4 @@
-"""A mesh in context decides where a traced call runs, and nothing else: `jax.set_mesh` with one CPU
-device.
-"""
+"""A mesh in context decides where a traced call runs: `jax.set_mesh` with one CPU device."""
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +38,7 @@ def test_token_by_token_under_a_mesh(op, kind, T):
 
 @each_op
 def test_an_axis_of_one_device(op):
-    """With explicit axes a call knows that T is over an axis, also one of one device: it stays in the
-    types.
-    """
+    """With explicit axes T is over an axis of one device too: it stays in the types."""
     case = Case(op, B=2, T=4, H=2, K=16, V=16)
     arrays = cases.build(case).arrays
     mesh = jax.make_mesh((1,), ("seq",), axis_types=(AxisType.Explicit,))

@@ -11,13 +11,14 @@ CASES = [
     *(Case(op, T=7, dtype="float64", scale=0.7, layout="segments", lengths=(3, 1, 4)) for op in cases.OPS),
     *(HeadCase("rwkv7_keys", 1, 2, 2, 4, residual, rate_scale=0.7) for residual in (True, False, None)),
     *(HeadCase(op, B=1, T=2, H=2, N=4) for op in HEAD_OPS[1:]),
-    MixCase(1, 4, 3, 2, moves=True, normalised=True, lengths=(2, 2), dtype="float64", parameters="float64"),
+    MixCase(
+        1, 4, 3, 2, mix_delta=True, normalised=True, lengths=(2, 2), dtype="float64", parameters="float64"
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, dataclasses.astuple(case)[:6])))
 def test_gradients_by_central_differences(case):
-    """Along a random direction of each array."""
     x = cases.build(case)
     x = x._replace(arrays=oracles.float64(x.arrays))
     grads, rng = case.oracle(x).grads, np.random.default_rng(1)

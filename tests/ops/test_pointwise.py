@@ -1,7 +1,4 @@
-"""The channel mixes' activation and RWKV-6's log decays: extreme numbers, second derivatives, residuals.
-
-tests/conformance/test_scales_of_layer_ops.py compares their values and gradients with float64.
-"""
+"""Activation and RWKV-6's log decays: extreme numbers, second derivatives, residuals."""
 
 import jax
 import jax.numpy as jnp

@@ -12,9 +12,7 @@ from fla_jax.ops import chunk_rwkv6
 
 
 def test_training_at_strong_decay_stays_finite():
-    """NaN in training with ``w = -exp(x)``: x is learned here, starts where a decay is e^-55 and is pushed
-    further.
-    """
+    """NaN in training with ``w = -exp(x)``: x is learned, from a decay of e^-55 further."""
     given = jax.tree.map(jnp.asarray, cases.build(Case("rwkv6", B=2, T=64, K=16, V=16)))
     x, target = given.arrays, given.cotangents["o"]
 

@@ -14,14 +14,6 @@ TOKENS = small.tokens(2, 25)
 MASK = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 24)), bool)
 
 
-def compiled(f):
-    return jax.jit(f)
-
-
-def close(got, want, tolerance=1e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_array_less(small.error(a, b), tolerance), got, want)
-
-
 def whole(model, state=None):
     def loss(params, state, tokens, mask):
         logits, state = model.apply({"params": params}, tokens[:, :-1], state)
@@ -43,14 +35,14 @@ def exact(request):
 def test_exact(exact):
     """Value, state, and gradients in parameters and state, of chunks and of a single group of them."""
     model, params, state, weights = exact
-    want = compiled(whole(model))(params, state, TOKENS, weights)
+    want = jax.jit(whole(model))(params, state, TOKENS, weights)
     loss = lambda p, s: chunked_loss(model, p, TOKENS, weights, s, chunk_size=3, l2wrap=0.1)
-    got = compiled(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, state)
+    got = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, state)
     assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype("float64")}
-    close(got, want, 1e-12)
+    small.assert_close(got, want, 1e-12)
     assert all(np.abs(x).max() > 1e-4 for x in jax.tree.leaves(got[1][1])), "the state's gradient must count"
     group = truncated_value_and_grad(model, chunk_size=3, chunks_per_gradient=8, l2wrap=0.1)
-    close(compiled(group)(params, TOKENS, weights, state), (want[0], want[1][0]), 1e-12)
+    small.assert_close(jax.jit(group)(params, TOKENS, weights, state), (want[0], want[1][0]), 1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +54,22 @@ def setup():
 def test_truncated(setup):
     """Two groups of two chunks are two calls on the halves, the state passed on as a constant."""
     model, params, state = setup
-    two = compiled(truncated_value_and_grad(model, chunk_size=6, chunks_per_gradient=2, l2wrap=0.1))
+    two = jax.jit(truncated_value_and_grad(model, chunk_size=6, chunks_per_gradient=2, l2wrap=0.1))
     got = two(params, TOKENS, MASK, state)
-    run, total, parts = compiled(whole(model)), MASK.sum(), []
+    run, total, parts = jax.jit(whole(model)), MASK.sum(), []
     now = state
     for tokens, mask in ((TOKENS[:, :13], MASK[:, :12]), (TOKENS[:, 12:], MASK[:, 12:])):
         (value, now), (grad, _) = run(params, now, tokens, mask)
         share = mask.sum() / total
         parts.append(jax.tree.map(lambda x, share=share: x * share, (value, grad)))
     value, grad = jax.tree.map(jnp.add, *parts)
-    close(got, ((value, now), grad))
+    small.assert_close(got, ((value, now), grad))
     _, (exact, _) = run(params, state, TOKENS, MASK)
-    assert max(jax.tree.leaves(jax.tree.map(small.error, exact, grad))) > 1e-3, "truncation must count"
+    assert small.largest_error(exact, grad) > 1e-3, "truncation must count"
 
 
 def test_memory():
-    """Truncated: not a state more for four times the groups. Exact: a state a chunk more, far less than the
-    activations of a chunk.
-    """
+    """Truncated: no state more for four times the groups. Exact: one a chunk, far less than activations."""
     model = small.model(7, num_layers=1, implementation="reference")
     params = small.shapes(model, TOKENS)
     state_bytes = sum(x.nbytes for x in jax.tree.leaves(model.init_state(2)))
@@ -88,7 +78,7 @@ def test_memory():
         tokens = jax.ShapeDtypeStruct((2, 64 * chunks + 1), jnp.int32)
         # tokens, labels, weights in chunks
         return (
-            compiled(f).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes
+            jax.jit(f).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes
             - 3 * 4 * 2 * 64 * chunks
         )
 
@@ -105,7 +95,7 @@ def test_memory():
 def test_all_masked(setup):
     model, params, _ = setup
     f = lambda mask: chunked_loss(model, params, TOKENS, mask, chunk_size=24)[0]
-    assert compiled(f)(jnp.zeros((2, 24))) == 0
+    assert jax.jit(f)(jnp.zeros((2, 24))) == 0
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,7 @@ def test_stacked_layers_get_the_same_updates(version, kind):
 
 
 def orthogonalised(matrix):
-    """Muon's five steps of Newton-Schulz (Keller Jordan's coefficients), which act on singular values alone,
-    scaled to a root mean square of 0.2.
-    """
+    """Muon's five steps of Newton-Schulz (Keller Jordan's coefficients) on singular values, scaled to 0.2."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     values /= np.sqrt(np.sum(values**2))
     for _ in range(5):

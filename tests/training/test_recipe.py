@@ -31,7 +31,6 @@ def test_groups_of_boxed_parameters():
 
 
 def adam(p, grads, lrs, weight_decay, scale):
-    """Adam with decoupled weight decay in Python floats."""
     m = v = 0.0
     for t, (g, lr) in enumerate(zip(grads, lrs), 1):
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
@@ -59,9 +58,7 @@ def test_optimizer_steps():
 
 
 def test_clipping_by_the_global_norm():
-    """Adam forgets the gradient's scale, so two steps tell: the second, clipped gradient is smaller than the
-    first by 1 / 50 and not by 1.
-    """
+    """Two steps tell, since Adam forgets the gradient's scale: the clipped one is smaller by 1 / 50."""
     tx = rwkv_optimizer(1.0, weight_decay=0.0)
     params = {"a": jnp.zeros(2)}
     _, state = tx.update({"a": jnp.array([3e1, 4e1])}, tx.init(params), params)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,58 +72,10 @@ def test_files(setup, tmp_path):
     np.testing.assert_array_equal(load_states(tmp_path / "prefixed.pth", model), states)
 
 
-RUN_RWKV = """
-import sys, numpy as np, torch
-from rwkv.model import RWKV
-model = RWKV(model=sys.argv[1], strategy="cpu fp32")
-tokens, state = [1, 5, 9, 2, 7], None
-if sys.argv[2]:  # RWKV-7: the package keeps [V, K] and reads no states itself
-    state = model.generate_zero_state()
-    for i in range(model.n_layer):
-        state[3 * i + 1] = torch.load(sys.argv[2])[f"blocks.{i}.att.time_state"].float()
-np.save(sys.argv[3], model.forward(tokens, state, full_output=True)[0].numpy())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", small.VERSIONS)
-def test_the_rwkv_package_reads_them(version, tmp_path):
-    pytest.importorskip("rwkv")
-    pytest.importorskip("torch")
-    model = small.model(version, hidden_size=128, head_dim=64)
-    params, states = small.params(model), random_states(model)
-    save_states(tmp_path / "states.pth", states)
-    # RWKV-6: it takes them from the model's file
-    extras = read_pth(tmp_path / "states.pth") if version == 6 else {}
-    write_pth(tmp_path / "model.pth", {**official.checkpoint(params, version), **extras})
-    arguments = [
-        str(tmp_path / "model"),
-        "" if version == 6 else str(tmp_path / "states.pth"),
-        str(tmp_path / "out.npy"),
-    ]
-    environment = {
-        **os.environ,
-        "RWKV_V7_ON": "1" if version == 7 else "0",
-        "RWKV_JIT_ON": "0",
-        "RWKV_CUDA_ON": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_RWKV, *arguments], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    tokens = jnp.array([[1, 5, 9, 2, 7]])
-    logits, _ = model.apply({"params": params}, tokens, initial_state(model, states, 1))
-    assert small.error(logits[0], np.load(tmp_path / "out.npy")) < 2e-5
-    plain, _ = model.apply({"params": params}, tokens)
-    assert small.error(plain, logits) > 1e-2
-
-
 def test_errors(setup, tmp_path):
     model, params = setup
     states, tokens = random_states(model), small.tokens(2, 9)
-    with pytest.raises(
-        ValueError, match=r"states must have shape \[L, H, K, V\] = \[2, 2, 16, 16\], got \[1, 2, 16, 16\]"
-    ):
+    with pytest.raises(ValueError, match=r"states must have shape .* = \[2, 2, 16, 16\], got \[1, 2"):
         initial_state(model, states[:1], 2)
     with pytest.raises(ValueError, match="states must have shape"):
         tune_states(model, params, [tokens], 1, states=states[0])
@@ -173,10 +121,7 @@ def test_errors(setup, tmp_path):
     for wrong, message in (
         (states[:1], "blocks.1.att.time_state is missing"),
         (jnp.concatenate([states, states[:1]]), "blocks.2.att.time_state is surplus"),
-        (
-            states[:, :1],
-            r"blocks.0.att.time_state must have shape \[H, V, K\] = \[2, 16, 16\], got \[1, 16, 16\]",
-        ),
+        (states[:, :1], r"blocks.0.att.time_state must have .* = \[2, 16, 16\], got \[1, 16, 16\]"),
     ):
         save_states(tmp_path / "states.pth", wrong)
         with pytest.raises(ValueError, match=message):

@@ -11,6 +11,8 @@ import numpy as np
 
 from ..tensors import StoredTensor
 
+Json = Any  # a value of a JSON document
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Format:
@@ -41,5 +43,5 @@ class Format:
     reads: Callable[[Path], bool]
     writes: Callable[[Path], bool]
     read: Callable[[Path], Mapping[str, StoredTensor]]
-    write: Callable[[Path, Mapping[str, np.ndarray], Mapping[str, Any]], None]
+    write: Callable[[Path, Mapping[str, np.ndarray], Mapping[str, Json]], None]
     scheme: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import struct
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..files import check_regular, replacing
 from ..tensors import StoredTensor, as_bytes, printable, quoted
-from .format import Format
+from .format import Format, Json
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -28,7 +29,7 @@ _WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json",
 _MUST_BE = {"norm_eps": 1e-5, "hidden_act": "sqrelu"}  # not visible in any tensor
 
 
-def _safetensors() -> Any:
+def _safetensors() -> types.ModuleType:
     try:
         import safetensors
     except ImportError:
@@ -37,9 +38,9 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     """A JSON object; Python takes the last of several values of one name, other readers another one."""
-    values: dict[str, Any] = {}
+    values: dict[str, Json] = {}
     for name, value in pairs:
         if name in values:
             raise ValueError(f"it holds {quoted(name)} twice")
@@ -47,7 +48,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _load_json(path: Path) -> dict[str, Any]:
+def _load_json(path: Path) -> dict[str, Json]:
     check_regular(path)
     if path.stat().st_size > _MAX_JSON:
         raise ValueError(f"{path} has more than {_MAX_JSON} bytes, too many for a description of a model")
@@ -60,7 +61,7 @@ def _load_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _is_sibling(name: Any) -> bool:
+def _is_sibling(name: object) -> bool:
     """Whether a file name of an index is printable and names a file in the same directory."""
     return isinstance(name, str) and Path(name).name == name and name not in ("", "..") and name.isprintable()
 
@@ -142,7 +143,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], config_json: Mapping[str, Any]) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], config_json: Mapping[str, Json]) -> None:
     """Writes ``model.safetensors`` and ``config.json`` into a directory, each completely or not at all.
 
     One tensor at a time is copied, if its order in memory differs; the library's writer needs copies of all.
@@ -156,7 +157,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], config_json
         raise ValueError(f"{path} already holds a model in several files ({_INDEX}); save elsewhere")
     # large elements first: every tensor then begins at a multiple of its elements' size
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
+    header: dict[str, Json] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for name in names:
         x = tensors[name]

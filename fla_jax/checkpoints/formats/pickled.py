@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ..tensors import quoted
 
+Value = Any  # of a pickle, made of the types that `unpickle` names
 _LONGEST = 10**8  # bytes; the pickle of a model with thousands of tensors has less than a million
 _MOST_AXES = 8
 
@@ -41,7 +42,7 @@ class Tensor(NamedTuple):
     offset: Any
     shape: Any
     stride: Any
-    metadata: tuple[Any, ...]
+    metadata: tuple[object, ...]
 
     def check(self) -> None:
         """Raises ValueError unless offset, shape and strides are sizes, and the tensor only its values."""
@@ -65,7 +66,7 @@ _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _NO_EFFECT = ("PROTO", "FRAME", "STOP")
 
 
-def unpickle(data: bytes) -> Any:
+def unpickle(data: bytes) -> Value:
     """The value, made of dict, tuple, str, int, float, bool, None, `Global`, `Storage` and `Tensor` only.
 
     Raises:
@@ -80,12 +81,12 @@ def unpickle(data: bytes) -> Any:
         raise ValueError("its pickle is broken (it takes what was not there)") from None
 
 
-def _unpickle(data: bytes) -> Any:
-    stack: list[Any] = []
+def _unpickle(data: bytes) -> Value:
+    stack: list[Value] = []
     marks: list[int] = []
-    memo: dict[Any, Any] = {}
+    memo: dict[int, Value] = {}
 
-    def since_mark() -> tuple[Any, ...]:
+    def since_mark() -> tuple[Value, ...]:
         start = marks.pop()
         items = tuple(stack[start:])
         if len(stack) < start:
@@ -142,7 +143,7 @@ def _unpickle(data: bytes) -> Any:
     return stack[0]
 
 
-def _opcodes(data: bytes) -> Iterator[tuple[Any, Any]]:
+def _opcodes(data: bytes) -> Iterator[tuple[pickletools.OpcodeInfo, Value]]:
     try:
         for opcode, arg, _ in pickletools.genops(data):
             yield opcode, arg
@@ -150,13 +151,13 @@ def _opcodes(data: bytes) -> Iterator[tuple[Any, Any]]:
         raise ValueError(f"its pickle is broken ({error})") from None
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if type(value) is not str:
         raise ValueError(f"its pickle is broken (a name of type {type(value).__name__})")
     return value
 
 
-def _storage(pid: Any) -> Storage:
+def _storage(pid: object) -> Storage:
     """From PyTorch's persistent id ``("storage", type, key, location, number of elements)``.
 
     The location, the device that the tensor lay on, plays no role.
@@ -168,7 +169,7 @@ def _storage(pid: Any) -> Storage:
     raise ValueError("its pickle is broken (a persistent id that is no storage)")
 
 
-def _reduce(function: Any, args: Any) -> Any:
+def _reduce(function: object, args: object) -> Value:
     """What calling ``function`` would give, for the three functions that checkpoints name."""
     name = function.name if type(function) is Global else "something that is no function"
     if type(args) is tuple:

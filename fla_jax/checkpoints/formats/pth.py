@@ -16,14 +16,14 @@ import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from ..files import as_path, check_regular, replacing
 from ..tensors import StoredTensor, as_bytes, printable, quoted
-from .format import Format
+from .format import Format, Json
 from .pickled import Tensor, unpickle
 
 _STORAGES = {
@@ -138,7 +138,7 @@ def open_pth(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _array(archive: _Archive, folder: str, value: Any) -> np.ndarray:
+def _array(archive: _Archive, folder: str, value: object) -> np.ndarray:
     """A tensor's values, as a view of the mapped file, not checked yet."""
     if type(value) is not Tensor:
         raise ValueError(f"is no tensor (a {type(value).__name__})")
@@ -180,21 +180,19 @@ def _read(path: Path, name: str, archive: _Archive, member: str, x: np.ndarray) 
 def read_pth(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Reads a flat ``.pth`` checkpoint (``torch.save`` of ``{name: tensor}``), safely and without PyTorch.
 
-    No code from the file runs. All values are compared with the file's checksums, about a gigabyte per second
-    and core. Then they stay in the file until they are used (it is mapped into memory, read-only): do not
-    change it meanwhile; replacing it, as `write_pth` does, is fine.
+    No code from the file runs, and all values are compared with the file's checksums. The file is mapped into
+    memory, read-only: do not change it in place meanwhile.
 
     Args:
         path: of a file that PyTorch 1.6 or newer wrote (a zip archive).
 
     Returns:
-        {name: read-only array}, in the file's order, dtypes and shapes as stored: float32, float16, float64,
-        or ``ml_dtypes.bfloat16``. Tensors that share their values in the file share them here.
+        {name: read-only array}, in the file's order, dtypes and shapes: float32, float16, float64, or
+        ``ml_dtypes.bfloat16``. Tensors that share their values in the file share them here.
 
     Raises:
         ValueError: it is no regular file, is truncated, damaged or broken, of PyTorch's older format,
-            compressed, or holds anything but tensors. The message names the file
-            and the tensor, if it concerns one.
+            compressed, or holds anything but tensors. The message names the file and the tensor.
         TypeError: ``path`` is no path. OSError: the file cannot be opened.
 
     Example:
@@ -210,7 +208,7 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         return dict(zip(tensors, pool.map(lambda tensor: tensor.read(), tensors.values())))
 
 
-def write_pth(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
+def write_pth(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray | jax.Array]) -> None:
     """Writes a flat ``.pth`` checkpoint, without PyTorch.
 
     ``torch.load(path, weights_only=True)`` reads it, with ``mmap=True`` too. The file appears, or is
@@ -255,7 +253,7 @@ def write_pth(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
         _add(archive, "version", b"3\n")
 
 
-def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:
+def _add(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
     """A member whose bytes begin at a multiple of 64, made so by an extra field that readers skip."""
     info = zipfile.ZipInfo(f"archive/{name}")
     large = len(data) > _LARGE
@@ -267,7 +265,7 @@ def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:
         member.write(data)
 
 
-def _pickle(tensors: Mapping[str, Any]) -> bytes:
+def _pickle(tensors: Mapping[str, np.ndarray | jax.Array]) -> bytes:
     """A pickle of protocol 2 like ``torch.save``'s: a dict of contiguous tensors, storages "0", "1", ..."""
     text = lambda s: b"X" + struct.pack("<I", len(s.encode())) + s.encode()
     name_of = lambda s: b"c" + s.replace(" ", "\n").encode() + b"\n"
@@ -293,7 +291,7 @@ def _writes(path: Path) -> bool:
     return path.suffix == ".pth"
 
 
-def _write(path: Path, tensors: Mapping[str, np.ndarray], config_json: Mapping[str, Any]) -> None:
+def _write(path: Path, tensors: Mapping[str, np.ndarray], config_json: Mapping[str, Json]) -> None:
     write_pth(path, tensors)
 
 

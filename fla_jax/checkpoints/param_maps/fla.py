@@ -6,11 +6,10 @@ Source: flash-linear-attention ``fla/models/rwkv{6,7}``, ``fla/layers/rwkv{6,7}.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from ...models import FAMILIES, RWKV6Config, RWKV7Config, RWKVConfig, family_of
+from ..formats.format import Json
 from .param_map import (
     SAME,
     TRANSPOSED,
@@ -50,7 +49,7 @@ _SHIFT_UP = Transform(  # [C, 5 R] and our [5, R, C]
 )
 
 
-def _config_json(config: RWKVConfig, dtype: np.dtype) -> dict[str, Any]:
+def _config_json(config: RWKVConfig, dtype: np.dtype) -> dict[str, Json]:
     """The fields of ``config.json`` that both versions have."""
     C = config.hidden_size
     assert config.intermediate_size is not None
@@ -76,14 +75,14 @@ def _config_json(config: RWKVConfig, dtype: np.dtype) -> dict[str, Any]:
     }
 
 
-def _config_json6(config: RWKV6Config, dtype: np.dtype) -> dict[str, Any]:
+def _config_json6(config: RWKV6Config, dtype: np.dtype) -> dict[str, Json]:
     """Source: flash-linear-attention ``fla/models/rwkv6/configuration_rwkv6.py``."""
     # FLA calls the rank of the decay that of a gate
     ranks = {"proj_low_rank_dim": config.proj_low_rank_dim, "gate_low_rank_dim": config.decay_low_rank_dim}
     return {**_config_json(config, dtype), "expand_k": 1.0, "expand_v": 1.0, **ranks}
 
 
-def _config_json7(config: RWKV7Config, dtype: np.dtype) -> dict[str, Any]:
+def _config_json7(config: RWKV7Config, dtype: np.dtype) -> dict[str, Json]:
     """Source: flash-linear-attention ``fla/models/rwkv7/configuration_rwkv7.py``."""
     ranks = {name: getattr(config, name) for name in FLA7.family.sizes if name.endswith("_low_rank_dim")}
     widths = {"head_dim": config.head_dim, "value_dim": [config.hidden_size] * config.num_layers}
@@ -113,23 +112,14 @@ FLA6 = ParamMap(
             **dense(
                 "blocks/att",
                 _LAYER + "attn",
-                {
-                    "receptance": "r_proj.linear",
-                    "key": "k_proj.linear",
-                    "value": "v_proj.linear",
-                    "gate": "g_proj.linear",
-                    "output": "o_proj",
-                },
+                "receptance=r_proj.linear key=k_proj.linear value=v_proj.linear gate=g_proj.linear "
+                "output=o_proj",
             ),
         },
         ffn={
             "blocks/ffn/time_maa_k": TensorRef(_FFN + "key.mu", VECTOR),
             "blocks/ffn/time_maa_r": TensorRef(_FFN + "receptance.mu", VECTOR),
-            **dense(
-                "blocks/ffn",
-                _LAYER + "ffn",
-                {"key": "key.linear", "receptance": "receptance.linear", "value": "value"},
-            ),
+            **dense("blocks/ffn", _LAYER + "ffn", "key=key.linear receptance=receptance.linear value"),
         },
     ),
     prefix=PREFIX,
@@ -155,15 +145,11 @@ FLA7 = ParamMap(
             "blocks/att/k_k": TensorRef(_ATT + "k_k", VECTOR),
             "blocks/att/k_a": TensorRef(_ATT + "k_a", VECTOR),
             "blocks/att/r_k": TensorRef(_ATT + "r_k", SAME),
-            **dense(
-                "blocks/att",
-                _LAYER + "attn",
-                {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"},
-            ),
+            **dense("blocks/att", _LAYER + "attn", "receptance=r_proj key=k_proj value=v_proj output=o_proj"),
         },
         ffn={
             "blocks/ffn/x_k": TensorRef(_FFN + "x_k", VECTOR),
-            **dense("blocks/ffn", _LAYER + "ffn", {"key": "key", "value": "value"}),
+            **dense("blocks/ffn", _LAYER + "ffn", "key value"),
         },
     ),
     extras={r"model\.layers\.0\.attn\.v_lora\..*": any_shape},  # no program reads layer 0's

@@ -44,10 +44,6 @@ def _layer_refs(part: str, names: str, transform: Transform) -> dict[str, Tensor
     }
 
 
-def _dense_refs(part: str, names: str) -> dict[str, TensorRef]:
-    return dense(f"blocks/{part}", f"blocks.{{}}.{part}", {name: name for name in names.split()})
-
-
 OFFICIAL6 = ParamMap(
     "RWKV-LM's RWKV-6",
     "official",
@@ -63,9 +59,9 @@ OFFICIAL6 = ParamMap(
             UNIT_AXES,
         )
         | _layer_refs("att", "time_maa_w1 time_maa_w2 time_decay_w1 time_decay_w2 time_faaaa", SAME)
-        | _dense_refs("att", "receptance key value gate output"),
+        | dense("blocks/att", "blocks.{}.att", "receptance key value gate output"),
         ffn=_layer_refs("ffn", "time_maa_k time_maa_r", UNIT_AXES)
-        | _dense_refs("ffn", "key receptance value"),
+        | dense("blocks/ffn", "blocks.{}.ffn", "key receptance value"),
     ),
     extras={LAYER + r"att\.time_state": check_time_state},
     prefix=PREFIX,
@@ -80,8 +76,8 @@ OFFICIAL7 = ParamMap(
         NAMES,
         att=_layer_refs("att", "x_r x_w x_k x_v x_a x_g w0 a0 v0 k_k k_a", UNIT_AXES)
         | _layer_refs("att", "w1 w2 a1 a2 v1 v2 g1 g2 r_k", SAME)
-        | _dense_refs("att", "receptance key value output"),
-        ffn=_layer_refs("ffn", "x_k", UNIT_AXES) | _dense_refs("ffn", "key value"),
+        | dense("blocks/att", "blocks.{}.att", "receptance key value output"),
+        ffn=_layer_refs("ffn", "x_k", UNIT_AXES) | dense("blocks/ffn", "blocks.{}.ffn", "key value"),
     ),
     # official files have layer 0's v0, v1, v2, which no program reads
     extras={r"blocks\.0\.att\.v[012]": any_shape, LAYER + r"att\.time_state": check_time_state},

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...models import Family, RWKVConfig
+from ..formats.format import Json
 from ..tensors import StoredTensor, quoted, slice_of
 
 
@@ -61,11 +62,12 @@ def norm(path: str, name: str) -> dict[str, TensorRef]:
     }
 
 
-def dense(path: str, name: str, names: Mapping[str, str]) -> dict[str, TensorRef]:
-    """The tensors of projections, ``{name here: name in the file}``; PyTorch has [out, in]."""
+def dense(path: str, name: str, names: str) -> dict[str, TensorRef]:
+    """The tensors of projections, ``"ours=theirs ..."`` or ``"both ..."``; PyTorch has [out, in]."""
+    pairs = (both.partition("=") for both in names.split())
     return {
-        f"{path}/{ours}/kernel": TensorRef(f"{name}.{theirs}.weight", TRANSPOSED)
-        for ours, theirs in names.items()
+        f"{path}/{ours}/kernel": TensorRef(f"{name}.{theirs or ours}.weight", TRANSPOSED)
+        for ours, _, theirs in pairs
     }
 
 
@@ -90,7 +92,7 @@ def any_shape(shape: tuple[int, ...], config: RWKVConfig) -> None:
     """The check of tensors that are ignored."""
 
 
-def no_config_json(config: RWKVConfig, dtype: np.dtype) -> dict[str, Any]:
+def no_config_json(config: RWKVConfig, dtype: np.dtype) -> dict[str, Json]:
     """`ParamMap.config_json` where files have no description of the model."""
     return {}
 
@@ -130,7 +132,7 @@ class ParamMap:
     extras: Mapping[str, Callable[[tuple[int, ...], Any], None]] = dataclasses.field(default_factory=dict)
     prefix: str = ""
     slices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    config_json: Callable[[Any, np.dtype], dict[str, Any]] = no_config_json
+    config_json: Callable[[Any, np.dtype], dict[str, Json]] = no_config_json
 
     def detect(self, names: Iterable[str]) -> bool:
         """Whether these are the names of a file of this map."""
@@ -204,10 +206,7 @@ class ParamMap:
 
     def joined(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The tensors of a file, those that hold several parameters stacked."""
-        joined: dict[str, Any] = {}
+        stacks: dict[str, list[np.ndarray]] = {}
         for name, x in tensors.items():
-            if name.endswith("]"):
-                joined.setdefault(name[: name.rindex("[")], []).append(x)
-            else:
-                joined[name] = x
-        return {name: np.stack(x) if isinstance(x, list) else x for name, x in joined.items()}
+            stacks.setdefault(re.sub(r"\[\d+\]$", "", name), []).append(x)
+        return {name: x[0] if name in tensors else np.stack(x) for name, x in stacks.items()}

@@ -7,19 +7,14 @@ recurrent state is written in place.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
-import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import PyTree
+from typing import NamedTuple
 
 from ...core.implementation import Candidate, Registry, Unsupported
 from ...pallas.backend import triton
+from . import plain
 from .weights import Layer6 as Layer6
 from .weights import Layer7 as Layer7
 from .weights import Matrix as Matrix
-from .weights import Norm, Shifts
 from .weights import quantised as quantised
 
 
@@ -32,68 +27,29 @@ class DecodeContext(NamedTuple):
     intermediate_size: int
 
 
-class DecodeRule(Protocol):
-    """What an implementation's module offers; `plain` documents the arguments."""
+class DecodeSteps:
+    """The steps of a decoded token in plain JAX; other implementations derive from it."""
 
-    def project(
-        self,
-        matrix: Matrix,
-        x: jax.Array,
-        *,
-        norm: Norm | None = None,
-        mixes: jax.Array | None = None,
-        last: jax.Array | None = None,
-        layer: int = 0,
-        active: jax.Array | None = None,
-        add: jax.Array | None = None,
-        gate: jax.Array | None = None,
-        gate_at: int = 0,
-        dtype: DTypeLike = jnp.float32,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Products of one input stage."""
-
-    def rwkv7_step(
-        self,
-        p: Layer7,
-        made: jax.Array,
-        first: jax.Array,
-        state: PyTree,
-        new: Shifts,
-        layer: int,
-        active: jax.Array,
-        rate_scale: float,
-        dtype: DTypeLike,
-    ) -> tuple[jax.Array, PyTree]:
-        """RWKV-7's second low-rank stage, gates, keys, recurrence and readout."""
-
-    def rwkv6_mix(
-        self, p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, dtype: DTypeLike
-    ) -> jax.Array:
-        """RWKV-6's mixed tokens."""
-
-    def rwkv6_step(
-        self,
-        p: Layer6,
-        made: jax.Array,
-        state: PyTree,
-        new: Shifts,
-        layer: int,
-        active: jax.Array,
-        dtype: DTypeLike,
-    ) -> tuple[jax.Array, PyTree]:
-        """RWKV-6's decay, recurrence and readout."""
+    project = staticmethod(plain.project)
+    rwkv7_step = staticmethod(plain.rwkv7_step)
+    rwkv6_mix = staticmethod(plain.rwkv6_mix)
+    rwkv6_step = staticmethod(plain.rwkv6_step)
 
 
-def _triton() -> DecodeRule:
+def _triton() -> type[DecodeSteps]:
     from ...pallas.decode import host
 
-    return host
+    class Triton(DecodeSteps):
+        project = staticmethod(host.project)
+        rwkv7_step = staticmethod(host.rwkv7_step)
+        rwkv6_mix = staticmethod(host.rwkv6_mix)
+        rwkv6_step = staticmethod(host.rwkv6_step)
+
+    return Triton
 
 
-def _plain() -> DecodeRule:
-    from . import plain
-
-    return plain
+def _plain() -> type[DecodeSteps]:
+    return DecodeSteps
 
 
 def _supports(ctx: DecodeContext) -> Unsupported | None:
@@ -110,6 +66,6 @@ def _triton_supports(ctx: DecodeContext) -> Unsupported | None:
     return triton.why_not(ctx.platform) or _supports(ctx)
 
 
-STEPS: Registry[Candidate[DecodeContext, DecodeRule]] = Registry(
+STEPS: Registry[Candidate[DecodeContext, type[DecodeSteps]]] = Registry(
     "decode", [Candidate("triton", _triton, _triton_supports), Candidate("plain", _plain, _supports)]
 )

@@ -177,9 +177,9 @@ def rwkv6_mix(
     p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """RWKV-6's mixed tokens [5, B, C], from the normalised token x [B, C] and z [B, 5 R and more]."""
-    _, R, _ = p.moves.shape
-    z = z[:, : 5 * R].reshape(-1, 5, R).astype(p.moves.dtype)
-    by = jnp.einsum("bpr,prc->pbc", z, p.moves, preferred_element_type=jnp.float32)
+    _, R, _ = p.mix_delta.shape
+    z = z[:, : 5 * R].reshape(-1, 5, R).astype(p.mix_delta.dtype)
+    by = jnp.einsum("bpr,prc->pbc", z, p.mix_delta, preferred_element_type=jnp.float32)
     x, before = _float32(x), _float32(last[layer])
     return (x + (before - x) * (_float32(p.mixes)[:, None] + by)).astype(dtype)
 

@@ -1,4 +1,4 @@
-"""The arrays of the pieces of a decoded token: matrices with their rows in memory order, layers."""
+"""Weights of a decoded token: matrices [N, K] with their output channels in memory order, and layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-CODE_ROWS = 64  # rows of a matrix that have one code, see pallas/decode/gemv.py
+CODE_ROWS = 64  # output channels that have one code, see pallas/decode/gemv.py
 NONE, TANH, SIGMOID, SQUARE = range(4)  # what is done with sums; SQUARE: of the positive part
 NORM_EPS, GROUP_EPS, KEY_EPS = 1e-5, 64e-5, 1e-12
 Norm = tuple[jax.Array, jax.Array]  # scale and bias
@@ -98,8 +98,8 @@ class Layer6(struct.PyTreeNode):
     Attributes:
         norm, ffn_norm, group_norm: scale and bias.
         mix_x: [1, C].
-        first: the first low-rank stage of the five moves, [5 R and more, C].
-        moves: [5, R, C], the second stage, of w, k, v, r, g.
+        first: the first low-rank stage of the five mix_deltas, [5 R and more, C].
+        mix_delta: [5, R, C], the second stage, of w, k, v, r, g.
         mixes: [5, C].
         into: C rows each of r, k, v and gate, then D of the decay's first stage.
         second: [C, D], its second stage.
@@ -114,7 +114,7 @@ class Layer6(struct.PyTreeNode):
     norm: Norm
     mix_x: jax.Array
     first: Matrix
-    moves: jax.Array
+    mix_delta: jax.Array
     mixes: jax.Array
     into: Matrix
     second: jax.Array

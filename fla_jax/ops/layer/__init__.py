@@ -1,4 +1,4 @@
-"""The pieces of a layer around its recurrence, as ops: plain JAX, and kernels that do each in one pass."""
+"""Ops of a layer around its recurrence: in plain JAX, and as kernels that each make one pass."""
 
 from .decay import rwkv6_decay
 from .keys import rwkv7_keys

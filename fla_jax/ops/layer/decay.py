@@ -1,4 +1,4 @@
-"""RWKV-6's log decays, which are kept once: for the recurrence and for their own gradient."""
+"""RWKV-6's log decays, saved once: for the recurrence and for their own gradient."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ def rwkv6_decay(
     The gradient of the sum is ``w`` times that of w, in the dtype of x, with w as rounded to ``dtype``.
 
     Args:
-        x: [..., C], what the tokens add; float32, for its last digits decide on those of w.
+        x: [..., C], the tokens' part; float32, because its last digits decide on those of w.
         base: [C], the parameter.
-        dtype: of the result; None for that of x. float16 has not the range for decays.
+        dtype: of the result; None for that of x. float16 lacks the range.
 
     Returns:
         w [..., C], not above 0.
 
-    Source: Peng et al. 2024; ``time_decay`` and what the tokens add to it in RWKV-LM's
-    ``RWKV-v5/src/model.py``, which has no minimum.
+    Source: Peng et al. 2024; RWKV-LM ``RWKV-v5/src/model.py``, which has no minimum.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the ops on tokens and heads share: checks of arguments, and when their kernels are selected."""
+"""Common to the ops on tokens and heads: checks of arguments, and the selection of their kernels."""
 
 from __future__ import annotations
 

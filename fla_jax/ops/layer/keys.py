@@ -1,4 +1,4 @@
-"""What RWKV-7 makes of its projections before the recurrence: log decays, keys, values, two directions."""
+"""Inputs of RWKV-7's recurrence from the projections: log decays, keys, values, two directions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def normalise(x: jax.Array, eps: float = 1e-12) -> jax.Array:
     every other.
     """
     square = jnp.sum(x * x, -1, keepdims=True)
-    alive = square > eps**2
-    scale = jnp.where(alive, jax.lax.rsqrt(jnp.where(alive, square, 1)), 1 / eps)
-    return jnp.where(alive, x, jax.lax.stop_gradient(x)) * scale
+    has_direction = square > eps**2
+    scale = jnp.where(has_direction, jax.lax.rsqrt(jnp.where(has_direction, square, 1)), 1 / eps)
+    return jnp.where(has_direction, x, jax.lax.stop_gradient(x)) * scale
 
 
 @jax.custom_jvp
@@ -36,9 +36,9 @@ def gate(x: jax.Array) -> jax.Array:
 
 
 @jax.custom_jvp
-def value_mix(x: jax.Array, own: jax.Array, first: jax.Array) -> jax.Array:
-    """``own + (first - own) sigmoid(x)`` without a difference in the result, and with one in the slope."""
-    return gate(-x) * own + gate(x) * first
+def value_mix(x: jax.Array, local: jax.Array, first: jax.Array) -> jax.Array:
+    """``local + (first - local) sigmoid(x)`` with a difference in the slope alone."""
+    return gate(-x) * local + gate(x) * first
 
 
 @jax.custom_jvp
@@ -59,9 +59,9 @@ def _gate_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[ja
 def _value_mix_jvp(
     primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    (x, own, first), (dx, down, dfirst) = primals, tangents
-    slope = gate(x) * gate(-x) * (first - own)
-    return value_mix(x, own, first), slope * dx + gate(-x) * down + gate(x) * dfirst
+    (x, local, first), (dx, dlocal, dfirst) = primals, tangents
+    slope = gate(x) * gate(-x) * (first - local)
+    return value_mix(x, local, first), slope * dx + gate(-x) * dlocal + gate(x) * dfirst
 
 
 @key_factor.defjvp
@@ -138,7 +138,7 @@ def rwkv7_keys(
     implementation: str | None = None,
     sequence_axis: str | None = None,
 ) -> Keys:
-    """What RWKV-7 makes of its projections before the recurrence, in one pass over memory on an NVIDIA GPU.
+    """Inputs of RWKV-7's recurrence from a layer's projections, in one pass over memory on an NVIDIA GPU.
 
     For every token and channel, |.| the length of a head's N channels::
 
@@ -148,40 +148,33 @@ def rwkv7_keys(
         k' = k (1 + (rate' - 1) k_a),   a = -kk,   b = kk rate' rate_scale
         v' = v + (v_first - v) sigmoid(v0 + mix)
 
-    All of it is float32 arithmetic (float64 where an input is), whatever the arrays' dtypes; a result is
-    rounded once. Differentiable in reverse mode in every floating-point array. Keys that are shorter than
-    1e-12 get no gradient through their direction. No head sees another one: rows and heads may be shared by
-    devices.
+    in float32 (float64 where an input is) for every dtype of the arrays; each result is rounded once.
+    Differentiable in reverse mode in every floating-point array. Devices may split B, T and H.
 
     Args:
-        decay: [B, T, H, N], low-rank part of the decay, what ``w0`` is added to; as all token arrays here
-            float16, bfloat16, float32 or float64.
+        decay: [B, T, H, N], low-rank part of the decay; as all arrays here of any floating-point dtype.
         rate: [B, T, H, N], low-rank part of the in-context rate.
         k: [B, T, H, N], projected key.
         v: [B, T, H, N], projected value.
-        w0: [H, N], as all vectors here of any floating-point dtype.
+        w0: [H, N].
         a0: [H, N].
         k_k: [H, N].
         k_a: [H, N].
-        mix: [B, T, H, N], low-rank part of the share of ``v_first`` in the value; None, with ``v_first`` and
-            ``v0``, for a layer without value residual: ``v' = v``.
+        mix: [B, T, H, N], low-rank part of the weight of ``v_first``; None, with ``v_first`` and ``v0``, for
+            a layer without value residual: ``v' = v``.
         v_first: [B, T, H, N], value of layer 0.
         v0: [H, N].
         residual: whether this layer has a value residual: False makes ``v' = v`` and ``v_first = v``. A
             Python bool, or a traced boolean where the layer's index is traced.
-        rate_scale: Python number >= 0, factor on the rate in the transition. Up to 1 the transition contracts
-            even with a and b rounded to 16 bits; above it they are float32.
-        decay_dtype: dtype of ``w``, bfloat16, float16 or float32; None for float32 (float64).
+        rate_scale: Python number >= 0, factor on the rate in the transition; above 1, a and b are float32.
+        decay_dtype: dtype of ``w``: bfloat16, float16 or float32; None for float32 (float64).
         implementation: ``"triton"`` (NVIDIA GPUs, heads of up to 256 channels, no float64) or ``"xla"``
-            (plain JAX); None for the first, where it can run and there is more than one token, else the
-            second.
-        sequence_axis: the mesh axis whose devices share the tokens of each row (see
-            `fla_jax.ops.chunk_rwkv7`), for automatic meshes; no token sees another one here.
+            (plain JAX); None for the first that qualifies, ``"xla"`` for a single token.
+        sequence_axis: see `fla_jax.ops.chunk_rwkv7`.
 
     Returns:
         `Keys`: ``w`` in ``decay_dtype``, ``k`` in k's dtype, ``v`` and ``v_first`` in v's, ``a`` and ``b`` in
-        k's or, with a rate_scale above 1, float32. ``v_first`` is the array that came, or v at a layer
-        without residual. ``k_bonus`` and ``v_bonus`` are ``k`` and ``v`` again: give them to `rwkv7_readout`.
+        k's. ``k_bonus`` and ``v_bonus`` are ``k`` and ``v`` again, for `rwkv7_readout`.
 
     Raises:
         ValueError: a shape or value does not fit, or ``implementation`` is unknown or cannot run here.

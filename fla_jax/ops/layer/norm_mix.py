@@ -22,7 +22,7 @@ AXES = {
     **dict.fromkeys(("x", "y", "mixed", "normalised"), "b t c"),
     **dict.fromkeys(("mixes", "scale", "bias"), "c"),
     "last": "b c",
-    "moves": "m b t c",
+    "mix_delta": "m b t c",
     "segment_ids": "b t",
 }
 
@@ -90,26 +90,24 @@ def norm_shift_mix(
     scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     eps: float = 1e-5,
-    moves: jax.Array | None = None,
+    mix_delta: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     normalised: bool = False,
     implementation: str | None = None,
     sequence_axis: str | None = None,
 ) -> Mixed:
-    r"""What stands between a residual stream and the projections of an RWKV layer, in one pass over memory.
+    """Layer norm, token shift and mixes before the projections of a layer, in one pass over memory.
 
-    With h the layer norm of ``x + y`` over channels (h = x + y without ``scale``), and p the token before::
+    With h the layer norm of ``x + y`` over channels (h = x + y without ``scale``)::
 
-        mixed[n]_t = h_t + (p_t - h_t) * (mixes[n] + moves[n]_t)        p_t = h_{t-1}
+        mixed[n]_t = h_t + (h_{t-1} - h_t) * (mixes[n] + mix_delta[n]_t)
 
-    A row's first token sees ``last``, the first token of each later segment sees zeros. Statistics and
-    arithmetic are in float32 (float64 if an input is float64); every result is rounded once.
+    Before a sequence's first token comes ``last``, before the first token of a later segment zeros.
+    Arithmetic is float32 (float64 if an input is); each result is rounded once. Differentiable in reverse
+    mode in every floating-point array.
 
-    RWKV-7's attention has six mixes, its feed-forward one. RWKV-6's feed-forward has two; its attention takes
-    two calls: one mix with ``normalised=True``, whose result makes ``moves`` by a low-rank product, and on
-    the normalised tokens five mixes with these ``moves``.
-
-    Differentiable in reverse mode in every floating-point array.
+    RWKV-7's attention has six mixes, its feed-forward one. RWKV-6's feed-forward has two; its attention
+    makes two calls: one mix with ``normalised=True``, and on that result five mixes with ``mix_delta``.
 
     Args:
         x: [B, T, C], T >= 1; float16, bfloat16, float32 or float64.
@@ -119,21 +117,17 @@ def norm_shift_mix(
         scale: [C], of the layer norm; None where x is normalised already.
         bias: [C], given where ``scale`` is.
         eps: Python number, added to the variance.
-        moves: [M, B, T, C], what data adds to the mixes; None for nothing.
+        mix_delta: [M, B, T, C], added to the mixes by token; None for nothing.
         segment_ids: [B, T] integers: a segment begins wherever the id changes.
         normalised: whether to return h.
-        implementation: None for the best that qualifies, or by name: ``"xla"`` (plain JAX, anywhere) or
-            ``"triton"`` (on NVIDIA GPUs of compute capability 8.0 and up, not for float64; the default
-            there).
-        sequence_axis: the mesh axis whose devices share the tokens of each row, see
-            `fla_jax.ops.chunk_rwkv7`; one row [C] crosses from device to device. ``last`` is that of whole
-            rows, on every device.
+        implementation: ``"triton"`` (NVIDIA GPUs, not for float64) or ``"xla"`` (plain JAX); None for the
+            first that qualifies.
+        sequence_axis: see `fla_jax.ops.chunk_rwkv7`; ``last`` is that of whole sequences.
 
     Returns:
-        ``Mixed(mixed, last, x, normalised)`` in x's dtype: ``mixed`` a tuple of M arrays [B, T, C]; ``last``
-        h at the last token [B, C]; ``x`` the sum x + y [B, T, C], or x itself without y, for the residual
-        stream to go on with (its gradient then joins that of the norm in one pass), None where there is
-        neither y nor a norm; ``normalised`` h [B, T, C], or None unless asked for.
+        ``Mixed(mixed, last, x, normalised)`` in x's dtype: ``mixed`` M arrays [B, T, C]; ``last`` h at the
+        last token [B, C]; ``x`` the sum x + y [B, T, C], to continue the residual stream with, None with
+        neither y nor a norm; ``normalised`` h [B, T, C], or None.
 
     Raises:
         ValueError: a shape or a value does not fit, or ``implementation`` is unknown or cannot run here.
@@ -148,7 +142,7 @@ def norm_shift_mix(
         >>> key.shape, last.shape, x.shape
         ((1, 8, 16), (1, 16), (1, 8, 16))
     """
-    inputs = _check(MixInputs(x, tuple(mixes), y, scale, bias, last, moves, segment_ids))
+    inputs = _check(MixInputs(x, tuple(mixes), y, scale, bias, last, mix_delta, segment_ids))
     double = any(array.dtype == jnp.float64 for array in jax.tree.leaves(inputs))
     settings = Mix(float(eps), normalised, "float64" if double else "float32")
     return NORM_SHIFT_MIX(inputs, settings, implementation, sequence_axis)
@@ -166,10 +160,10 @@ def _check(x: MixInputs) -> MixInputs:
     B, T, C = tokens.shape
     if T == 0 or C == 0:
         raise ValueError(
-            f"x must hold at least one token and one channel, got shape [B, T, C] = {list(tokens.shape)}"
+            f"x must have at least one token and one channel, got shape [B, T, C] = {list(tokens.shape)}"
         )
     if not x.mixes:
-        raise ValueError("mixes must hold at least one array [C], got none")
+        raise ValueError("mixes must have at least one array [C], got none")
     if (x.scale is None) != (x.bias is None):
         raise ValueError("scale and bias of the norm must be given together, got one of them")
 
@@ -189,7 +183,7 @@ def _check(x: MixInputs) -> MixInputs:
         scale=array("scale", x.scale, (C,), "[C]"),
         bias=array("bias", x.bias, (C,), "[C]"),
         last=array("last", x.last, (B, C), "[B, C]"),
-        moves=array("moves", x.moves, (len(x.mixes), B, T, C), "[M, B, T, C]"),
+        mix_delta=array("mix_delta", x.mix_delta, (len(x.mixes), B, T, C), "[M, B, T, C]"),
         segment_ids=None if x.segment_ids is None else integers("segment_ids", x.segment_ids),
     )
     if checked.y is not None and checked.y.dtype != tokens.dtype:

@@ -9,9 +9,8 @@ from ...core.types import Mix, Mixed, MixInputs
 
 
 def shift(h: jax.Array, last: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array:
-    """What every token of h [B, T, C] sees of the one before it.
-
-    The first token of a row sees ``last`` [B, C] (zeros if None), the first of every later segment zeros.
+    """The token before each one of h [B, T, C]: before a sequence's first token ``last`` [B, C] (zeros
+    if None), before the first one of a later segment zeros.
     """
     first = jnp.zeros_like(h[:, :1]) if last is None else last[:, None].astype(h.dtype)
     before = jnp.concatenate([first, h[:, :-1]], 1)
@@ -48,7 +47,7 @@ def definition(settings: Mix, x: MixInputs) -> Mixed:
     difference = shift(h, x.last, x.segment_ids) - h
     mixed = []
     for n, mu in enumerate(x.mixes):
-        by = mu.astype(wide) if x.moves is None else mu.astype(wide) + x.moves[n].astype(wide)
+        by = mu.astype(wide) if x.mix_delta is None else mu.astype(wide) + x.mix_delta[n].astype(wide)
         mixed.append((h + difference * by).astype(dtype))
     carried = None if x.y is None and x.scale is None else total
     normalised = h.astype(dtype) if settings.normalised else None

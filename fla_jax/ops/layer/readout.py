@@ -1,4 +1,4 @@
-"""What the layers make of their recurrence's output: group norm by head, RWKV-7's bonus, the gate."""
+"""The layers' readout of their recurrence: group norm by head, RWKV-7's bonus, the gate."""
 
 from __future__ import annotations
 
@@ -58,36 +58,24 @@ def rwkv7_readout(
     implementation: str | None = None,
     sequence_axis: str | None = None,
 ) -> Float[Array, "B T H N"]:
-    """RWKV-7's readout in one pass over memory (on a GPU): ``(group_norm(o) + (sum_n r k r_k) v) gate``.
+    """RWKV-7's readout, one pass over memory on an NVIDIA GPU: ``(group_norm(o) + (sum_n r k r_k) v) gate``.
 
-    The norm is over every head's N channels by itself: ``(o - mean) / sqrt(var + eps) scale + bias``. All of
-    it is float32 arithmetic (float64 where an input is), whatever the arrays' dtypes; the result is rounded
-    once. Differentiable in reverse mode in every array. No head sees another one: rows and heads may be
-    shared by devices.
+    The norm is over each head's N channels: ``(o - mean) / sqrt(var + eps) scale + bias``. Arithmetic,
+    derivatives, sharding, errors, ``implementation`` and ``sequence_axis``: see `rwkv7_keys`.
 
     Args:
-        o: [B, T, H, N], output of the recurrence; as all token arrays here float16, bfloat16, float32 or
-            float64.
+        o: [B, T, H, N], output of the recurrence.
         r: [B, T, H, N], receptance.
-        k: [B, T, H, N], the key that the recurrence got: ``k_bonus`` of `rwkv7_keys`.
-        v: [B, T, H, N], the value that it got: ``v_bonus``.
+        k: [B, T, H, N], the recurrence's key: ``k_bonus`` of `rwkv7_keys`.
+        v: [B, T, H, N], the recurrence's value: ``v_bonus``.
         gate: [B, T, H, N], the factor itself.
-        scale: [H, N], as all vectors here of any floating-point dtype.
+        scale: [H, N].
         bias: [H, N].
         r_k: [H, N].
         eps: Python number, added to the variance.
-        implementation: ``"triton"`` (NVIDIA GPUs, heads of up to 256 channels, no float64) or ``"xla"``
-            (plain JAX); None for the first, where it can run and there is more than one token, else the
-            second.
-        sequence_axis: the mesh axis whose devices share the tokens of each row (see
-            `fla_jax.ops.chunk_rwkv7`), for automatic meshes; no token sees another one here.
 
     Returns:
         [B, T, H, N] in o's dtype.
-
-    Raises:
-        ValueError: a shape does not fit, or ``implementation`` is unknown or cannot run here.
-        TypeError: a dtype does not fit, or the call is differentiated in forward mode.
 
     Source: RWKV-LM ``RWKV-v7/train_temp/src/model.py``.
 
@@ -117,10 +105,7 @@ def rwkv6_readout(
     implementation: str | None = None,
     sequence_axis: str | None = None,
 ) -> Float[Array, "B T H N"]:
-    """RWKV-6's readout, in one pass over memory on an NVIDIA GPU: ``group_norm(o) silu(gate)``.
-
-    `rwkv7_readout` documents the arguments, the result, the arithmetic and the errors; here ``gate`` is what
-    silu is applied to.
+    """RWKV-6's readout: ``group_norm(o) silu(gate)``, else as `rwkv7_readout`.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The activation of both channel mixes, ``relu(h)^2``, which keeps its result alone for the gradient."""
+"""The activation of both feed-forwards, ``relu(h)^2``, which saves only its result for the gradient."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from ...core.names import name_dense
 def squared_relu(h: jax.Array) -> jax.Array:
     """``relu(h)^2`` of a floating array of any shape, in its dtype (So et al. 2021, Primer).
 
-    The next product needs the result for its own gradient, and ``relu(h)`` is the result's square root. So h
-    is not kept: one array less in memory, and one less to write where `fla_jax.remat_policy` keeps dense
-    projections. float16 keeps h, for squares of numbers below 0.008 would lose digits there. In bfloat16 and
-    float32 the gradient of numbers below 1.1e-19, whose squares are zero there, is zero. It can be
-    differentiated again.
+    Saves its result instead of h for the gradient (``relu(h)`` is the square root), except in float16, where
+    small squares lose digits: one array less in memory. It can be differentiated again.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, Unpack, overload
+from typing import TypeAlias, Unpack, overload
 
 from jaxtyping import Array, Float, Int
 
 from ...core.context import Context
 from ...core.implementation import Implementation, Rule
-from ...core.op import Op
 from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ...pallas.backend import pallas, triton
-from .. import recurrence_checks
 from ..recurrence import (
-    AXES,
-    OUTPUT_NAMES,
-    RESIDUAL_NAME,
     ChunkOptions,
+    ChunkOptionsWithState,
     Options,
+    OptionsWithState,
+    State,
+    Tokens,
+    Values,
     checked_inputs,
+    recurrence_op,
     triton_supports,
-    without_tokens,
 )
+from ..recurrence_checks import rwkv7 as rwkv7_checks
 from ..recurrence_cp import ContextParallelRule
 
 _Rule: TypeAlias = Rule[RWKV7Inputs, Outputs, RecurrenceConfig]
@@ -72,50 +73,21 @@ SCAN = Implementation("triton", _scan, triton.supports, triton.preferred, opaque
 PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, opaque=True)
 
 
-def _op(name: str, *implementations: Implementation) -> Op[RWKV7Inputs, Outputs, RecurrenceConfig]:
-    return Op(
-        name,
-        RWKV7Inputs,
-        Outputs,
-        AXES,
-        list(implementations),
-        output_names=OUTPUT_NAMES,
-        residual_name=RESIDUAL_NAME,
-        check=recurrence_checks.rwkv7,
-        empty=without_tokens,
-    )
-
-
-# In order of preference, as measured (docs/performance.md). Chunked forms are parallel within a chunk;
-# recurrent ones go token by token: kernels on a GPU, `jax.lax.scan` elsewhere.
-CHUNK = _op("chunk_rwkv7", TRITON, XLA, REFERENCE, PALLAS)
-RECURRENT = _op("fused_recurrent_rwkv7", SCAN, REFERENCE, XLA, PALLAS)
+# Chunked forms are parallel within a chunk, recurrent ones go token by token.
+CHUNK = recurrence_op("chunk_rwkv7", RWKV7Inputs, [TRITON, XLA, REFERENCE, PALLAS], rwkv7_checks)
+RECURRENT = recurrence_op(
+    "fused_recurrent_rwkv7", RWKV7Inputs, [SCAN, REFERENCE, XLA, PALLAS], rwkv7_checks
+)
 
 
 @overload
 def chunk_rwkv7(
-    r: Float[Array, "B T H K"],
-    w: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    a: Float[Array, "B T H K"],
-    b: Float[Array, "B T H K"],
-    *,
-    output_final_state: Literal[True],
-    **options: Unpack[ChunkOptions],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
+    r: Tokens, w: Tokens, k: Tokens, v: Values, a: Tokens, b: Tokens, **options: Unpack[ChunkOptionsWithState]
+) -> tuple[Values, State]: ...
 @overload
 def chunk_rwkv7(
-    r: Float[Array, "B T H K"],
-    w: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    a: Float[Array, "B T H K"],
-    b: Float[Array, "B T H K"],
-    *,
-    output_final_state: bool = False,
-    **options: Unpack[ChunkOptions],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
+    r: Tokens, w: Tokens, k: Tokens, v: Values, a: Tokens, b: Tokens, **options: Unpack[ChunkOptions]
+) -> tuple[Values, State | None]: ...
 def chunk_rwkv7(
     r: Float[Array, "B T H K"],
     w: Float[Array, "B T H K"],
@@ -134,9 +106,9 @@ def chunk_rwkv7(
     implementation: str | None = None,
     sequence_axis: str | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
-    r"""RWKV-7 (generalised delta rule), parallel within chunks of tokens.
+    """RWKV-7 (generalised delta rule), parallel within chunks of tokens.
 
-    Per batch row and head, with the state S [K, V] in float32::
+    Per sequence and head, with the state S [K, V] in float32::
 
         S_t = diag(exp(w_t)) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T
         o_t = scale * S_t^T r_t
@@ -144,15 +116,10 @@ def chunk_rwkv7(
     The RWKV-7 layer passes ``a = -kk`` and ``b = kk * gate`` with ``|kk| = 1``; a and b drawn at random make
     the exact recurrence explode.
 
-    Differentiable in reverse mode in every array, the initial state included, from the cotangents of ``o``
-    and of the final state. Plain JAX implementations have second derivatives, kernels do not. Forward mode
-    (``jax.jvp``, ``jax.linearize``) of the op itself raises a TypeError. Devices may split batch and heads
-    (B, H), in every sharding mode and without communication, and the tokens, T, with one gather of two small
-    matrices a head, forward and backward (``sequence_axis``). K and V must be whole: XLA gathers them on
-    automatic axes, explicit ones are refused.
-
-    In float32, outputs and gradients agree with exact arithmetic to about 1e-6 at every decay; the page
-    Numerics has the range of scales, what each implementation rounds, and how far a NaN travels.
+    Differentiable in reverse mode in every array; plain JAX implementations have second derivatives too.
+    Devices may split B and H without communication, and T with one gather of two small matrices a head
+    (``sequence_axis``); K and V must be whole. The page Numerics has what each implementation rounds and how
+    far a NaN travels.
 
     Args:
         r: receptance (query) [B, T, H, K]; float16, bfloat16, float32 or float64, as for all inputs, which
@@ -163,45 +130,37 @@ def chunk_rwkv7(
         v: value [B, T, H, V].
         a: direction that is read from the old state [B, T, H, K].
         b: direction that it is written to [B, T, H, K].
-        scale: Python number, factor on the output; 1 in every form.
+        scale: Python number, factor on the output.
         initial_state: [B, H, K, V] ([N, H, K, V] with cu_seqlens), zeros if None. Cast to float32 (float64 if
             any input is).
         output_final_state: whether to return the last state.
         segment_ids: [B, T] integers. The state restarts from zero wherever the id changes; ``initial_state``
-            belongs to each row's first segment and the final state is the last segment's.
+            belongs to each sequence's first segment and the final state is the last segment's.
         cu_seqlens: [N + 1] integers from 0 to T, FLA's packed form: B = 1 and sequence n is tokens
             ``cu_seqlens[n]:cu_seqlens[n + 1]``, possibly none.
-        chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's own choice.
-            The Triton kernels take 16 whatever is asked.
-        lower_bound: a promise that ``w >= lower_bound`` everywhere (RWKV-7's layer: -0.61). An implementation
-            may be faster for it and gives the same result; a broken promise gives undefined results outside
-            `fla_jax.checked`.
+        chunk_size: tokens per chunk, a power of two from 1 to 256; None for the implementation's choice. The
+            Triton kernels always take 16.
+        lower_bound: a promise that ``w >= lower_bound`` everywhere (RWKV-7's layer: -0.61), which may be
+            faster. A broken promise gives undefined results outside `fla_jax.checked`.
         implementation: None for the best that qualifies, or by name. On any platform: ``"reference"`` (token
             by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX). On NVIDIA GPUs of compute capability
-            8.0 and up, not for float64, and the defaults there: ``"triton"`` (chunked), its products with
-            bfloat16 operands where r, v, k, a, b all have 16 bits, else float32 ones (in TF32 parts, four to
-            seven times slower); of `fused_recurrent_rwkv7` token by token in float32 (where all inputs have
-            16 bits and K is at most 128, the gradients of r, w, k, a, b by chunks in float32). ``"pallas"``
-            is the same token by token, on a lowering that JAX has deprecated. Inside `jax.jit`, None goes by
-            JAX's default device, not by where the arrays will be.
-        sequence_axis: the mesh axis whose devices share the tokens of each row, T being split evenly between
-            them; None for whole rows. Inside `jax.shard_map` it must be named: arrays are then those of one
-            device, and without it every device starts from ``initial_state``, silently. In `jax.jit` on a
-            mesh with explicit axes the arrays' types say it; on any other mesh, name it. States are those of
-            whole rows on every device. Not with cu_seqlens.
+            8.0 and up, not for float64: ``"triton"`` (chunked, fastest where all inputs but w have 16 bits;
+            of `fused_recurrent_rwkv7` token by token) and ``"pallas"`` (token by token, on a lowering that
+            JAX has deprecated). Inside `jax.jit`, None goes by JAX's default device.
+        sequence_axis: the mesh axis that splits T evenly over devices; None for whole sequences. Required
+            inside `jax.shard_map`, where every device would otherwise start from ``initial_state``, and on
+            meshes without explicit axes. States are those of whole sequences. Not with cu_seqlens.
 
     Returns:
-        ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state`` in float32
-        (float64), or None unless asked for. With T = 0 or B = 0, o is empty and the final state is the
-        initial one.
+        ``(o, final_state)``: o [B, T, H, V] in v's dtype; the final state like ``initial_state``, or None
+        unless asked for. With T = 0 or B = 0, o is empty and the final state is the initial one.
 
     Raises:
         ValueError: a shape or a value does not fit, or ``implementation`` is unknown or cannot run here.
-        TypeError: a dtype does not fit.
+        TypeError: a dtype does not fit, or the call is differentiated in forward mode.
 
     Source: Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution", 2025, eq. of the state
-    update; official code RWKV-LM ``RWKV-v7/rwkv_v7_demo.py`` (there the state is [V, K]); FLA's
-    ``chunk_rwkv7`` for the argument order.
+    update; RWKV-LM ``RWKV-v7/rwkv_v7_demo.py`` (there the state is [V, K]); FLA's argument order.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -212,20 +171,16 @@ def chunk_rwkv7(
         >>> o.shape, state.shape
         ((1, 32, 2, 16), (1, 2, 16, 16))
     """
+    arrays = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
     x, config = checked_inputs(
         RWKV7Inputs,
-        r=r,
-        w=w,
-        k=k,
-        v=v,
-        a=a,
-        b=b,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        chunk_size=chunk_size,
-        lower_bound=lower_bound,
+        arrays,
+        initial_state,
+        segment_ids,
+        cu_seqlens,
+        scale,
+        chunk_size,
+        lower_bound,
         warn_layout=True,
     )
     o, final_state = CHUNK(x, config, implementation, sequence_axis)
@@ -234,28 +189,12 @@ def chunk_rwkv7(
 
 @overload
 def fused_recurrent_rwkv7(
-    r: Float[Array, "B T H K"],
-    w: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    a: Float[Array, "B T H K"],
-    b: Float[Array, "B T H K"],
-    *,
-    output_final_state: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]: ...
+    r: Tokens, w: Tokens, k: Tokens, v: Values, a: Tokens, b: Tokens, **options: Unpack[OptionsWithState]
+) -> tuple[Values, State]: ...
 @overload
 def fused_recurrent_rwkv7(
-    r: Float[Array, "B T H K"],
-    w: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    a: Float[Array, "B T H K"],
-    b: Float[Array, "B T H K"],
-    *,
-    output_final_state: bool = False,
-    **options: Unpack[Options],
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]: ...
+    r: Tokens, w: Tokens, k: Tokens, v: Values, a: Tokens, b: Tokens, **options: Unpack[Options]
+) -> tuple[Values, State | None]: ...
 def fused_recurrent_rwkv7(
     r: Float[Array, "B T H K"],
     w: Float[Array, "B T H K"],
@@ -289,18 +228,7 @@ def fused_recurrent_rwkv7(
         >>> o.shape, state.shape
         ((1, 1, 2, 16), (1, 2, 16, 16))
     """
-    x, config = checked_inputs(
-        RWKV7Inputs,
-        r=r,
-        w=w,
-        k=k,
-        v=v,
-        a=a,
-        b=b,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-    )
+    arrays = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
+    x, config = checked_inputs(RWKV7Inputs, arrays, initial_state, segment_ids, cu_seqlens, scale)
     o, final_state = RECURRENT(x, config, implementation, sequence_axis)
     return o, final_state if output_final_state else None

@@ -1,4 +1,4 @@
-"""The pieces that layers.py times: their inputs, their calls, and the bytes that they must move."""
+"""The layer operations that layers.py times: their inputs, their calls, and the bytes that they must move."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD, VOCABULARY = 64, 32000
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class LayerOp:
     """One use of a fused op by a layer.
 
     Attributes:
@@ -61,8 +61,8 @@ def named(names: tuple[str, ...], shape: tuple[int, ...], dtype: str | None) -> 
 
 
 def mixes(
-    name: str, M: int, moved: tuple[float, float], norm: bool = True, moves: bool = False, h: bool = False
-) -> Piece:
+    name: str, M: int, moved: tuple[float, float], norm: bool = True, mix_delta: bool = False, h: bool = False
+) -> LayerOp:
     """Norm, token shift and M mixes; ``h``: also returns the normalised tokens."""
 
     def inputs(shape: Shape) -> Inputs:
@@ -71,7 +71,7 @@ def mixes(
         made |= named(tuple(f"mu{n}" for n in range(M)), (C,), "float32")
         if norm:
             made |= {"y": ((B, T, C), None), **named(("scale", "bias"), (C,), "float32")}
-        return made | ({"moves": ((M, B, T, C), None)} if moves else {})
+        return made | ({"mix_delta": ((M, B, T, C), None)} if mix_delta else {})
 
     def call(inputs: dict[str, Any], implementation: str | None) -> Any:
         from fla_jax.ops.layer import norm_shift_mix
@@ -81,7 +81,7 @@ def mixes(
         return norm_shift_mix(**rest, mixes=by, normalised=h, implementation=implementation)
 
     peer, twice = "mixes_and_tokens" if h else "mixes", ("y",) if norm else ()
-    return Piece("norm_shift_mix", name, inputs, call, arrays(*moved), peer, twice=twice)
+    return LayerOp("norm_shift_mix", name, inputs, call, arrays(*moved), peer, twice=twice)
 
 
 def heads_of(shape: Shape) -> tuple[int, int, int, int]:
@@ -89,10 +89,8 @@ def heads_of(shape: Shape) -> tuple[int, int, int, int]:
     return B, T, max(1, C // HEAD), min(C, HEAD)
 
 
-def keys(name: str, traced: bool) -> Piece:
-    """RWKV-7's keys. ``traced``: only the device knows whether there is a value residual, as in a scan over
-    layers, and v_first is written again.
-    """
+def keys(name: str, traced: bool) -> LayerOp:
+    """RWKV-7's keys. ``traced``: only the device knows the layer, as in a scan; v_first is written again."""
 
     def inputs(shape: Shape) -> Inputs:
         tokens = heads_of(shape)
@@ -110,10 +108,10 @@ def keys(name: str, traced: bool) -> Piece:
     results = 6 if traced else 5
     # backward: six arrays read, the cotangents of all eight results, six gradients
     moved, written = arrays(6 + results, 20), lambda made: made[:results]
-    return Piece("rwkv7_keys", name, inputs, call, moved, "keys", written)
+    return LayerOp("rwkv7_keys", name, inputs, call, moved, "keys", written)
 
 
-def readout(version: int) -> Piece:
+def readout(version: int) -> LayerOp:
     """Group norm, RWKV-7's bonus, and the gate: arrays read and one written, then again with gradients."""
     names = ("o", "r", "k", "v", "gate") if version == 7 else ("o", "gate")
     vectors = ("scale", "bias", "r_k") if version == 7 else ("scale", "bias")
@@ -129,7 +127,7 @@ def readout(version: int) -> Piece:
         return op(**inputs, implementation=implementation)
 
     name, moved = f"rwkv{version} attention", arrays(len(names) + 1, 2 * len(names) + 1)
-    return Piece(f"rwkv{version}_readout", name, inputs, call, moved, f"readout{version}")
+    return LayerOp(f"rwkv{version}_readout", name, inputs, call, moved, f"readout{version}")
 
 
 def head_inputs(shape: Shape) -> Inputs:
@@ -161,17 +159,17 @@ def head_flops(shape: Shape) -> dict[str, float]:
 
 
 # Norm, shift and mixes move: x, y, x + y, the mixed arrays and their cotangents, dx (= dy), once each.
-PIECES = [
+LAYER_OPS = [
     mixes("rwkv7 attention", 6, (9, 9)),
     mixes("rwkv7 feed-forward", 1, (4, 4)),
     mixes("rwkv6 feed-forward", 2, (5, 5)),
     mixes("rwkv6 attention, one", 1, (5, 5), h=True),
-    mixes("rwkv6 attention, five", 5, (11, 17), norm=False, moves=True),
+    mixes("rwkv6 attention, five", 5, (11, 17), norm=False, mix_delta=True),
     keys("rwkv7 attention", traced=False),
     keys("rwkv7 attention, layers scanned", traced=True),
     readout(7),
     readout(6),
-    Piece(
+    LayerOp(
         "chunked_cross_entropy",
         f"head and loss, {VOCABULARY} tokens",
         head_inputs,
@@ -184,5 +182,5 @@ PIECES = [
 ]
 
 
-def piece_of(label: str) -> Piece:
-    return next(piece for piece in PIECES if piece.label == label)
+def layer_op_of(label: str) -> LayerOp:
+    return next(layer_op for layer_op in LAYER_OPS if layer_op.label == label)

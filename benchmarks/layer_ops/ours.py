@@ -1,4 +1,4 @@
-"""Times of this library's pieces, compiled by JAX."""
+"""Times of this library's layer operations, compiled by JAX."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from typing import Any
 
 from timing import jax_ms
 
-from pieces.piece import VOCABULARY, Piece, Shape
+from layer_ops.layer_op import VOCABULARY, LayerOp, Shape
 
-# Calls of a piece in the program that is timed, each on its own inputs, as the layers of a model call it. In
-# a program of one call, an eighth of the time is the start of the program. The head's products take
-# milliseconds.
+# Calls in the program that is timed, each on its own inputs: in a program of one call, an eighth of the time
+# is the start of the program. The head's products take milliseconds.
 CALLS = 4
 
 
-def draw(piece: Piece, shape: Shape, dtype: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+def draw(layer_op: LayerOp, shape: Shape, dtype: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     """(inputs with a gradient, inputs without), by name."""
     import jax
     import jax.numpy as jnp
 
     keys = iter(jax.random.split(jax.random.key(seed), 64))
     floats, rest = {}, {}
-    for name, (size, wanted) in piece.inputs(shape).items():
+    for name, (size, wanted) in layer_op.inputs(shape).items():
         if wanted == "bool":
             rest[name] = jnp.ones(size, bool)
         elif wanted == "int32":
@@ -32,28 +31,32 @@ def draw(piece: Piece, shape: Shape, dtype: str, seed: int = 0) -> tuple[dict[st
     return floats, rest
 
 
-def num_calls(piece: Piece) -> int:
-    return CALLS if piece.flops is None else 1
+def num_calls(layer_op: LayerOp) -> int:
+    return CALLS if layer_op.flops is None else 1
 
 
 def programs(
-    piece: Piece, shape: Shape, dtype: str, implementation: str | None, passes: tuple[str, ...] | None = None
+    layer_op: LayerOp,
+    shape: Shape,
+    dtype: str,
+    implementation: str | None,
+    passes: tuple[str, ...] | None = None,
 ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """A compiled program of `num_calls` calls and its arguments, for each pass."""
     import jax
 
-    sets = [draw(piece, shape, dtype, seed) for seed in range(num_calls(piece))]
-    call = functools.partial(piece.call, implementation=implementation)
+    sets = [draw(layer_op, shape, dtype, seed) for seed in range(num_calls(layer_op))]
+    call = functools.partial(layer_op.call, implementation=implementation)
 
     def forward(floats: Any, rest: Any) -> Any:
-        return piece.written(call(floats | rest))
+        return layer_op.written(call(floats | rest))
 
     def with_pull(floats: Any, rest: Any) -> Any:
         return jax.vjp(lambda floats: call(floats | rest), floats)
 
     def pulled(pull: Any, cotangents: Any) -> Any:
         (gradients,) = pull(cotangents)
-        return {name: gradient for name, gradient in gradients.items() if name not in piece.twice}
+        return {name: gradient for name, gradient in gradients.items() if name not in layer_op.twice}
 
     def both(floats: Any, rest: Any) -> Any:
         return jax.value_and_grad(lambda floats: call(floats | rest))(floats)
@@ -63,7 +66,7 @@ def programs(
         return jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape, a.dtype), results)
 
     made: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    for name in piece.moved(shape, 1):
+    for name in layer_op.moved(shape, 1):
         if passes is not None and name not in passes:
             continue
         function, arguments = {"fwd": forward, "fwd+bwd": both}.get(name, pulled), sets
@@ -78,11 +81,11 @@ def programs(
     return made
 
 
-def call_ms(piece: Piece, compiled: Any, arguments: tuple[Any, ...]) -> float:
+def call_ms(layer_op: LayerOp, compiled: Any, arguments: tuple[Any, ...]) -> float:
     """Milliseconds of one of the calls in a program."""
-    return jax_ms(compiled, *arguments) / num_calls(piece)
+    return jax_ms(compiled, *arguments) / num_calls(layer_op)
 
 
-def milliseconds(piece: Piece, shape: Shape, dtype: str, implementation: str | None) -> dict[str, float]:
-    made = programs(piece, shape, dtype, implementation)
-    return {name: call_ms(piece, *program) for name, program in made.items()}
+def milliseconds(layer_op: LayerOp, shape: Shape, dtype: str, implementation: str | None) -> dict[str, float]:
+    made = programs(layer_op, shape, dtype, implementation)
+    return {name: call_ms(layer_op, *program) for name, program in made.items()}

@@ -1,7 +1,6 @@
-"""Launch options of the pieces' Triton kernels, tried one by one: ``python benchmarks/layers.py --sweep``.
+"""Launch options of layer operations, tried one by one: ``python benchmarks/layers.py --sweep``.
 
-Host code has tables of launches by pass and size. An entry is replaced, the piece compiled and timed, and the
-table restored. Copy the fastest launch into the table.
+An entry of a launch table is replaced, the operation timed, and the table restored.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from pieces.ours import call_ms, programs
-from pieces.piece import Piece, Shape
+from layer_ops.layer_op import LayerOp, Shape
+from layer_ops.ours import call_ms, programs
 
 
 class Option(NamedTuple):
@@ -22,22 +21,23 @@ class Option(NamedTuple):
     entries: tuple[tuple[dict[Any, Any], Any, Any], ...]
 
 
-def options(piece: Piece, shape: Shape, passes: str, quick: bool) -> list[Option]:
-    """The launches to try for a pass; none if the piece has no kernels."""
-    if piece.op == "norm_shift_mix":
-        return _mixes(piece, shape, passes, quick)
-    if piece.op in ("rwkv7_keys", "rwkv7_readout", "rwkv6_readout"):
-        return _heads(piece, shape, passes, quick)
+def options(layer_op: LayerOp, shape: Shape, passes: str, quick: bool) -> list[Option]:
+    """The launches to try for a pass; none if the layer operation has no kernels."""
+    if layer_op.op == "norm_shift_mix":
+        return _mixes(layer_op, shape, passes, quick)
+    if layer_op.op in ("rwkv7_keys", "rwkv7_readout", "rwkv6_readout"):
+        return _heads(layer_op, shape, passes, quick)
     return []
 
 
-def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]:
+def _mixes(layer_op: LayerOp, shape: Shape, kernel: str, quick: bool) -> list[Option]:
     """Whole tokens, if registers may be enough for them, and tiles of channels."""
     from fla_jax.pallas.layer import norm_shift_mix_variants as mix
 
-    M, padded = sum(name.startswith("mu") for name in piece.inputs(shape)), 1 << (shape[2] - 1).bit_length()
+    inputs, padded = layer_op.inputs(shape), 1 << (shape[2] - 1).bit_length()
+    M = sum(name.startswith("mu") for name in inputs)
     few = "few" if M <= 2 else "many"
-    norm = "scale" in piece.inputs(shape)  # without it nothing is summed over channels
+    norm = "scale" in inputs  # without it nothing is summed over channels
     blocks, stages, tokens = ((64,), (2,), (1,)) if quick else ((8, 32, 128), (1, 3), (1, 2, 4))
     # equally many warps in all, whatever the token block
     rests = [
@@ -62,12 +62,12 @@ def _mixes(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]
     return found
 
 
-def _heads(piece: Piece, shape: Shape, kernel: str, quick: bool) -> list[Option]:
+def _heads(layer_op: LayerOp, shape: Shape, kernel: str, quick: bool) -> list[Option]:
     """Tokens and heads of a tile, warps, stages, programs; for heads of 64 channels."""
     from fla_jax.pallas.common.headwise_host import HeadwiseLaunch
     from fla_jax.pallas.layer import keys_host, readout_host
 
-    table = (keys_host if piece.op == "rwkv7_keys" else readout_host).LAUNCHES
+    table = (keys_host if layer_op.op == "rwkv7_keys" else readout_host).LAUNCHES
     tiles = [(4, 1, 4), (8, 1, 4), (16, 1, 4), (32, 1, 4), (8, 2, 4), (16, 1, 8), (8, 1, 2)]
     stages, programs = ((2,), (2112,)) if quick else ((1, 2, 3), (1056, 2112, 4224))
     made = [
@@ -97,22 +97,20 @@ def taken(option: Option) -> Iterator[None]:
         jax.clear_caches()
 
 
-def sweep(piece: Piece, shape: Shape, dtype: str, copied: float, quick: bool) -> None:
-    """Prints milliseconds and the share of a copy's rate of every launch, first the one in the table, then by
-    time.
-    """
+def sweep(layer_op: LayerOp, shape: Shape, dtype: str, copied: float, quick: bool) -> None:
+    """Prints milliseconds and the share of a copy of every launch: the one in the table, then by time."""
     import jax
 
-    moved = piece.moved(shape, jax.numpy.dtype(dtype).itemsize)
+    moved = layer_op.moved(shape, jax.numpy.dtype(dtype).itemsize)
     for passes in (name for name in moved if name in ("fwd", "bwd")):
         usual, found = Option("as it is", ()), []
-        for option in [usual, *options(piece, shape, passes, quick)]:
+        for option in [usual, *options(layer_op, shape, passes, quick)]:
             try:
                 with taken(option):
-                    compiled, arguments = programs(piece, shape, dtype, "triton", (passes,))[passes]
-                    found.append((call_ms(piece, compiled, arguments), option.name))
+                    compiled, arguments = programs(layer_op, shape, dtype, "triton", (passes,))[passes]
+                    found.append((call_ms(layer_op, compiled, arguments), option.name))
             except Exception as error:  # a launch that does not fit the device
                 print(f"{option.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        print(f"\n{piece.label} {'x'.join(map(str, shape))} {passes}")
+        print(f"\n{layer_op.label} {'x'.join(map(str, shape))} {passes}")
         for ms, name in found[:1] + sorted(found[1:]):
             print(f"  {ms:.4f} ms  {moved[passes] / ms / 1e6 / copied:.2f} of copy  {name}", flush=True)

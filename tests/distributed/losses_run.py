@@ -1,4 +1,4 @@
-"""Losses and accumulated gradients on eight fake devices, and the same on one: for test_sharded_losses.py."""
+"""Losses and accumulated gradients on eight fake devices, and the same on one: for test_on_devices.py."""
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from fla_jax.parallel import TrainStep, make_mesh
 from fla_jax.training import chunked_cross_entropy, chunked_loss, next_token_loss, truncated_value_and_grad
-
-
-def largest(got, want):
-    return max(jax.tree.leaves(jax.tree.map(small.error, jax.device_get(got), jax.device_get(want))))
 
 
 def cross_entropy(hidden, kernel, labels):
@@ -35,7 +31,7 @@ def over_the_batch():
         with jax.set_mesh(mesh):
             specs = P("data"), P(), P("data")
             got = run(*(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)))
-        found[kind.name] = largest(got, want), got[1][0].sharding.spec
+        found[kind.name] = small.largest_error(got, want), got[1][0].sharding.spec
     return found
 
 
@@ -57,15 +53,15 @@ def in_shard_map():
     groups = lambda p, t: (truncated(p, t)[0][0], truncated(p, t)[1])
     gradients = lambda fn, *argnums: jax.jit(jax.value_and_grad(fn, argnums))
     return {
-        "chunked_cross_entropy": largest(
+        "chunked_cross_entropy": small.largest_error(
             gradients(split(head(mean), P("data"), P(), P("data")), 0, 1)(hidden, kernel, labels),
             gradients(head(none), 0, 1)(hidden, kernel, labels),
         ),
-        "chunked_loss": largest(
+        "chunked_loss": small.largest_error(
             gradients(split(long(mean), P(), P("data")), 0)(params, tokens),
             gradients(long(none), 0)(params, tokens),
         ),
-        "truncated_value_and_grad": largest(
+        "truncated_value_and_grad": small.largest_error(
             split(lambda p, t: jax.tree.map(mean, groups(p, t)), P(), P("data"))(params, tokens),
             jax.jit(groups)(params, tokens),
         ),
@@ -89,7 +85,7 @@ def accumulated():
         state, got = step(first, step.shard(batch))
         after = jax.tree.map(jnp.subtract, params, grads)
         assert jax.tree.map(lambda x: x.sharding, state.params) == step.shardings.params
-        found[name] = largest((got, evaluated, state.params), (value, value, after))
+        found[name] = small.largest_error((got, evaluated, state.params), (value, value, after))
     return found
 
 

@@ -1,8 +1,4 @@
-"""Decoding with weights shared by two devices: for test_sharded_decoding.py.
-
-Heads and hidden channels lie on both devices, as the parameters' logical axes say. Tokens and states must be
-those of one device.
-"""
+"""Decoding with weights on two devices, split by their logical axes. For test_on_devices.py."""
 
 from __future__ import annotations
 
@@ -24,9 +20,7 @@ RULES = (
 
 
 def report(version: int) -> dict:
-    """Greedy tokens of requests of different lengths on one device, and on two with and without slots; the
-    largest difference of the states; the implementation chosen and the refusal of another.
-    """
+    """Greedy tokens on one device, on two, and in slots; error of the state; implementation; a refusal."""
     model = small.model(version, hidden_size=64, num_layers=2, logical_axes=True)
     boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -46,7 +40,7 @@ def report(version: int) -> dict:
         refused = str(error)
     return {
         "tokens": [[request.tolist() for request in one.tokens] for one in (want, got, slots)],
-        "state": max(jax.tree.leaves(jax.tree.map(small.error, got.state, want.state))),
+        "state": small.largest_error(got.state, want.state),
         "implementation": Decoder(model, shared).implementation,
         "refused": refused,
     }
