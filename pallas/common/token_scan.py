@@ -200,4 +200,3 @@ def save_state(states, S, interval, first, axes, c: tl.constexpr):
         head = (interval * c.H + tl.program_id(1)) * (c.K * c.V)
         at = value * c.K + key if c.value_major else key * c.V + value
         store_tokens(states[0] + head, at, S, mask, c.unmasked)
-

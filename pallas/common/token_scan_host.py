@@ -65,7 +65,8 @@ def plan_scan(ctx: Context[Any, RecurrenceConfig], x: Any, interval: int) -> Sca
     B, T, H, K = x.r.shape
     V, P = x.v.shape[-1], tile(K) // 16
     BV = min(tile(V), 32, TILE // (16 * P))
-    restarts, packed = None, {}
+    restarts: jax.Array | None = None
+    packed: dict[str, jax.Array] = {}
     if x.segment_ids is not None:
         changes = x.segment_ids[:, 1:] != x.segment_ids[:, :-1]
         restarts = jnp.pad(changes.astype(jnp.int32), ((0, 0), (1, 0)))
@@ -81,9 +82,7 @@ def plan_scan(ctx: Context[Any, RecurrenceConfig], x: Any, interval: int) -> Sca
             first_intervals=jnp.pad(ends, (1, 0)).astype(jnp.int32),
             sequences=jnp.minimum(sequences, N - 1).astype(jnp.int32),
         )
-    index = TokenIndex(
-        restarts, *(packed.get(name) for name in ("cu_seqlens", "first_intervals", "sequences")), T=T
-    )
+    index = TokenIndex(restarts, None, None, None, T)._replace(**packed)
     config = ScanConfig(
         H=H,
         K=K,

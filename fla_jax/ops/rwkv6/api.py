@@ -81,9 +81,7 @@ PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, op
 
 # Chunked forms are parallel within a chunk, recurrent ones go token by token.
 CHUNK = recurrence_op("chunk_rwkv6", RWKV6Inputs, [TRITON, XLA, REFERENCE, PALLAS], rwkv6_checks)
-RECURRENT = recurrence_op(
-    "fused_recurrent_rwkv6", RWKV6Inputs, [SCAN, REFERENCE, XLA, PALLAS], rwkv6_checks
-)
+RECURRENT = recurrence_op("fused_recurrent_rwkv6", RWKV6Inputs, [SCAN, REFERENCE, XLA, PALLAS], rwkv6_checks)
 
 
 @overload

@@ -75,9 +75,7 @@ PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, op
 
 # Chunked forms are parallel within a chunk, recurrent ones go token by token.
 CHUNK = recurrence_op("chunk_rwkv7", RWKV7Inputs, [TRITON, XLA, REFERENCE, PALLAS], rwkv7_checks)
-RECURRENT = recurrence_op(
-    "fused_recurrent_rwkv7", RWKV7Inputs, [SCAN, REFERENCE, XLA, PALLAS], rwkv7_checks
-)
+RECURRENT = recurrence_op("fused_recurrent_rwkv7", RWKV7Inputs, [SCAN, REFERENCE, XLA, PALLAS], rwkv7_checks)
 
 
 @overload
