@@ -21,7 +21,7 @@ from .token_pairs import (
 from .token_scan_host import ScanPlan
 
 KEYS = 32  # of a program of the gradients, in one warp
-STATE_KEYS, VALUES = 64, 32  # of a state at a time
+STATE_KEYS, VALUES = 32, 64  # of a state at a time
 PAIR_LAUNCH, STATE_LAUNCH, SCORES_LAUNCH = Launch(num_warps=1), Launch(num_warps=2), Launch(num_warps=1)
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..backend.types import Tensor
+from ..common.decay import token_decay
 from ..common.token_pairs import (
     load_lines,
     pair_axes,
@@ -98,7 +99,7 @@ def rwkv6_pair_grads_kernel(x, index, grads, c: tl.constexpr):
         dk += token.r[None, :] * scores * E
         dk += after * own_k[None, :]
         k_before += after * token.k[None, :]
-        E = E * tl.exp(token.decay)[None, :] + after
+        E = E * token_decay(token.decay)[None, :] + after
         token = next_token
     to_end = writes_to_end(x.writes.first, axes, c)
     product = tl.load(x.writes.product + axes.entry * c.K + axes.key, mask=axes.has_key, other=0.0)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..backend.types import Tensor
+from ..common.decay import token_decay
 from ..common.token_scan import (
     edge_state,
     edge_token,
@@ -88,7 +89,7 @@ def converted(token, c: tl.constexpr):
     return Token(
         token.read.to(tl.float32) * c.y_scale,
         token.write.to(tl.float32) * c.x_scale,
-        tl.exp(token.decay.to(tl.float32)),
+        token_decay(token.decay.to(tl.float32)),
         token.x.to(tl.float32),
     )
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..backend.types import Tensor
+from ..common.decay import token_decay
 from ..common.token_pairs import (
     load_lines,
     pair_axes,
@@ -93,7 +94,7 @@ def rwkv7_pair_grads_kernel(x, index, grads, c: tl.constexpr):
     token = load_token(x, 0, axes, c)
     for t in range(0, c.interval):
         next_token = load_token(x, tl.minimum(t + 1, c.interval - 1), axes, c)
-        decay = tl.exp(token.decay)
+        decay = token_decay(token.decay)
         rk, rb = token.score_rk[:, None], token.score_rb[:, None]
         ak, ab = token.score_ak[:, None], token.score_ab[:, None]
         after = token.lines.after[:, None]

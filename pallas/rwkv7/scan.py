@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..backend.types import Tensor
+from ..common.decay import token_decay
 from ..common.token_scan import (
     edge_state,
     edge_token,
@@ -95,7 +96,7 @@ def converted(token):
     return Token(
         token.first.to(tl.float32),
         token.second.to(tl.float32),
-        tl.exp(token.decay.to(tl.float32)),
+        token_decay(token.decay.to(tl.float32)),
         token.write.to(tl.float32),
         token.read.to(tl.float32),
         token.x.to(tl.float32),

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..backend.types import Tensor
+from ..common.decay import token_decay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def rwkv7_token_kernel(x, out, c: tl.constexpr):
     a = tl.load(x.a + k_at, mask=has_key, other=0.0).to(tl.float32)[:, None]
     b = tl.load(x.b + k_at, mask=has_key, other=0.0).to(tl.float32)[:, None]
     v = tl.load(x.v + head * c.V + value, mask=has_value, other=0.0).to(tl.float32)[None, :]
-    S = S * tl.exp(w) + (b * tl.sum(S * a, 0)[None, :] + k * v)
+    S = S * token_decay(w) + (b * tl.sum(S * a, 0)[None, :] + k * v)
     tl.store(x.initial_state + at, S, mask=mask)
     o = tl.sum(S * r, 0) * c.scale
     tl.store(out.o + head * c.V + value, o.to(out.o.dtype.element_ty), mask=has_value)
