@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from .chunk import C
-from .sums import extended
 
 
 @triton.jit
@@ -49,24 +48,15 @@ def state_offset(index, split, n, token, num_buffers: tl.constexpr, c: tl.conste
 
 
 @triton.jit
-def fp32_state_pointers(arrays, value, key, c: tl.constexpr):
-    """Pointers to a float32 state in the memory of a chunk's tokens in ``V / 8`` token-shaped arrays of 16
-    bits, relative to half the offset of the chunk in them.
-
-    Two tokens of an array hold one value, and a token's keys 8 i to 8 i + 7 the first or the last four of
-    the same keys: a block of keys lies where its gradients will.
-    """
-    array = arrays[0].to(tl.pointer_type(tl.float32), bitcast=True)
-    for i in tl.static_range(1, len(arrays)):
-        array = tl.where(value // 8 == i, arrays[i].to(tl.pointer_type(tl.float32), bitcast=True), array)
-    token = value % 8 * 2 + key // 4 % 2
-    return array + token * (c.H * c.K // 2) + (key // 8 * 4 + key % 4)
-
-
-@triton.jit
 def aliased_gradients(states, gradients, c: tl.constexpr):
-    """Pointers for ``gradients``: the first ``num_aliased`` of them overwrite the states."""
-    found = ()
-    for i in tl.static_range(len(gradients)):
-        found = extended(found, states[i] if i < c.num_aliased else gradients[i])
-    return found
+    """Pointers for four gradients: the first ``num_aliased`` of them overwrite the states."""
+    first, second, third, fourth = gradients
+    if c.num_aliased > 0:
+        first = states[0]
+    if c.num_aliased > 1:
+        second = states[1]
+    if c.num_aliased > 2:
+        third = states[2]
+    if c.num_aliased > 3:
+        fourth = states[3]
+    return first, second, third, fourth

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from ..backend.types import Tensor
-from .state_buffers import fp32_state_pointers
 from .token_tiles import load_tokens, store_tokens
 
 
@@ -35,7 +34,6 @@ class ScanConfig:
         reverse: whether the scan goes from the last token to the first.
         segments: whether a sequence has segments, at whose first token the state restarts.
         packed: whether sequences are packed along T.
-        num_buffers: token-shaped arrays that hold saved states (`fp32_state_pointers`); 0 for one array.
         value_major: whether saved states are [V, K].
         x_scale: factor of what is written.
         y_scale: factor of what is read.
@@ -52,7 +50,6 @@ class ScanConfig:
     reverse: bool
     segments: bool
     packed: bool
-    num_buffers: int
     value_major: bool
     x_scale: float
     y_scale: float
@@ -189,14 +186,10 @@ def edge_state(ptr, axes, c: tl.constexpr):
 
 
 @triton.jit
-def save_state(states, S, interval, first, axes, c: tl.constexpr):
-    """Saves the state at an end of ``interval``, whose first token is ``first``."""
+def save_state(states, S, interval, axes, c: tl.constexpr):
+    """Saves the state at an end of ``interval``."""
     key, value = axes.key[None, :, :], axes.value[:, None, None]
     mask = axes.has_key[None, :, :] & axes.has_value[:, None, None]
-    if c.num_buffers > 0:
-        at = (first * c.H + tl.program_id(1)) * (c.K // 2)
-        store_tokens(fp32_state_pointers(states, value, key, c), at, S, mask, c.unmasked)
-    else:
-        head = (interval * c.H + tl.program_id(1)) * (c.K * c.V)
-        at = value * c.K + key if c.value_major else key * c.V + value
-        store_tokens(states[0] + head, at, S, mask, c.unmasked)
+    head = (interval * c.H + tl.program_id(1)) * (c.K * c.V)
+    at = value * c.K + key if c.value_major else key * c.V + value
+    store_tokens(states + head, at, S, mask, c.unmasked)

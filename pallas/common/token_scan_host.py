@@ -95,7 +95,6 @@ def plan_scan(ctx: Context[Any, RecurrenceConfig], x: Any, interval: int) -> Sca
         reverse=False,
         segments=restarts is not None,
         packed=bool(packed),
-        num_buffers=0,
         value_major=False,
         x_scale=1.0,
         y_scale=ctx.settings.scale,

@@ -32,7 +32,7 @@ def _scan(plan: ScanPlan, x: ScanInputs, y: jax.Array, save: bool) -> ScanOutput
         rwkv6_scan_kernel,
         x,
         plan.index,
-        out=ScanOutputs(like(y), like(x.start), (states,) if save else None),
+        out=ScanOutputs(like(y), like(x.start), states if save else None),
         config=c,
         grid=plan.grid,
         launch=SCAN_LAUNCH,
@@ -45,7 +45,7 @@ def fwd(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs) -> tuple[Ou
     start = plan.edge(x.initial_state)
     made = _scan(plan, ScanInputs(x.r, x.k, x.w, x.v, x.u, start), x.v, ctx.save_residuals)
     outputs = Outputs(made.y, plan.from_edge(made.end))
-    return outputs, {"states": made.states[0]} if ctx.save_residuals else {}
+    return outputs, {"states": made.states} if ctx.save_residuals else {}
 
 
 def bwd(
@@ -59,7 +59,7 @@ def bwd(
     plan = plan_scan(ctx, x, INTERVAL)
     scan = ScanInputs(x.k, x.r, x.w, do, x.u, plan.edge(cotangents.final_state))
     made = _scan(plan.backward(), scan, x.v, save=True)
-    sums = sum_over_values(plan, TokenValues(do, None), TokenValues(x.v, None), states, made.states[0], scale)
+    sums = sum_over_values(plan, TokenValues(do, None), TokenValues(x.v, None), states, made.states, scale)
     grads = triton_call(
         rwkv6_pair_grads_kernel,
         PairInputs(x.r, x.w, x.k, x.u, *sums),

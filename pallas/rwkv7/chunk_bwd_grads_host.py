@@ -20,9 +20,6 @@ from .chunk_bwd_split import GradsSaved, rwkv7_bwd_grads_kernel
 from .chunk_tokens import KeyGrads
 from .variants import GRADS_VALUES, from_scans_launch
 
-ALIASED = ("r", "k", "a", "b", "w")  # gradients that may overwrite state gradients, in this order
-ONE_ARRAY = StateBuffers(0, 0, 1, jnp.float32)
-
 
 def bwd_grads(
     plan: ChunkPlan, x: Any, saved: GradsSaved, dstates: StateBuffers, launch: BlockLaunch
@@ -49,28 +46,23 @@ def bwd_grads(
         ),
         grid=(number * num_blocks, H, splits),
         launch=launch.launch,
-        aliases=dstates.aliases("saved.dstates", ALIASED),
+        aliases=dstates.aliases("saved.dstates", ("r", "k", "a", "b")),
     )
 
 
 def bwd_grads_from_scans(
-    ctx: Context[RWKV7Inputs, RecurrenceConfig],
-    x: RWKV7Inputs,
-    saved: GradsSaved,
-    dht: jax.Array,
-    dstates: StateBuffers = ONE_ARRAY,
+    ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs, saved: GradsSaved, dht: jax.Array
 ) -> KeyGrads:
     """Gradients of r, w, k, a and b with float32 operands, from the arrays of the recurrent kernels.
 
     Args:
         ctx: the call.
-        x: its inputs .
+        x: its inputs.
         saved: do in its dtype; v_new = a^T h and da_read = b^T dh of each token; states at the starts and
             state gradients at the ends of chunks, [.., H, V, K]; all but do float32.
         dht: cotangents of the final states, [N, H, K, V].
-        dstates: where state gradients are stored.
     """
     launch = from_scans_launch(ctx.gpu, x.r.shape[-1])
     plan = plan_pass(ctx, x, launch, bf16_dots=False, from_scans=True)
     plan = with_cotangent_scale(plan, x, saved.do, dht)
-    return bwd_grads(plan, x, saved, dstates, launch)
+    return bwd_grads(plan, x, saved, StateBuffers(0, 0, 1, jnp.float32), launch)

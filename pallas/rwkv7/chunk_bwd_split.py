@@ -46,8 +46,7 @@ class GradsSaved(NamedTuple):
     Attributes:
         do, v_new, da_read: [B, T, H, V].
         states: [rows, states, H, V, K], at the starts of chunks or pairs of chunks.
-        dstates: buffers of the gradients at their ends (`state_buffers`), from scans in float32
-            (`fp32_state_pointers`).
+        dstates: buffers of the gradients at their ends (`state_buffers`).
     """
 
     do: Tensor
@@ -295,9 +294,8 @@ def block_gradients(x, saved, index, gate, grads, c: tl.constexpr):
 def rwkv7_bwd_grads_kernel(x, saved, index, grads, c: tl.constexpr):
     """Grid (states times ``num_blocks`` blocks of keys, heads, splits), see `chunks_of_program`."""
     gate = load_gate(index, split_of_program(tl.program_id(0) // c.num_blocks, index, c), c)
-    in_order = (grads.r, grads.k, grads.a, grads.b, grads.w)
-    dr, dk, da, db, dw = aliased_gradients(saved.dstates, in_order, c)
-    grads = KeyGrads(dr, dw, dk, da, db)
+    dr, dk, da, db = aliased_gradients(saved.dstates, (grads.r, grads.k, grads.a, grads.b), c)
+    grads = KeyGrads(dr, grads.w, dk, da, db)
     if has_unsafe_gate(gate, c):
         block_gradients(x, saved, index, gate, grads, c)
     else:

@@ -21,7 +21,7 @@ from ..common.chunk import (
 from ..common.decay import decay_factors
 from ..common.dots import dot
 from ..common.gate import state_scale
-from ..common.state_buffers import fp32_state_pointers, state_offset, state_pointers
+from ..common.state_buffers import state_offset, state_pointers
 from ..common.token_tiles import load_tokens, where_or_zero
 from .chunk_bwd_grads import A_gradients, Masks, TokenTiles, Values, token_gradients
 from .chunk_tokens import chunk_grads, scaled_tokens
@@ -47,13 +47,9 @@ def sums_over_values(x, saved, index, gate, split, n, key_block, pk, pv, c: tl.c
             da_read *= state_scale(gate, c, True)
         both = axes.has_value[:, None] & axes.has_key[None, :]
         h_ = state_pointers((saved.states,), block, axes, 0, c) + state_offset(index, split, n, pk, 0, c)
-        if c.from_scans and c.num_buffers > 0:
-            dh_ = fp32_state_pointers(saved.dstates, axes.value[:, None], axes.key[None, :], c) + pk // 2
-        else:
-            dh_ = state_pointers(saved.dstates, block, axes, c.num_buffers, c)
-            dh_ += state_offset(index, split, n, pk, c.num_buffers, c)
-        h = tl.load(h_, mask=both, other=0.0)
-        dh = tl.load(dh_, mask=both, other=0.0)
+        dh_ = state_pointers(saved.dstates, block, axes, c.num_buffers, c)
+        dh_ += state_offset(index, split, n, pk, c.num_buffers, c)
+        h, dh = tl.load(h_, mask=both, other=0.0), tl.load(dh_, mask=both, other=0.0)
         dA = A_gradients(Values(v, do, v_new, da_read), gate, c)
         qk, qb, ak, ab = qk + dA[0], qb + dA[1], ak + dA[2], ab + dA[3]
         dg_pass += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 0)

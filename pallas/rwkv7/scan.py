@@ -134,7 +134,7 @@ def rwkv7_scan_kernel(x, index, out, c: tl.constexpr):
         n = count - 1 - i if c.reverse else i
         first = n * c.interval
         if out.states is not None:
-            save_state(out.states, S, tokens.interval + n, tokens.first + first, axes, c)
+            save_state(out.states, S, tokens.interval + n, axes, c)
         size = c.interval if c.whole else tl.minimum(c.interval, tokens.length - first)
         for j in range(0, size):
             t = first + (size - 1 - j if c.reverse else j)

@@ -12,14 +12,12 @@ from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ..backend import triton
 from ..backend.triton import Launch, triton_call
-from ..common.chunk_plan import CHUNK
 from ..common.chunk_variants import variant_key
 from ..common.shapes import like, shaped, tile
-from ..common.state_buffers_host import StateBuffers
 from ..common.token_pairs import TokenValues
 from ..common.token_pairs_host import KEYS, PAIR_LAUNCH, pair_config, pair_grid, sum_over_values
 from ..common.token_scan_host import SCAN_LAUNCH, ScanPlan, plan_scan
-from .chunk_bwd_grads_host import ALIASED, ONE_ARRAY, bwd_grads_from_scans
+from .chunk_bwd_grads_host import bwd_grads_from_scans
 from .chunk_bwd_split import GradsSaved
 from .chunk_tokens import KeyGrads
 from .pair_gradients import PairInputs, rwkv7_pair_grads_kernel
@@ -50,35 +48,10 @@ def _by_chunks(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> b
     return key.bf16_dots and x.w.dtype.itemsize == 2 and key.K <= 128 and triton.preferred(ctx)
 
 
-def _state_gradient_buffers(x: RWKV7Inputs) -> StateBuffers:
-    """Where the state gradients of intervals are stored for the chunked form's kernel.
-
-    In the memory of the gradients that the kernel then writes, and of more arrays of their shape
-    (`fp32_state_pointers`).
-    """
-    (_, T, _, K), V, dtype = x.r.shape, x.v.shape[-1], x.r.dtype
-    num_buffers, are_alike = tile(V) // 8, [getattr(x, name).dtype == dtype for name in ALIASED]
-    fits = x.cu_seqlens is None and T % CHUNK == 0 and K % 8 == 0 and V <= 64
-    if not fits or dtype.itemsize != 2 or not all(are_alike[:4]):
-        return ONE_ARRAY
-    return StateBuffers(num_buffers, min(num_buffers, sum(are_alike)), 1, dtype)
-
-
-def _scan(
-    plan: ScanPlan,
-    x: ScanInputs,
-    y: jax.Array,
-    save: bool,
-    value_major: bool,
-    buffers: StateBuffers = ONE_ARRAY,
-) -> ScanOutputs:
+def _scan(plan: ScanPlan, x: ScanInputs, y: jax.Array, save: bool, value_major: bool) -> ScanOutputs:
     """A scan whose outputs are like ``y``."""
-    c = dataclasses.replace(plan.config, value_major=value_major, num_buffers=buffers.num_buffers)
+    c = dataclasses.replace(plan.config, value_major=value_major)
     state = (c.V, c.K) if value_major else (c.K, c.V)
-    if buffers.num_buffers:
-        states = (like(x.w, buffers.dtype),) * buffers.num_buffers
-    else:
-        states = (shaped((*plan.intervals, c.H, *state), jnp.float32),)
     return triton_call(
         rwkv7_scan_kernel,
         x,
@@ -87,7 +60,7 @@ def _scan(
             like(y),
             like(x.start),
             like(y, jnp.float32) if save else None,
-            states if save else None,
+            shaped((*plan.intervals, c.H, *state), jnp.float32) if save else None,
         ),
         config=c,
         grid=plan.grid,
@@ -103,7 +76,7 @@ def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Ou
     scan = ScanInputs(x.a, x.b, x.w, x.k, x.r, x.v, plan.edge(x.initial_state))
     made = _scan(plan, scan, x.v, ctx.save_residuals, _by_chunks(ctx, x))
     outputs = Outputs(made.y, plan.from_edge(made.end))
-    return outputs, {"states": made.states[0], "inner": made.inner} if ctx.save_residuals else {}
+    return outputs, {"states": made.states, "inner": made.inner} if ctx.save_residuals else {}
 
 
 def _one_token(scale: float, x: RWKV7Inputs) -> Outputs:
@@ -133,14 +106,13 @@ def bwd(
     do, states, inner = cotangents.o, residuals["states"], residuals["inner"]
     plan, by_chunks = plan_scan(ctx, x, INTERVAL), _by_chunks(ctx, x)
     scan = ScanInputs(x.b, x.a, x.w, x.r, x.k, do, plan.edge(cotangents.final_state))
-    buffers = _state_gradient_buffers(x) if by_chunks else ONE_ARRAY
-    made = _scan(plan.backward(), scan, x.v, save=True, value_major=by_chunks, buffers=buffers)
+    made = _scan(plan.backward(), scan, x.v, save=True, value_major=by_chunks)
     if by_chunks:
-        saved = GradsSaved(do, inner, made.inner, states, made.states)
-        grads = bwd_grads_from_scans(ctx, x, saved, cotangents.final_state, buffers)
+        saved = GradsSaved(do, inner, made.inner, states, (made.states,))
+        grads = bwd_grads_from_scans(ctx, x, saved, cotangents.final_state)
     else:
         read, written = TokenValues(do, made.inner), TokenValues(x.v, inner)
-        sums = sum_over_values(plan, read, written, states, made.states[0], ctx.settings.scale)
+        sums = sum_over_values(plan, read, written, states, made.states, ctx.settings.scale)
         grads = triton_call(
             rwkv7_pair_grads_kernel,
             PairInputs(x.r, x.w, x.k, x.a, x.b, *sums),
