@@ -132,7 +132,9 @@ def _agreed(interrupted: list[int]) -> int:
 
 
 def export(path: Path, model: Any, params: Any, console: Console) -> None:
-    """Writes the parameters for other programs."""
+    """Writes the parameters: a .pth file for other programs, or a folder, to which every process writes."""
+    if not path.suffix:
+        return save_checkpoint(path, model, params)
     if jax.process_count() > 1:
         params = multihost_utils.process_allgather(params, tiled=True)
     if jax.process_index() == 0:

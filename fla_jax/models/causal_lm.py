@@ -62,8 +62,8 @@ class _Embed(nn.Embed):
 class RWKVForCausalLM(nn.Module):
     """The language model of any family; use `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
 
-    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with
-    ``scan_layers``), ln_out, head/kernel.
+    Parameters: emb/embedding, ln0 (with ``norm_first``), blocks_{i}/{ln1,att,ln2,ffn} (stacked under
+    ``blocks`` with ``scan_layers``), ln_out, head/kernel.
 
     Attributes:
         config: of a class that a row of `FAMILIES` has.
@@ -94,7 +94,8 @@ class RWKVForCausalLM(nn.Module):
             embedding_init=boxed(symmetric_uniform(1e-4), ("vocab", "embed")),
             **dtypes,
         )
-        self.ln0 = _layer_norm(config)
+        if config.norm_first:
+            self.ln0 = _layer_norm(config)
         block: Any = RWKVBlock
         if config.remat or is_sharded():
             policy = remat_policy(dense=config.remat == "dense") if config.remat else save_all_but_unsharded
@@ -163,7 +164,9 @@ class RWKVForCausalLM(nn.Module):
         check_mesh(type(self).__name__, tokens, self.variables, state, segment_ids, lengths)
         # the dtype of the result is that of the zero state, also for a float32 state of a bfloat16 model
         state = jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
-        x = self.ln0(zero_beyond(self.emb(tokens), lengths))
+        x = zero_beyond(self.emb(tokens), lengths)
+        if config.norm_first:
+            x = self.ln0(x)
         if is_explicit():
             state = jax.tree.map(functools.partial(_with_batch_of, tokens), state)
         carry: Carry = (x, self._zero_v_first(x) if family_of(config).carries_v_first else None)

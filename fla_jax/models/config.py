@@ -35,6 +35,7 @@ class RWKVConfig:
             parameters of ``True`` and unrolls the loop: as fast as False, with up to a sixth more memory.
         remat: recompute each block in the backward pass; the forward of the op still runs once
             (`fla_jax.remat_policy`). ``"dense"`` also saves the outputs of the dense projections.
+        norm_first: whether a layer norm, ``ln0``, follows the embedding, as in all official models.
         logical_axes: ``model.init`` returns parameters boxed with logical axis names
             (`flax.linen.LogicallyPartitioned`), otherwise plain arrays; ``model.apply`` takes both. Names:
             vocab, embed, heads, kv, mlp, rank, layers, and, of activations, batch, length.
@@ -63,6 +64,7 @@ class RWKVConfig:
     param_dtype: DTypeLike = jnp.float32
     scan_layers: bool | Literal["unroll"] = False
     remat: bool | Literal["dense"] = False
+    norm_first: bool = True
     logical_axes: bool = False
     chunk_size: int | None = None
     implementation: str | None = None

@@ -90,7 +90,7 @@ def _saved(version: int, file: str) -> Found:
     params = jax.tree.map(lambda x: np.asarray(rng.standard_normal(x.shape), x.dtype), shapes)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / file
-        save_checkpoint(path, model, params)
+        save_checkpoint(path, model, params, format=None if path.suffix else "huggingface")
         files = sorted(p for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file())
         return [f"{p.name} {hashlib.sha256(p.read_bytes()).hexdigest()[:12]}" for p in files], {}
 
