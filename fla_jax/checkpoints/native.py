@@ -157,8 +157,7 @@ def _described(path: Path) -> tuple[RWKVConfig, str]:
 def _metadata(path: Path) -> dict[str, Json]:
     """Shapes and dtypes of an item's arrays, by path."""
     try:
-        with orbax().StandardCheckpointer() as reader:
-            return flatten_dict(reader.metadata(path.absolute()).item_metadata.tree, sep="/")
+        return flatten_dict(orbax().StandardCheckpointHandler().metadata(path.absolute()).tree, sep="/")
     except Exception as error:  # Orbax and TensorStore raise many kinds
         raise ValueError(f"{path} cannot be read: {reason(error)}") from error
 
