@@ -49,14 +49,15 @@ class _Embed(nn.Embed):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Tokens [B, T] -> [B, T, C]."""
-        sharding = ActivationSharding.of(tokens)
-        table = self.embedding if self.dtype is None else self.embedding.astype(self.dtype)
+        # cast after the lookup: the gradient of a frequent token is a sum over thousands, in param_dtype then
+        sharding, dtype = ActivationSharding.of(tokens), self.dtype or self.param_dtype
+        table = self.embedding
         if sharding.mode != "explicit":
             table = constrain(constrain(table, "vocab", "embed"), "activation_vocab", None)
-            return residual(jnp.take(table, tokens, axis=0))
+            return residual(jnp.take(table, tokens, axis=0).astype(dtype))
         channels = without(spec_of(table)[1], sharding.batch_axes)
         spec = P(*spec_of(tokens), channels)
-        return reshard(table, None, channels).at[tokens].get(out_sharding=spec)
+        return reshard(table, None, channels).at[tokens].get(out_sharding=spec).astype(dtype)
 
 
 class RWKVForCausalLM(nn.Module):

@@ -120,8 +120,9 @@ def bwd(ctx: Context[MixInputs, Mix], x: MixInputs, residuals: Residuals, cotang
         else tile_launch(variant, "sums" if is_split else "bwd", key)
     )
     programs, tiles, _ = _grid(row, x.x)
+    grads = like_fields(x, "x", "last", "mix_delta")
     out = MixGrads(
-        x=like_fields(x, "x", "last", "mix_delta"),
+        x=grads._replace(x=like(x.x, jnp.float32)) if is_split else grads,
         sums=jax.ShapeDtypeStruct((programs, M + 2 * key.has_norm, C), jnp.float32),
         tile_sums=jax.ShapeDtypeStruct((B, T, tiles, 2), jnp.float32) if is_split else None,
     )

@@ -149,7 +149,7 @@ def test_the_state_is_never_copied():
     options = benchmark.parse(["--quick", "--tokens", "64"])
     model, params = setup(7, dtype="bfloat16")
     for B in (1, 64):
-        found = benchmark.decoding(model, params, B, "triton", options)
+        found = benchmark.token_times(model, params, B, "triton", options)
         assert found["copies"] == 0, found
 
 

@@ -13,7 +13,7 @@ import pytest
 from . import cases
 
 RWKV6, RWKV7 = "fla_jax.pallas.rwkv6.chunk_host", "fla_jax.pallas.rwkv7.chunk_host"
-MIX = "fla_jax.pallas.layer.norm_shift_mix_variants"
+MIX, MIX_HOST = "fla_jax.pallas.layer.norm_shift_mix_variants", "fla_jax.pallas.layer.norm_shift_mix_host"
 
 
 def _of_bf16(select: Any) -> Any:
@@ -62,7 +62,7 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
     ),
     "mix: token blocks of 4": ((MIX, "MIN_BLOCK_LEN", lambda old: 4),),
     "mix: tiles of 128 channels": (
-        (MIX, "VARIANTS", lambda old: [one for one in old if not one.is_whole]),
+        (MIX_HOST, "VARIANTS", lambda old: [one for one in old if not one.is_whole]),
         (MIX, "TILES", lambda old: {n: x._replace(channels=min(x.channels, 128)) for n, x in old.items()}),
     ),
     "mix: 2 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),),

@@ -6,6 +6,7 @@ import itertools
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from harness import cases, tiers, variants
 from harness.cases import MIX_CASES, MixCase
@@ -50,6 +51,18 @@ def arrays_of(case: MixCase) -> dict:
 def test_tiles_of_channels(case):
     with variants.forced(BLOCKS, "mix: tiles of 128 channels"):
         cases.check(case, "triton")
+
+
+@pytest.mark.one_python
+def test_tiles_of_channels_round_gradients_once():
+    """A cotangent that all channels share cancels in the norm's gradient: dh has more than 16 bits."""
+    case = MixCase(B=1, C=200, T=6, M=2, dtype="float16")
+    x = cases.build(case)
+    x.cotangents["mixed"] += np.float16(64)
+    x.arrays["scale"][:] = 1
+    with variants.forced(BLOCKS, "mix: tiles of 128 channels"):
+        got, want = cases.run(case, "triton", x), case.oracle(x)
+    assert cases.error_of(got.grads["x"], want.grads["x"]) < 1e-5
 
 
 @pytest.mark.one_python
