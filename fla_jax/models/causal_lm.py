@@ -18,6 +18,7 @@ from ..layers.base import LAYER_NORM_EPS, check_lengths, with_axes, zero_beyond
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Norm
 from ..layers.sharding import (
+    TOKEN_AXES,
     ActivationSharding,
     DotOptions,
     check_length,
@@ -184,7 +185,7 @@ class RWKVForCausalLM(nn.Module):
 
     def _zero_v_first(self, x: jax.Array) -> jax.Array:
         """The v_first that layer 0 ignores, of the type that a scan carries: that of the value projection."""
-        zeros = constrain(jnp.zeros_like(x), "batch", "length", "activation_heads")
+        zeros = constrain(jnp.zeros_like(x), *TOKEN_AXES, "activation_heads")
         sharding = ActivationSharding.of(x)
         if sharding.mode != "explicit" or not self.config.scan_layers or self.is_initializing():
             return zeros

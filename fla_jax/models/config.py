@@ -38,7 +38,8 @@ class RWKVConfig:
         norm_first: whether a layer norm, ``ln0``, follows the embedding, as in all official models.
         logical_axes: ``model.init`` returns parameters boxed with logical axis names
             (`flax.linen.LogicallyPartitioned`), otherwise plain arrays; ``model.apply`` takes both. Names:
-            vocab, embed, heads, kv, mlp, rank, layers, and, of activations, batch, length.
+            vocab, embed, heads, kv, mlp, layers, as MaxText has them, and rank; for those of activations see
+            `fla_jax.parallel.axis_rules`.
         chunk_size: tokens per chunk of the op, a power of two from 1 to 256; None: the implementation's own.
         implementation: name of the op's implementation; None for the best that qualifies.
 
