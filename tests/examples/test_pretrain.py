@@ -181,7 +181,7 @@ def test_another_run(data, straight, tmp_path, capsys):
     assert f"--resume: --batch was 8 in {out} and is 4 now" in line
     line = refusal(pretrain.main, *arguments(data, out, "--resume"))
     assert f"the run in {out} is at step {STEPS}, and --steps {STEPS}; with --export its parameters" in line
-    path = tmp_path / "model.pth"
+    path = tmp_path / "model"
     pretrain.main(arguments(data, out, "--resume", "--export", path))
     state, _ = saved(out)
     np.testing.assert_array_equal(
