@@ -1,4 +1,4 @@
-"""GPU kernels of fla_jax: Triton kernels for the chunked forms, Pallas kernels for the recurrent forms.
+"""GPU kernels of fla_jax: Triton kernels, and Pallas kernels of the recurrent forms.
 
 Imported as ``fla_jax.pallas`` (``fla_jax/pallas`` is a symbolic link to this folder), never as a top-level
 ``pallas``: that would import every kernel a second time under another name.

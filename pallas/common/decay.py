@@ -24,9 +24,25 @@ from .dots import dot, token_sums
 from .gate import state_scale
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2_HIGH, LN2_LOW = tl.constexpr(0.693359375), tl.constexpr(-2.12194440e-4)  # 12 bits, so n times it is exact
 LOG_ZERO = tl.constexpr(-128.0)  # exp is 0 in float32, and unlike -inf times 0 is 0
 LOG_MIN = tl.constexpr(-16.0)  # exp(-16) = 1.1e-7 is the spacing of float32
 LOG_FEW = tl.constexpr(-28.0)
+
+
+@triton.jit
+def token_decay(w):
+    """exp(w) of log decays in float32, to one unit in the last place.
+
+    Token by token an error is repeated for as long as a state lasts, and `tl.exp` is up to two off.
+    exp(w) = 2^n (1 + expm1(f)), with n = round(w / log 2), f = w - n log 2 and the series of expm1.
+    """
+    w = tl.where(w < LOG_ZERO, LOG_ZERO, w)
+    n = tl.floor(w * LOG2E + 0.5)
+    f = (w - n * LN2_HIGH) - n * LN2_LOW
+    series = 1 / 24 + f * (1 / 120 + f * (1 / 720 + f * (1 / 5040)))
+    expm1 = f + f * f * (0.5 + f * (1 / 6 + f * series))
+    return (1.0 + expm1) * tl.exp2(n)
 
 
 class DecayFactors(NamedTuple):

@@ -23,7 +23,7 @@ class MixGrads(NamedTuple):
     """Outputs of `mix_bwd_kernel`.
 
     Attributes:
-        x: gradients of the op's token arrays (`MixInputs`); by tiles of channels ``x.x`` is dh instead, float32.
+        x: gradients of the op's token arrays (`MixInputs`); by tiles of channels ``x.x`` is dh, float32.
         sums: [programs, M + 2, C] float32, of mixes, scale and bias.
         tile_sums: [B, T, tiles, 2] float32, the sums over channels that dx needs; None for whole tokens.
     """

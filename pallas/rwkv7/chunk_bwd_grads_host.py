@@ -57,9 +57,9 @@ def bwd_grads_from_scans(
 
     Args:
         ctx: the call.
-        x: its inputs in whole chunks, [B, T, H, K] and [B, T, H, V], not packed.
+        x: its inputs.
         saved: do in its dtype; v_new = a^T h and da_read = b^T dh of each token; states at the starts and
-            state gradients at the ends of chunks, [B, T / 16, H, V, K]; all but do float32.
+            state gradients at the ends of chunks, [.., H, V, K]; all but do float32.
         dht: cotangents of the final states, [N, H, K, V].
     """
     launch = from_scans_launch(ctx.gpu, x.r.shape[-1])

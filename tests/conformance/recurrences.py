@@ -14,6 +14,8 @@ from harness.places import (
     PALLAS_GPU,
     PALLAS_INTERPRETER,
     REFERENCE,
+    SCAN_GPU,
+    SCAN_INTERPRETER,
     TRITON_GPU,
     TRITON_INTERPRETER,
     XLA,
@@ -134,6 +136,9 @@ PLANS = {
         ),
     ),
 }
+# Triton's interpreter truncates bfloat16
+PLANS[SCAN_INTERPRETER] = PLANS[PALLAS_INTERPRETER]._replace(kinds=(("float16", "float32"),))
+PLANS[SCAN_GPU] = PLANS[PALLAS_GPU]
 
 
 def calls(place: Place) -> Iterator[tuple[str, str, Case]]:

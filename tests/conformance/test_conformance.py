@@ -13,7 +13,7 @@ import jax
 import pytest
 from harness import cases, places, variants
 from harness.cases import AnyCase, Case, HeadCase, MixCase
-from harness.places import PALLAS_INTERPRETER, TRITON_INTERPRETER, Place
+from harness.places import PALLAS_INTERPRETER, SCAN_INTERPRETER, TRITON_INTERPRETER, Place
 
 from . import layer_ops, recurrences
 
@@ -82,7 +82,7 @@ DECAYS = ("weak", "layer", "strong", "huge", "channels", "smooth")  # all are in
 
 def _is_one_python(entry: Entry) -> bool:
     """Values of interpreters are Triton's, Pallas' and NumPy's."""
-    return bool(re.fullmatch(MORE, entry.name)) or entry.place is TRITON_INTERPRETER
+    return bool(re.fullmatch(MORE, entry.name)) or entry.place in (TRITON_INTERPRETER, SCAN_INTERPRETER)
 
 
 def _is_slow(entry: Entry) -> bool:
@@ -131,7 +131,7 @@ def test_two_runs_give_the_same_bits(entry):
     cases.assert_same_bits(one, two)
 
 
-@each(VMAPS, lambda entry: entry.place is PALLAS_INTERPRETER and not entry.name.endswith(" batch"))
+@each(VMAPS, lambda entry: entry.form == "fused_recurrent" and not entry.name.endswith(" batch"))
 def test_vmap(entry):
     """Over everything, and over tokens with the vectors shared."""
     cases.check_vmap(*entry.arguments, shared=entry.shared, **entry.options)

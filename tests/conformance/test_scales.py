@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import cases, places, scales
-from harness.places import PALLAS_GPU, PALLAS_INTERPRETER
+from harness.places import PALLAS_GPU, PALLAS_INTERPRETER, SCAN_GPU
 
 from . import recurrences
 
@@ -24,7 +24,7 @@ def _calls() -> Iterator[Any]:
                 options: dict[str, Any] = dict(dtype=dtype, T=T, K=size, V=size)
                 case = scales.case_of(op, scales.FEW if interpreted else scales.GRID, **options)
                 # the recurrent kernels have float32 products for 16 bits too
-                exact = dtype == "float32" or place is PALLAS_GPU
+                exact = dtype == "float32" or place in (PALLAS_GPU, SCAN_GPU)
                 tol = scales.FLOAT32 if exact else scales.of_one_head(places.RECURRENCE[place][dtype])
                 exponents = (-60, 40) if interpreted else scales.EXPONENTS
                 yield pytest.param(case, place, form, exponents, tol, id=f"{place} {form}_{op} {dtype}")

@@ -83,7 +83,11 @@ TWICE = [
     *(("triton", Case(op, **SMALL), {}) for op in OPS),
     *(("triton", Case(op, **SMALL | dict(B=1, T=1024)), {}) for op in OPS),
     *(("triton", Case(op, **SMALL | dict(T=40, K=128, V=128)), {}) for op in OPS),
-    *(("pallas", Case(op, 4, 300, 8, 64, 64, dtype="bfloat16"), dict(form="fused_recurrent")) for op in OPS),
+    *(
+        (name, Case(op, 4, 300, 8, 64, 64, dtype="bfloat16"), dict(form="fused_recurrent"))
+        for op in OPS
+        for name in ("triton", "pallas")
+    ),
     *(("triton", MixCase(4, 500, C, 6, dtype="bfloat16"), {}) for C in (1024, 4096)),
 ]  # fmt: skip
 
@@ -96,10 +100,11 @@ def test_two_runs_give_the_same_bits(implementation, case, options):
 
 
 @each_op
-def test_the_recurrent_kernels_on_a_large_grid(op):
+@pytest.mark.parametrize("implementation", ["triton", "pallas"])
+def test_the_recurrent_kernels_on_a_large_grid(op, implementation):
     """Every program writes its part; compared with `jax.lax.scan` in float32."""
     case = Case(op, B=4, T=512, H=32, K=64, V=64)
-    got, want = (cases.run(case, name, form="fused_recurrent") for name in ("pallas", "reference"))
+    got, want = (cases.run(case, name, form="fused_recurrent") for name in (implementation, "reference"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
         np.testing.assert_array_less(np.linalg.norm(a - b), 2e-6 * np.linalg.norm(b))
 

@@ -211,7 +211,7 @@ def recurrence(
     gradient: bool = True,
 ) -> Program:
     """A call with 2048 tokens; ``gate`` "bounded" promises a lower bound of the decays."""
-    options: dict[str, Any] = dict(form=form, implementation="triton" if form == "chunk" else "pallas")
+    options: dict[str, Any] = dict(form=form, implementation="triton")
     options |= dict(lower_bound=-1.0) if gate == "bounded" else {}
     B, N = (1, 16) if layout == "packed" else (B, B)
     rest = {"segment_ids": array(B, T, dtype=jnp.int32)} if layout == "segments" else {}

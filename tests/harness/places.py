@@ -10,17 +10,21 @@ from .compare import DOUBLE, EXACT, Tolerances
 
 
 class Place(NamedTuple):
-    """An implementation where it runs: on a "cpu", in its "interpreter", on a "gpu"."""
+    """An implementation where it runs: on a "cpu", in its "interpreter", on a "gpu"; and which kernels, where
+    one name has several.
+    """
 
     implementation: str
     where: str
+    kernels: str = ""
 
     def __str__(self) -> str:
-        return f"{self.implementation} {self.where}"
+        return " ".join(filter(None, self))
 
 
 REFERENCE, XLA = Place("reference", "cpu"), Place("xla", "cpu")
 TRITON_INTERPRETER, TRITON_GPU = Place("triton", "interpreter"), Place("triton", "gpu")
+SCAN_INTERPRETER, SCAN_GPU = (Place("triton", where, "scan") for where in ("interpreter", "gpu"))
 PALLAS_INTERPRETER, PALLAS_GPU = Place("pallas", "interpreter"), Place("pallas", "gpu")
 
 # The recurrences, by place and dtype. In float32 on top of the rounding of 16-bit results; on a GPU the
@@ -31,7 +35,9 @@ RECURRENCE: dict[Place, dict[str, Tolerances]] = {
     XLA: {"float32": EXACT, "bfloat16": EXACT, "float16": EXACT, "float64": DOUBLE},
     TRITON_INTERPRETER: {"float32": EXACT},
     PALLAS_INTERPRETER: {"float32": _TOKEN_BY_TOKEN, "bfloat16": _TOKEN_BY_TOKEN},
+    SCAN_INTERPRETER: {"float32": _TOKEN_BY_TOKEN, "float16": _TOKEN_BY_TOKEN},
     PALLAS_GPU: dict.fromkeys(("float32", "bfloat16", "float16"), _TOKEN_BY_TOKEN),
+    SCAN_GPU: dict.fromkeys(("float32", "bfloat16", "float16"), _TOKEN_BY_TOKEN),
     TRITON_GPU: {
         "float32": Tolerances(o=1e-5, state=1e-5, grad=1e-5, dw=1e-5, channel=3e-5, rounded=False),
         "bfloat16": Tolerances(o=4e-3, state=4e-3, grad=6e-3, dw=1e-2, channel=3e-2, rounded=False),
@@ -55,6 +61,6 @@ HEADS: dict[Place, dict[str, float]] = {
 def here() -> tuple[Place, ...]:
     """The places that this process has. With a GPU they are the GPU's alone."""
     if os.path.exists("/dev/nvidiactl") and os.environ.get("TRITON_INTERPRET") != "1":
-        return TRITON_GPU, PALLAS_GPU
+        return TRITON_GPU, SCAN_GPU, PALLAS_GPU
     triton = importlib.util.find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1"
-    return REFERENCE, XLA, PALLAS_INTERPRETER, *((TRITON_INTERPRETER,) if triton else ())
+    return REFERENCE, XLA, PALLAS_INTERPRETER, *((TRITON_INTERPRETER, SCAN_INTERPRETER) if triton else ())

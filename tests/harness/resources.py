@@ -33,7 +33,16 @@ def _recurrences() -> list[str]:
         again = ["sm_89 64 bfloat16 any"] + [f"sm_90 {head} bfloat16 bounded" for head in (64, 128)]
         again += [f"sm_90 {head} float32 any" for head in (64, 128)]
         found += [f"{op} {call}" for call in calls] + [f"{op} {call} large" for call in again]
-    return found + [f"rwkv7 recurrent sm_{capability} 64 bfloat16 any" for capability in (89, 90)]
+    return (
+        found
+        + ["rwkv7 recurrent sm_89 64 bfloat16 any"]
+        + [
+            f"{op} recurrent sm_{capability} 64 {dtype} any"
+            for op in cases.OPS
+            for capability in (80, 90, 100, 120)
+            for dtype in ("bfloat16", "float32")
+        ]
+    )
 
 
 def _decodes(every: bool) -> dict[str, tuple[Any, ...]]:

@@ -11,6 +11,7 @@ import collections
 import concurrent.futures
 import functools
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -68,11 +69,11 @@ def programs(op: str, name: str) -> lowering.Program:
         return lambda arrays: cases.call(op, arrays, **BOUNDED), (arrays,)
     if name == "large heads":
         return gradient(op, D=72)
-    arrays = lowering.abstract(op, 4, 2048, 64, 16, "bfloat16")
+    arrays = lowering.abstract(op, 4, 1 if name == "one token" else 2048, 64, 16, "bfloat16")
     if "float32" in name:
         arrays["w"] = lowering.array(*arrays["w"].shape)
-    run = lambda x: cases.call(op, x, form="fused_recurrent", implementation="pallas")
-    return lowering.with_gradient(run), (arrays,)
+    run = lambda x: cases.call(op, x, form="fused_recurrent", implementation="triton")
+    return (run if name == "one token" else lowering.with_gradient(run)), (arrays,)
 
 
 def launched(op: str, name: str, **sizes: int) -> list[lowering.Launch] | str:
@@ -120,11 +121,37 @@ def test_large_heads_take_two_backward_kernels():
     assert counts("rwkv7", "large heads") == {f"{name}_kernel": 1 for name in kernels}
 
 
-def test_gradients_of_the_recurrent_form_come_from_the_chunked_kernel():
-    """Where all of them have 16 bits."""
-    want = {"cotangent_scale_kernel": 1, "rwkv7_bwd_grads_kernel": 1}
+def test_the_recurrent_form():
+    """Gradients of RWKV-7 come from the chunked kernel where all of them have 16 bits."""
+    by_pairs = {"state_sums_kernel": 2, "scores_kernel": 1}
+    for op in cases.OPS:
+        want = {f"{op}_scan_kernel": 2, f"{op}_pair_grads_kernel": 1} | by_pairs
+        assert counts(op, "token by token, float32 decays") == want
+    want = {"rwkv7_scan_kernel": 2, "cotangent_scale_kernel": 1, "rwkv7_bwd_grads_kernel": 1}
     assert counts("rwkv7", "token by token") == want
-    assert counts("rwkv7", "token by token, float32 decays") == {}
+    assert counts("rwkv7", "one token") == {"rwkv7_token_kernel": 1}
+
+
+def default_calls() -> str | None:
+    """Lowers every op as `None` selects it, with warnings as errors; or says why it cannot."""
+    reason = lowering.cannot_lower()
+    for op in cases.OPS if reason is None else ():
+        for form, T in (("chunk", 40), ("fused_recurrent", 40), ("fused_recurrent", 1)):
+            arrays = lowering.abstract(op, 2, T, 4, 64, "bfloat16")
+            run = lambda x, op=op, form=form: cases.call(op, x, form=form)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", DeprecationWarning)
+                found, _ = lowering.launches((run, (arrays,)))
+                assert found or (op, T) == ("rwkv6", 1)
+                lowering.launches((lowering.with_gradient(run), (arrays,)))
+    return reason
+
+
+def test_no_default_call_is_deprecated():
+    """Pallas' Triton lowering is, from JAX 0.11 on."""
+    reason = processes.compilers().submit(default_calls).result(timeout=600)
+    if reason is not None:
+        pytest.skip(f"kernels cannot be lowered here: {reason}")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
-"""The recurrent Pallas kernels in Pallas' interpreter: one token, dtypes, residuals, refusals, scales."""
+"""The recurrent kernels, Triton's and Pallas', in their interpreters: one token, dtypes, residuals, refusals,
+scales.
+"""
 
+import importlib
 import subprocess
 import sys
 
@@ -24,24 +27,33 @@ def interpreter(monkeypatch):
     monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
 
 
-@pytest.mark.parametrize("K, V", [(16, 32), (24, 16)])
-def test_decoding_step(op, K, V):
-    case = Case(op, B=2, T=1, H=2, K=K, V=V, decay="mixed", dtype="bfloat16", scale=0.5)
-    cases.compare(case, cases.Results(cases.outputs(case, "pallas", **FORM), {}), cases.expected(case), EXACT)
+chunked = pytest.mark.skipif(not triton.INTERPRET, reason="needs Triton's interpreter")
 
 
-def test_gradients_have_the_dtype_of_their_input():
-    case = Case("rwkv7", B=1, T=20, H=1, K=16, V=16, dtype="bfloat16")
+@pytest.fixture(params=[pytest.param("triton", marks=chunked), "pallas"])
+def implementation(request):
+    return request.param
+
+
+@pytest.mark.parametrize("K, V", [(16, 32), (24, 16), (3, 5)])
+def test_decoding_step(op, K, V, implementation):
+    case = Case(op, B=2, T=1, H=2, K=K, V=V, decay="mixed", dtype="float16", scale=0.5)
+    got = cases.Results(cases.outputs(case, implementation, **FORM), {})
+    cases.compare(case, got, cases.expected(case), EXACT)
+
+
+def test_gradients_have_the_dtype_of_their_input(implementation):
+    case = Case("rwkv7", B=1, T=20, H=1, K=16, V=16, dtype="float16")
     x = case.build()
     wide = {name: x.arrays[name].astype(np.float32) for name in ("a", "b", "k")}
-    cases.check(case, "pallas", EXACT, x=x._replace(arrays=x.arrays | wide), **FORM)
+    cases.check(case, implementation, EXACT, x=x._replace(arrays=x.arrays | wide), **FORM)
 
 
-def test_without_a_backward_no_states_are_stored_and_the_results_are_the_same(op):
+def test_without_a_backward_no_states_are_stored_and_the_results_are_the_same(op, implementation):
     case = Case(op, B=2, T=37, H=2, K=32, V=32, decay="mixed", scale=0.7)
     x = cases.build(case)
-    run = jax.jit(lambda arrays: cases.call(op, arrays, implementation="pallas", scale=0.7, **FORM))
-    cases.assert_same_bits(run(x.arrays), cases.run(case, "pallas", **FORM).outputs)
+    run = jax.jit(lambda arrays: cases.call(op, arrays, implementation=implementation, scale=0.7, **FORM))
+    cases.assert_same_bits(run(x.arrays), cases.run(case, implementation, **FORM).outputs)
     largest = max(v.aval.size for e in jaxprs.equations(run.trace(x.arrays).jaxpr) for v in e.outvars)
     assert largest == x.arrays["r"].size  # neither states nor padded tokens
 
@@ -66,7 +78,6 @@ def test_importing_fla_jax_imports_no_pallas():
 
 SEGMENTS = dict(layout="segments", lengths=(5, 13, 1, 21))
 PACKED = dict(layout="packed", lengths=(3, 0, 20, 17))
-chunked = pytest.mark.skipif(not triton.INTERPRET, reason="needs Triton's interpreter")
 
 
 @chunked
@@ -79,27 +90,30 @@ chunked = pytest.mark.skipif(not triton.INTERPRET, reason="needs Triton's interp
             dict(T=50, K=72, decay="layer", lower_bound=-0.61),
             dict(T=40, decay="mixed", layout="segments", lengths=(5, 9, 1, 17, 8)),
             dict(B=1, decay="mixed", layout="packed", lengths=(0, 7, 16, 0, 1, 20, 0)),
+            # state gradients as halves of 16 bits, in the memory of gradients
+            dict(T=48, V=64, dtype="bfloat16", w_dtype="float32", decay="mixed"),
+            dict(T=32, K=24, V=20, dtype="float16", w_dtype="float32"),
         ]
     ),
 )
-def test_gradients_by_the_chunked_kernel(case):
+def test_gradients_by_the_chunked_kernel(case, implementation):
     """As where all gradients come out in 16 bits; here in float32, to be compared at its accuracy."""
     with variants.forced("recurrent gradients by chunks"):
-        cases.check(Case("rwkv7", **(dict(B=2, H=2, K=16, V=16) | case)), "pallas", **FORM)
+        cases.check(Case("rwkv7", **(dict(B=2, H=2, K=16, V=16) | case)), implementation, **FORM)
 
 
 @chunked
 @pytest.mark.one_python
 @pytest.mark.parametrize("options", tiers.first([PACKED, {}, SEGMENTS, dict(K=24, V=72)]), ids=str)
-def test_scales_of_gradients_by_the_chunked_kernel(options):
+def test_scales_of_gradients_by_the_chunked_kernel(options, implementation):
     with variants.forced("recurrent gradients by chunks"):
-        scales.check(scales.case_of("rwkv7", scales.MIXED_SCALES, **options), "pallas", **FORM)
+        scales.check(scales.case_of("rwkv7", scales.MIXED_SCALES, **options), implementation, **FORM)
 
 
 @pytest.mark.one_python
 @pytest.mark.parametrize("options", tiers.first([PACKED, SEGMENTS]), ids=str)
-def test_scales_of_layouts(op, options):
-    scales.check(scales.case_of(op, scales.MIXED_SCALES, **options), "pallas", **FORM)
+def test_scales_of_layouts(op, options, implementation):
+    scales.check(scales.case_of(op, scales.MIXED_SCALES, **options), implementation, **FORM)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +125,23 @@ def test_scales_of_layouts(op, options):
         ("float32", "float32", False),
     ],
 )
-def test_only_gradients_of_16_bits_come_from_the_chunked_kernel(dtype, w_dtype, by_chunks, monkeypatch):
+@pytest.mark.parametrize("host", ["scan_host", "recurrent_host"])
+def test_only_gradients_of_16_bits_come_from_the_chunked_kernel(host, dtype, w_dtype, by_chunks, monkeypatch):
     """Never in an interpreter: Triton's multiplies no bfloat16."""
-    from fla_jax.pallas.rwkv7 import recurrent_host
-
+    by = importlib.import_module(f"fla_jax.pallas.rwkv7.{host}")._by_chunks
     ctx = Case("rwkv7", T=20, dtype=dtype, w_dtype=w_dtype).context()
-    assert not recurrent_host._by_chunks(ctx, ctx.shapes)
+    assert not triton.INTERPRET or not by(ctx, ctx.shapes)
     monkeypatch.setattr(pallas, "preferred", lambda ctx: True)
     monkeypatch.setattr(triton, "preferred", lambda ctx: True)
     monkeypatch.setattr(triton, "supports", lambda ctx: None)
-    assert recurrent_host._by_chunks(ctx, ctx.shapes) == by_chunks
+    assert by(ctx, ctx.shapes) == by_chunks
+
+
+def test_pallas_gradients_need_triton_for_the_chunked_kernel(monkeypatch):
+    from fla_jax.pallas.rwkv7 import recurrent_host
+
+    ctx = Case("rwkv7", T=20, dtype="bfloat16").context()
+    monkeypatch.setattr(pallas, "preferred", lambda ctx: True)
+    monkeypatch.setattr(triton, "preferred", lambda ctx: True)
     monkeypatch.setattr(triton, "supports", lambda ctx: Unsupported("Triton is missing"))
     assert not recurrent_host._by_chunks(ctx, ctx.shapes)

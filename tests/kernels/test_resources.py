@@ -18,6 +18,8 @@ pytest.importorskip("triton", reason="Triton is not installed (it exists for Lin
 pytestmark = pytest.mark.one_python
 RWKV6 = {f"rwkv6_{name}_kernel" for name in ("fwd", "chunk_state", "bwd")}
 RWKV7 = {f"rwkv7_{name}_kernel" for name in ("chunk_A", "fwd", "chunk_state", "bwd", "bwd_dh", "bwd_grads")}
+SCANS = {"rwkv6_scan_kernel", "rwkv7_scan_kernel", "state_sums_kernel", "scores_kernel"}
+SCANS |= {"rwkv6_pair_grads_kernel", "rwkv7_pair_grads_kernel"}
 SPLITS = {"state_passing_kernel", "state_grad_kernel", "add_entry_output_kernel"}
 # registers of a thread and bytes of shared memory of a block, a tenth above the worst GPU: they decide how
 # many loads are in flight
@@ -90,7 +92,7 @@ def test_a_recurrence(op):
 @pytest.mark.slow
 def test_recurrences():
     by = check_spills(resources.RECURRENCES)
-    assert set(by) == RWKV6 | RWKV7 | SPLITS | {"cotangent_scale_kernel"}
+    assert set(by) == RWKV6 | RWKV7 | SPLITS | SCANS | {"cotangent_scale_kernel"}
     assert set().union(*by.values()) == {80, 89, 90, 100, 120}
 
 

@@ -53,6 +53,12 @@ def _variant(ctx: Context[RWKV6Inputs, RecurrenceConfig]) -> str:
     return chunk_host.describe(ctx)
 
 
+def _scan() -> _Rule:
+    from ...pallas.rwkv6 import scan_host
+
+    return scan_host
+
+
 def _pallas() -> _Rule:
     from ...pallas.rwkv6 import recurrent_host
 
@@ -61,7 +67,7 @@ def _pallas() -> _Rule:
 
 def _has_several_tokens(ctx: Context[RWKV6Inputs, RecurrenceConfig]) -> bool:
     """One token is as fast in plain JAX as in a kernel, as measured (docs/performance.md)."""
-    return ctx.shapes.r.shape[1] > 1 and pallas.preferred(ctx)
+    return ctx.shapes.r.shape[1] > 1 and triton.preferred(ctx)
 
 
 REFERENCE = Implementation("reference", _reference, context_parallel=True)
@@ -69,14 +75,13 @@ XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
     "triton", _triton, triton_supports, triton.preferred, _variant, opaque=True, context_parallel=True
 )
-PALLAS = Implementation("pallas", _pallas, pallas.supports, _has_several_tokens, opaque=True)
+SCAN = Implementation("triton", _scan, triton.supports, _has_several_tokens, opaque=True)
+PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, opaque=True)
 
 
 # Chunked forms are parallel within a chunk, recurrent ones go token by token.
 CHUNK = recurrence_op("chunk_rwkv6", RWKV6Inputs, [TRITON, XLA, REFERENCE, PALLAS], rwkv6_checks)
-RECURRENT = recurrence_op(
-    "fused_recurrent_rwkv6", RWKV6Inputs, [PALLAS, REFERENCE, XLA, TRITON], rwkv6_checks
-)
+RECURRENT = recurrence_op("fused_recurrent_rwkv6", RWKV6Inputs, [SCAN, REFERENCE, XLA, PALLAS], rwkv6_checks)
 
 
 @overload

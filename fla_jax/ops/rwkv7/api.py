@@ -52,6 +52,12 @@ def _variant(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> str:
     return chunk_host.describe(ctx)
 
 
+def _scan() -> _Rule:
+    from ...pallas.rwkv7 import scan_host
+
+    return scan_host
+
+
 def _pallas() -> _Rule:
     from ...pallas.rwkv7 import recurrent_host
 
@@ -63,14 +69,13 @@ XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
     "triton", _triton, triton_supports, triton.preferred, _variant, opaque=True, context_parallel=True
 )
+SCAN = Implementation("triton", _scan, triton.supports, triton.preferred, opaque=True)
 PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, opaque=True)
 
 
 # Chunked forms are parallel within a chunk, recurrent ones go token by token.
 CHUNK = recurrence_op("chunk_rwkv7", RWKV7Inputs, [TRITON, XLA, REFERENCE, PALLAS], rwkv7_checks)
-RECURRENT = recurrence_op(
-    "fused_recurrent_rwkv7", RWKV7Inputs, [PALLAS, REFERENCE, XLA, TRITON], rwkv7_checks
-)
+RECURRENT = recurrence_op("fused_recurrent_rwkv7", RWKV7Inputs, [SCAN, REFERENCE, XLA, PALLAS], rwkv7_checks)
 
 
 @overload
@@ -137,8 +142,9 @@ def chunk_rwkv7(
             faster. A broken promise gives undefined results outside `fla_jax.checked`.
         implementation: None for the best that qualifies, or by name. On any platform: ``"reference"`` (token
             by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX). On NVIDIA GPUs of compute capability
-            8.0 and up, not for float64: ``"triton"`` (chunked; fastest where all inputs but w have 16 bits)
-            and ``"pallas"`` (token by token). Inside `jax.jit`, None goes by JAX's default device.
+            8.0 and up, not for float64: ``"triton"`` (chunked, fastest where all inputs but w have 16 bits;
+            of `fused_recurrent_rwkv7` token by token) and ``"pallas"`` (token by token, on a lowering that
+            JAX has deprecated). Inside `jax.jit`, None goes by JAX's default device.
         sequence_axis: the mesh axis that splits T evenly over devices; None for whole sequences. Required
             inside `jax.shard_map`, where every device would otherwise start from ``initial_state``, and on
             meshes without explicit axes. States are those of whole sequences. Not with cu_seqlens.

@@ -1,0 +1,126 @@
+"""RWKV-7, token by token: the functions that the op loads (fla_jax/core/op.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ...core.context import Context
+from ...core.implementation import Residuals
+from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
+from ..backend import triton
+from ..backend.triton import Launch, triton_call
+from ..common.chunk_variants import variant_key
+from ..common.shapes import like, shaped, tile
+from ..common.token_pairs import TokenValues
+from ..common.token_pairs_host import KEYS, PAIR_LAUNCH, pair_config, pair_grid, sum_over_values
+from ..common.token_scan_host import SCAN_LAUNCH, ScanPlan, plan_scan
+from .chunk_bwd_grads_host import bwd_grads_from_scans
+from .chunk_bwd_split import GradsSaved
+from .chunk_tokens import KeyGrads
+from .pair_gradients import PairInputs, rwkv7_pair_grads_kernel
+from .scan import ScanInputs, ScanOutputs, rwkv7_scan_kernel
+from .token_step import TokenConfig, TokenOutputs, rwkv7_token_kernel
+
+# A chunk of the chunked form, whose kernel computes gradients. By pairs of tokens, 32 would spill: 24 ms for
+# 18 on an H200.
+INTERVAL = 16
+TOKEN_LAUNCH = Launch(num_warps=4)
+
+
+def residual_axes(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> dict[str, str]:
+    """The states at the starts of intervals, and a^T S of each token."""
+    states = "b state h v k" if _by_chunks(ctx, ctx.shapes) else "b state h k v"
+    return {"states": states, "inner": "b t h v"}
+
+
+def _by_chunks(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> bool:
+    """Whether the gradients of r, w, k, a, b come from the kernel of the chunked form, with float32 operands.
+
+    It takes 4.5 ms less of 18.5 at B8 T4096 H64 D64. Strong decays cost it up to 2e-5 of the gradient of a
+    channel's decays, less than a hundredth of what the rounding to 16 bits does. Where one of these gradients
+    is float32, all come from pairs of tokens, products of decays alone. Never in the interpreter, which
+    multiplies no bfloat16.
+    """
+    key = variant_key(ctx, x)
+    return key.bf16_dots and x.w.dtype.itemsize == 2 and key.K <= 128 and triton.preferred(ctx)
+
+
+def _scan(plan: ScanPlan, x: ScanInputs, y: jax.Array, save: bool, value_major: bool) -> ScanOutputs:
+    """A scan whose outputs are like ``y``."""
+    c = dataclasses.replace(plan.config, value_major=value_major)
+    state = (c.V, c.K) if value_major else (c.K, c.V)
+    return triton_call(
+        rwkv7_scan_kernel,
+        x,
+        plan.index,
+        out=ScanOutputs(
+            like(y),
+            like(x.start),
+            like(y, jnp.float32) if save else None,
+            shaped((*plan.intervals, c.H, *state), jnp.float32) if save else None,
+        ),
+        config=c,
+        grid=plan.grid,
+        launch=SCAN_LAUNCH,
+    )
+
+
+def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
+    """Outputs and what the backward reads."""
+    if x.r.shape[1] == 1 and not ctx.save_residuals and x.cu_seqlens is None:
+        return _one_token(ctx.settings.scale, x), {}
+    plan = plan_scan(ctx, x, INTERVAL)
+    scan = ScanInputs(x.a, x.b, x.w, x.k, x.r, x.v, plan.edge(x.initial_state))
+    made = _scan(plan, scan, x.v, ctx.save_residuals, _by_chunks(ctx, x))
+    outputs = Outputs(made.y, plan.from_edge(made.end))
+    return outputs, {"states": made.states, "inner": made.inner} if ctx.save_residuals else {}
+
+
+def _one_token(scale: float, x: RWKV7Inputs) -> Outputs:
+    """One token of every sequence."""
+    (B, _, H, K), V = x.r.shape, x.v.shape[-1]
+    BK = tile(K)
+    BV = min(tile(V), max(16, 4096 // BK))
+    made = triton_call(
+        rwkv7_token_kernel,
+        x._replace(segment_ids=None),
+        out=TokenOutputs(like(x.v), like(x.initial_state)),
+        config=TokenConfig(H, K, V, BK, BV, scale),
+        grid=(-(-V // BV), H, B),
+        launch=TOKEN_LAUNCH,
+        aliases={"x.initial_state": "state"},
+    )
+    return Outputs(made.o, made.state)
+
+
+def bwd(
+    ctx: Context[RWKV7Inputs, RecurrenceConfig],
+    x: RWKV7Inputs,
+    residuals: Residuals,
+    cotangents: Outputs,
+) -> RWKV7Inputs:
+    """Gradients of all inputs."""
+    do, states, inner = cotangents.o, residuals["states"], residuals["inner"]
+    plan, by_chunks = plan_scan(ctx, x, INTERVAL), _by_chunks(ctx, x)
+    scan = ScanInputs(x.b, x.a, x.w, x.r, x.k, do, plan.edge(cotangents.final_state))
+    made = _scan(plan.backward(), scan, x.v, save=True, value_major=by_chunks)
+    if by_chunks:
+        saved = GradsSaved(do, inner, made.inner, states, (made.states,))
+        grads = bwd_grads_from_scans(ctx, x, saved, cotangents.final_state)
+    else:
+        read, written = TokenValues(do, made.inner), TokenValues(x.v, inner)
+        sums = sum_over_values(plan, read, written, states, made.states, ctx.settings.scale)
+        grads = triton_call(
+            rwkv7_pair_grads_kernel,
+            PairInputs(x.r, x.w, x.k, x.a, x.b, *sums),
+            plan.index,
+            out=KeyGrads(like(x.r), like(x.w), like(x.k), like(x.a), like(x.b)),
+            config=pair_config(plan, KEYS),
+            grid=pair_grid(plan, KEYS),
+            launch=PAIR_LAUNCH,
+        )
+    ds0 = plan.from_edge(made.end)
+    return RWKV7Inputs(grads.r, grads.w, grads.k, made.y, grads.a, grads.b, ds0)
