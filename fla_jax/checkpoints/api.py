@@ -230,10 +230,9 @@ def _form(path: Path, name: str | None) -> Format | None:
     if name is not None and name not in (_NATIVE, *_FORMATS):
         known = ", ".join(map(repr, (_NATIVE, *_FORMATS)))
         raise ValueError(f"format must be one of {known} or None, got {name!r}")
-    if name is not None:
-        return _FORMATS.get(name)
-    form = next((form for form in reversed(FORMATS) if form.writes(path)), None)
-    if form is None and path.suffix in _FILE_SUFFIXES:
+    known_by_path = next((form for form in reversed(FORMATS) if form.writes(path)), None)
+    form = known_by_path if name is None else _FORMATS.get(name)
+    if form in (None, HUGGINGFACE) and path.suffix in _FILE_SUFFIXES:
         known = " or ".join(("a folder", *(form.name for form in FORMATS if form is not HUGGINGFACE)))
         raise ValueError(f"path must name {known}, got {path}")
     return form

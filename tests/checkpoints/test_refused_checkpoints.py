@@ -132,4 +132,6 @@ def test_save_errors(tmp_path):
         save_checkpoint(tmp_path / "a.pth", small.model(7, rate_scale=2.0), params)
     with pytest.raises(ValueError, match=r"must name a folder or a .pth file, got .*a\.safet"):
         save_checkpoint(tmp_path / "a.safetensors", model, params)
+    with pytest.raises(ValueError, match=r"path must name a folder or a \.pth file, got .*a\.safet"):
+        save_checkpoint(tmp_path / "a.safetensors", model, params, format="huggingface")
     assert not os.listdir(tmp_path)
