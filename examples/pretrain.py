@@ -132,11 +132,12 @@ def _agreed(interrupted: list[int]) -> int:
 
 
 def export(path: Path, model: Any, params: Any, console: Console) -> None:
-    """Writes the parameters for other programs."""
-    if jax.process_count() > 1:
+    """Writes the parameters: a .pth file for other programs, or a folder, to which every process writes."""
+    if path.suffix and jax.process_count() > 1:
         params = multihost_utils.process_allgather(params, tiled=True)
+    if not path.suffix or jax.process_index() == 0:
+        save_checkpoint(path, model, params)
     if jax.process_index() == 0:
-        save_checkpoint(path, model, jax.device_get(params))
         console.print(f"parameters        {path}")
 
 

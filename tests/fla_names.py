@@ -21,10 +21,10 @@ def save(folder, tensors, name="model.safetensors"):
     save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, os.path.join(folder, name))
 
 
-def load(folder):
+def load(folder, name="model.safetensors"):
     from safetensors import safe_open
 
-    with safe_open(os.path.join(folder, "model.safetensors"), "np") as file:
+    with safe_open(os.path.join(folder, name), "np") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 

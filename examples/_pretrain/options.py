@@ -8,8 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 from _cli import check_numbers
 
-from fla_jax.checkpoints import FORMATS
-
 
 class Size(NamedTuple):
     """A model of the official layers and width, and what is usual in its training."""
@@ -56,7 +54,7 @@ class Options:
     resume: bool = False
     """go on from the last checkpoint in --out, on any number of devices"""
     export: Path | None = None
-    """.pth file or folder of safetensors for the parameters at the end, with --resume also of an ended run"""
+    """.pth file or folder for the parameters at the end, with --resume also of an ended run"""
     dry_run: bool = False
     """compile only; print parameters and memory a device, and whether it fits (status 1 if not)"""
 
@@ -169,9 +167,8 @@ def check(options: Options) -> None:
     if options.steps is not None and options.steps <= options.warmup_steps:
         raise ValueError(f"--steps must be above --warmup-steps {options.warmup_steps}, got {options.steps}")
     if options.export is not None:
-        if not any(form.writes(options.export) for form in FORMATS):
-            known = " or ".join(form.name for form in FORMATS)
-            raise ValueError(f"--export must name {known}, got {options.export}")
+        if options.export.suffix not in (".pth", ""):
+            raise ValueError(f"--export must name a folder or a .pth file, got {options.export}")
         if not options.export.absolute().parent.is_dir():
             raise ValueError(f"--export: there is no folder {options.export.parent}")
     given = [options.coordinator, options.num_processes, options.process_id]

@@ -1,4 +1,4 @@
-"""Checkpoints: official ``.pth`` files, flash-linear-attention's directories, and custom formats.
+"""Checkpoints: the library's own, official ``.pth`` files, flash-linear-attention's, and custom formats.
 
 A format (`formats`) stores tensors by name in files; a param map (`param_maps`) has names and forms of a
 family's parameters there. Both are values in open lists, `FORMATS` and `PARAM_MAPS`.

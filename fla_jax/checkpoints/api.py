@@ -8,48 +8,71 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 from flax.core import FrozenDict
 from jaxtyping import PyTree
 
+from ..core.arguments import check_integer
 from ..layers.fields import DTYPES
 from ..models import RWKVConfig, RWKVForCausalLM, family_of
 from . import tree
 from .files import as_path
-from .formats import FORMATS
+from .formats import FORMATS, HUGGINGFACE, PTH, Format
 from .hub import located
+from .native import is_native, load_native, load_native_extras, save_native
 from .param_maps import ParamMap, identify, map_for
-from .tensors import StoredTensor, quoted, stored
+from .tensors import Shardings, StoredTensor, quoted, stored
+from .tokenizer_files import find_tokenizer
 
-# configuration fields that no file gives
-_OPTIONS = ("dtype", "param_dtype", "scan_layers", "remat", "logical_axes", "chunk_size", "implementation")
+# configuration fields that no tensor gives
+_OPTIONS = (
+    "dtype",
+    "param_dtype",
+    "scan_layers",
+    "remat",
+    "norm_first",
+    "logical_axes",
+    "chunk_size",
+    "implementation",
+)
+_FORMATS = {"pth": PTH, "huggingface": HUGGINGFACE}  # by the argument ``format``
+_NATIVE = "orbax"  # the argument ``format`` of the library's own
+_FILE_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".json")  # of paths that name no folder
 _MAX_NAMES = 8  # of tensors in a warning
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], **options: Any
+    path: str | os.PathLike[str], *, shardings: Shardings | None = None, **options: Any
 ) -> tuple[RWKVForCausalLM, dict[str, PyTree]]:
-    """Loads RWKV-6 or RWKV-7; version, sizes and low ranks come from the names and shapes of the tensors.
+    """Loads RWKV-6 or RWKV-7 from any format. No code of a file is run, and PyTorch is not needed.
 
-    No code of a file is run, and PyTorch is not needed. Tensors are read one by one.
+    A folder that `save_checkpoint` made has the whole configuration. In all other formats version, sizes and
+    low ranks come from the names and shapes of the tensors, which are read one by one.
 
     Args:
-        path: an official ``.pth`` file; a directory with flash-linear-attention's safetensors (needs the
-            package safetensors) or one ``.safetensors`` file; a path that another format in `FORMATS` reads;
-            or a repository at Hugging Face, ``"hf://owner/name"`` for its safetensors,
+        path: a folder of the library's own format (needs the package orbax-checkpoint); an official ``.pth``
+            file; a directory with flash-linear-attention's safetensors (needs the package safetensors), in
+            one file or in several with an index, or one ``.safetensors`` file; a path that another format in
+            `FORMATS` reads; or a repository at Hugging Face, ``"hf://owner/name"`` for its safetensors,
             ``"hf://owner/name/file.pth"`` for one file, with ``@revision`` after the name. The package
             huggingface_hub (the extra ``hub``) downloads files that are not in its cache.
-        **options: fields of the model's configuration that no file gives: ``dtype``, ``param_dtype``,
-            ``scan_layers``, ``remat``, ``logical_axes``, ``chunk_size``, ``implementation``; see
-            `RWKV7Config`. ``param_dtype`` casts the parameters; by default each has its dtype in the file
+        shardings: a function from the model to the shardings of its parameters, a tree like them, such as
+            ``lambda model: fla_jax.parallel.parameter_shardings(model, mesh)``. No device gets more than its
+            shards; a folder of the library's own format is also read in shards. None: everything on the
+            default device.
+        **options: fields of the model's configuration that no tensor gives: ``dtype``, ``param_dtype``,
+            ``scan_layers``, ``remat``, ``norm_first``, ``logical_axes``, ``chunk_size``, ``implementation``;
+            see `RWKV7Config`. ``param_dtype`` casts the parameters; by default each has its dtype in the file
             (stacked layers the widest of theirs). ``dtype``, the compute dtype, is float32 by default.
+            ``norm_first`` is that of ``config.json`` by default, True without one. For the library's own
+            format the defaults are the fields of the saved model.
 
     Returns:
-        ``(model, params)``: ``model.apply({"params": params}, tokens)``. Params are JAX arrays on the default
-        device, not boxed. Tensors that are no parameters are left out: see `load_extras`.
+        ``(model, params)``: ``model.apply({"params": params}, tokens)``. Params are JAX arrays, not boxed.
+        Tensors that are no parameters are left out: see `load_extras`.
 
     Raises:
         ValueError: the file is broken, truncated, damaged (``.pth`` files have checksums), no regular file,
@@ -82,7 +105,10 @@ def load_checkpoint(
             raise TypeError(f"load_checkpoint takes no option {name!r}: {what}; {known}")
     RWKVConfig(vocab_size=1, hidden_size=1, num_layers=1, head_dim=1, **options)  # checks them before reading
     path = located(path)
-    param_map, tensors = _open(path)
+    if is_native(path):
+        return load_native(path, options, shardings)
+    form, param_map, tensors = _open(path)
+    fields = form.fields(path)
     try:
         for tensor in tensors.values():
             if "param_dtype" not in options and jax.dtypes.canonicalize_dtype(tensor.dtype) != tensor.dtype:
@@ -90,12 +116,13 @@ def load_checkpoint(
                 raise ValueError(f"{quoted(tensor.name)} is {tensor.dtype}: {hint}")
         sizes: dict[str, Any] = tree.sizes(param_map, tensors)
         embedding = tensors[param_map.ref("emb/embedding").name]
-        config = param_map.family.config(**sizes, **{"param_dtype": embedding.dtype, **options})
+        config = param_map.family.config(**sizes, **{"param_dtype": embedding.dtype, **fields, **options})
         planned = tree.plan(param_map, tensors, config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    params = tree.read(planned, config.param_dtype if "param_dtype" in options else None)
-    return cast(RWKVForCausalLM, param_map.family.model(config)), params
+    model = cast(RWKVForCausalLM, param_map.family.model(config))
+    where = None if shardings is None else shardings(model)
+    return model, tree.read(planned, config.param_dtype if "param_dtype" in options else None, where)
 
 
 def save_checkpoint(
@@ -103,29 +130,49 @@ def save_checkpoint(
     model: RWKVForCausalLM,
     params: Mapping[str, PyTree],
     *,
+    format: Literal["orbax", "pth", "huggingface"] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    max_shard_size: int | None = None,
     extras: Mapping[str, np.ndarray | jax.Array] | None = None,
 ) -> None:
-    """Saves a model as an official ``.pth`` file or as a directory that flash-linear-attention reads.
+    """Saves a model in the library's own format, as an official ``.pth`` file, or for Hugging Face.
 
-    Every parameter is saved in its dtype, bit by bit; a warning names those whose dtype differs from that of
-    most. A file appears, or is replaced, when it is complete, also where several processes save to one path.
+    Every parameter is saved in its dtype, bit by bit.
+
+    * ``"orbax"``, the library's own: a folder with ``fla_jax.json`` (every field of the configuration, the
+      tokenizer, the version) and ``params``, an Orbax checkpoint to which each device writes its own shards.
+      In a run of several processes all of them call this function.
+    * ``"pth"``: one file with the official names, for RWKV-LM and PyPI ``rwkv``.
+    * ``"huggingface"``: ``config.json``, ``generation_config.json`` and safetensors, with names, shapes and
+      dtypes of flash-linear-attention's `RWKV7ForCausalLM` and `RWKV6ForCausalLM` (0.6.0, which loads them in
+      a test) and of rwkv7-hf (0.9.0, likewise). Not compared with files that are published at Hugging Face:
+      that needs a network.
+
+    A warning names parameters whose dtype differs from that of most, except in the library's own format. A
+    file appears, or is replaced, when it is complete, also where several processes save to one path; a folder
+    of the library's own format is replaced when the new one is complete.
 
     Args:
-        path: a file that ends in ``.pth``, a directory, created if necessary, for ``model.safetensors`` and
-            ``config.json``, or a path that another format in `FORMATS` writes. A symbolic link to a file is
-            replaced.
+        path: a file that ends in ``.pth``, a directory, created if necessary, or a path that another format
+            in `FORMATS` writes. A symbolic link to a file is replaced.
         model: `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         params: its parameters, stacked layers (``scan_layers``) and boxed arrays included.
+        format: None for ``"pth"`` or a format in `FORMATS` where the path's ending says so, else ``"orbax"``.
+        tokenizer: the path of a file of a tokenizer, or of a folder with some, copied into the folder; in the
+            library's own format also a name that `fla_jax.generation.load_tokenizer` takes.
+        max_shard_size: bytes of tensors in each safetensors file, 5e9 by default.
         extras: {name in the file: array} of tensors that are no parameters: "blocks.0.att.v0" (v1, v2), which
             other readers of RWKV-7 files may require, and "blocks.0.att.time_state" [H, V, K] and so on.
 
     Raises:
         ValueError: ``params`` are not those of ``model``; an extra is not known in this format, is of a layer
-            that the model lacks, or has a wrong shape; the model has a ``rate_scale`` other than 1, which no
-            format stores; the directory holds a model in several files; no format is written to such a path.
+            that the model lacks, or has a wrong shape; the model has a ``rate_scale`` other than 1, which
+            only the library's own format stores; the directory holds another model or something else; an
+            argument does not fit the format.
         TypeError: an argument has another type, or a parameter another dtype than float32, bfloat16,
             float16 or float64.
         OSError: a file cannot be written; the error names it.
+        ImportError: the format is the library's own, and orbax-checkpoint is not installed.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -135,7 +182,7 @@ def save_checkpoint(
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
         >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_checkpoint(folder + "/fla", model, params)  # model.safetensors and config.json
+        ...     save_checkpoint(folder + "/fla", model, params, format="huggingface")
         ...     loaded, same = load_checkpoint(folder + "/fla")
         >>> all((a == b).all() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(same)))
         True
@@ -147,28 +194,59 @@ def save_checkpoint(
         raise TypeError(f"params must be a dict of the model's parameters, got {type(params).__name__}")
     if not isinstance(extras, Mapping | None):
         raise TypeError(f"extras must be a dict of arrays or None, got {type(extras).__name__}")
-    config = model.config
+    config, form = model.config, _form(path, format)
+    if max_shard_size is not None and form is not HUGGINGFACE:
+        raise ValueError(f"max_shard_size is of the format 'huggingface', and {path} is written in another")
+    if form is None:
+        if extras:
+            _check_extras("a checkpoint", map_for(family_of(config), "official"), extras, config)
+        return save_native(path, config, params, extras or {}, tokenizer)
     for name, want in family_of(config).not_in_checkpoints.items():
         if (got := getattr(config, name)) != want:
-            what = f"must be {want:g}, that of official models, got {got}: no checkpoint format stores it"
-            raise ValueError(f"model.config.{name} {what}")
-    form = next((form for form in reversed(FORMATS) if form.writes(path)), None)
-    if form is None:
-        known = " or ".join(form.name for form in FORMATS)
-        raise ValueError(f"path must name {known}, got {path}")
+            what = f"must be {want:g}, that of official models, got {got}: {form.name} does not store it"
+            raise ValueError(f"model.config.{name} {what}, format={_NATIVE!r} does")
+    if tokenizer is not None and form is not HUGGINGFACE:
+        raise ValueError(f"tokenizer must be None for {form.name}, which has no place for it")
+    beside = find_tokenizer(tokenizer, names=False)
     param_map = map_for(family_of(config), form.scheme)
     tensors = tree.from_tree(param_map, params, config)
     sizes: dict[str, Any] = tree.sizes(param_map, {name: stored(name, x) for name, x in tensors.items()})
     embedding = tensors[param_map.ref("emb/embedding").name]
     _warn_of_mixed_dtypes(tensors)
-    for name, x in (extras or {}).items():
-        if not isinstance(name, str) or not param_map.is_extra(name):
-            what = f"is no tensor that {form.name} may have besides the parameters"
-            raise ValueError(f"extras: {quoted(name)} {what}")
-        tensors[name] = tree.as_array(f"extras: {name}", x)
-        param_map.check_extra(name, tensors[name].shape, config)
+    _check_extras(form.name, param_map, extras or {}, config)
+    tensors |= {name: np.asarray(x) for name, x in (extras or {}).items()}
     config_json = param_map.config_json(dataclasses.replace(config, **sizes), embedding.dtype)
-    form.write(path, param_map.joined(tensors), config_json)
+    shards = (
+        {}
+        if max_shard_size is None
+        else {"max_shard_size": check_integer("max_shard_size", max_shard_size, 1)}
+    )
+    form.write(path, param_map.joined(tensors), config_json, **shards)
+    beside.copy(path)
+
+
+def _form(path: Path, name: str | None) -> Format | None:
+    """The format to write; None for the library's own."""
+    if name is not None and name not in (_NATIVE, *_FORMATS):
+        known = ", ".join(map(repr, (_NATIVE, *_FORMATS)))
+        raise ValueError(f"format must be one of {known} or None, got {name!r}")
+    known_by_path = next((form for form in reversed(FORMATS) if form.writes(path)), None)
+    form = known_by_path if name is None else _FORMATS.get(name)
+    if form in (None, HUGGINGFACE) and path.suffix in _FILE_SUFFIXES:
+        known = " or ".join(("a folder", *(form.name for form in FORMATS if form is not HUGGINGFACE)))
+        raise ValueError(f"path must name {known}, got {path}")
+    return form
+
+
+def _check_extras(
+    owner: str, param_map: ParamMap, extras: Mapping[str, np.ndarray | jax.Array], config: RWKVConfig
+) -> None:
+    """Raises unless the extras are known in the map's scheme, and fit the model."""
+    for name, x in extras.items():
+        if not isinstance(name, str) or not param_map.is_extra(name):
+            what = f"is no tensor that {owner} may have besides the parameters"
+            raise ValueError(f"extras: {quoted(name)} {what}")
+        param_map.check_extra(name, tree.check_array(f"extras: {name}", x).shape, config)
 
 
 def _warn_of_mixed_dtypes(tensors: Mapping[str, np.ndarray]) -> None:
@@ -206,12 +284,15 @@ def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         ...     sorted(load_extras(folder + "/tuned.pth"))
         ['blocks.0.att.time_state', 'blocks.1.att.time_state']
     """
-    param_map, tensors = _open(located(path))
+    path = located(path)
+    if is_native(path):
+        return load_native_extras(path)
+    _, param_map, tensors = _open(path)
     return {name: tensor.read() for name, tensor in tensors.items() if param_map.is_extra(name)}
 
 
-def _open(path: Path) -> tuple[ParamMap, dict[str, StoredTensor]]:
-    """The param map of a checkpoint, and its tensors by the names of the map."""
+def _open(path: Path) -> tuple[Format, ParamMap, dict[str, StoredTensor]]:
+    """The format and the param map of a checkpoint, and its tensors by the names of the map."""
     path.stat()  # a missing file is reported before its format
     form = next((form for form in reversed(FORMATS) if form.reads(path)), None)
     if form is None:
@@ -225,6 +306,6 @@ def _open(path: Path) -> tuple[ParamMap, dict[str, StoredTensor]]:
                 known = ", ".join(DTYPES)
                 raise ValueError(f"{quoted(name)} must have a dtype of {known}, got {tensor.dtype}")
         param_map = identify(tensors)
-        return param_map, param_map.split(tensors)
+        return form, param_map, param_map.split(tensors)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from .tensors import printable, quoted
 
 if sys.platform != "win32":
     import fcntl
 
+Json = Any  # a value of a JSON document
+_MAX_JSON = 10**8  # bytes, also the limit of safetensors for its headers
 _KINDS = {
     stat.S_ISDIR: "a directory",
     stat.S_ISFIFO: "a FIFO",
@@ -46,6 +51,40 @@ def check_regular(path: Path) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "something else")
         raise ValueError(f"{path} must be a regular file, got {kind}")
+
+
+def unique_names(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """A JSON object; Python takes the last of several values of one name, other readers another one."""
+    values: dict[str, Json] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"it holds {quoted(name)} twice")
+        values[name] = value
+    return values
+
+
+def load_json(path: Path) -> dict[str, Json]:
+    """The JSON object in a file.
+
+    Raises:
+        ValueError: it is no regular file, too large, or holds something else. OSError: it cannot be opened.
+    """
+    check_regular(path)
+    if path.stat().st_size > _MAX_JSON:
+        raise ValueError(f"{path} has more than {_MAX_JSON} bytes, too many for a description of a model")
+    try:
+        value = json.loads(path.read_text("utf-8"), object_pairs_hook=unique_names)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no valid JSON: {printable(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(value).__name__}")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Json]) -> None:
+    """Writes a JSON object to a file, which appears or is replaced when it is complete."""
+    with replacing(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 @contextlib.contextmanager

@@ -8,8 +8,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+import flax.linen as nn
 import numpy as np
+from jaxtyping import PyTree
 from numpy.typing import ArrayLike
+
+Shardings = Callable[[nn.Module], PyTree]  # of a model's parameters
 
 _AHEAD = 4  # tensors that are read while another one is used; reading may copy them
 _BLOCK = 64

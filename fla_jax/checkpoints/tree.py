@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from ..layers.fields import DTYPES
-from ..models.config import RWKVConfig
+from ..models import RWKVConfig, family_of
 from .param_maps.param_map import ParamMap, Transform
 from .tensors import StoredTensor, copy_into, quoted, read_ahead
 
@@ -70,16 +70,47 @@ def find(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor:
 
 
 @functools.lru_cache(16)
-def _shapes(param_map: ParamMap, config: RWKVConfig) -> dict[str, tuple[int, ...]]:
+def _shapes(config: RWKVConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters; those of a layer, under "blocks/...", without an axis of layers."""
     # the scanned model traces one layer for any number of them; the shapes depend on no implementation
     config = dataclasses.replace(config, remat=False, logical_axes=False, scan_layers=True)
-    model = param_map.family.model(dataclasses.replace(config, chunk_size=None, implementation=None))
+    model = family_of(config).model(dataclasses.replace(config, chunk_size=None, implementation=None))
     tree = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     shapes = {path: x.shape for path, x in flatten_dict(tree, sep="/").items()}
-    if missing := shapes.keys() - param_map.refs.keys():
-        raise KeyError(f"the param map {param_map.name!r} lacks {min(missing)}")
     return {path: shape[1:] if path.startswith("blocks/") else shape for path, shape in shapes.items()}
+
+
+def model_shapes(config: RWKVConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter by its path in the tree of a model, such as "blocks_0/ln1/scale"."""
+    shapes, family = {}, family_of(config)
+    for path, shape in _shapes(config).items():
+        if not path.startswith("blocks/"):
+            shapes[path] = shape
+        elif config.scan_layers:
+            shapes[path] = (config.num_layers, *shape)
+        else:
+            shapes |= {layer_path(path, i): shape for i in family.layers_of(path, config.num_layers)}
+    return shapes
+
+
+def checked(params: PyTree, config: RWKVConfig) -> dict[str, np.ndarray | jax.Array]:
+    """The parameters by path, without boxes.
+
+    Raises:
+        ValueError: a parameter is missing, surplus or of a wrong shape. TypeError: one has another type or
+            dtype.
+    """
+    flat = {"/".join(map(str, path)): nn.meta.unbox(x) for path, x in flatten_dict(params).items()}
+    shapes = model_shapes(config)
+    if surplus := flat.keys() - shapes.keys():
+        raise ValueError(f"params hold {min(surplus)}, which the model has not")
+    for path, shape in shapes.items():
+        if path not in flat:
+            raise ValueError(f"params lack {path}, which the model has")
+        x = check_array(f"params: {path}", flat[path])
+        if x.shape != shape:
+            raise ValueError(f"params: {path} must have shape {list(shape)}, got {list(x.shape)}")
+    return flat
 
 
 def plan(
@@ -90,10 +121,14 @@ def plan(
     Raises:
         ValueError: a tensor is missing, surplus, of a wrong shape, or shares its values where it may not.
     """
-    shapes, used = _shapes(param_map, config), set()
+    shapes, used = _shapes(config), set()
+    param_map.check_paths(shapes)
 
     def source(path: str, layer: int | None = None) -> tuple[StoredTensor, Transform]:
         (name, transform), shape = param_map.ref(path, layer), shapes[path]
+        if path.startswith("ln0/") and name not in tensors:
+            hint = "norm_first=False loads a model that does not normalise its embeddings"
+            raise ValueError(f"lacks the tensor {quoted(name)}; {hint}")
         tensor = find(tensors, name)
         want = transform.save(np.broadcast_to(np.uint8(0), shape)).shape
         # files differ in axes of size 1 around vectors
@@ -108,7 +143,7 @@ def plan(
         if not path.startswith("blocks/"):
             planned[path] = Parameter(shape, {0: source(path)})
             continue
-        layers = {i: source(path, i) for i in param_map.layers_of(path, config)}
+        layers = {i: source(path, i) for i in param_map.family.layers_of(path, config.num_layers)}
         if config.scan_layers:
             planned[path] = Parameter((config.num_layers, *shape), layers)
         else:
@@ -153,9 +188,15 @@ def _check_shared(planned: Mapping[str, Parameter]) -> None:
                 raise ValueError(f"{quoted(tensor.name)} shares its values with other tensors: {what}")
 
 
-def read(planned: Mapping[str, Parameter], dtype: DTypeLike | None) -> dict[str, PyTree]:
-    """The parameters in ``dtype``, None for the file's. Layers that a file lacks are zero."""
+def read(
+    planned: Mapping[str, Parameter], dtype: DTypeLike | None, shardings: PyTree = None
+) -> dict[str, PyTree]:
+    """The parameters in ``dtype``, None for the file's, each put where ``shardings`` says, a tree like them.
+
+    Layers that a file lacks are zero.
+    """
     params = {}
+    where = {} if shardings is None else flatten_dict(shardings, sep="/")
     values = read_ahead(tensor for parameter in planned.values() for tensor, _ in parameter.layers.values())
     for path, (shape, layers) in planned.items():
         dtypes = [tensor.dtype for tensor, _ in layers.values()] or [np.dtype(np.float32)]
@@ -163,7 +204,7 @@ def read(planned: Mapping[str, Parameter], dtype: DTypeLike | None) -> dict[str,
         target = x if path.startswith("blocks/") else x[None]
         for i, (_, transform) in layers.items():
             copy_into(target[i], transform.load(next(values)))
-        params[path] = jnp.asarray(x)
+        params[path] = jax.device_put(x, where[path]) if where else jnp.asarray(x)
     return unflatten_dict(params, sep="/")
 
 
@@ -171,49 +212,28 @@ def from_tree(param_map: ParamMap, params: PyTree, config: RWKVConfig) -> dict[s
     """The tensors that hold the parameters, by name, in the order of a file; views where possible.
 
     Raises:
-        ValueError: a parameter is missing, surplus or of a wrong shape. TypeError: one has another type or
-            dtype.
+        ValueError, TypeError: see `checked`.
     """
-    flat = {"/".join(map(str, path)): nn.meta.unbox(x) for path, x in flatten_dict(params).items()}
-    shapes, stacks = _shapes(param_map, config), {}
-
-    def take(path: str, shape: tuple[int, ...]) -> np.ndarray:
-        if path not in flat:
-            raise ValueError(f"params lack {path}, which the model has")
-        x = as_array(f"params: {path}", flat.pop(path))
-        if x.shape != shape:
-            raise ValueError(f"params: {path} must have shape {list(shape)}, got {list(x.shape)}")
-        return x
-
+    flat = {path: np.asarray(x) for path, x in checked(params, config).items()}
+    shapes = _shapes(config)
+    param_map.check_paths(shapes)
     tensors = {}
     for path, layer in param_map.order(config):
+        if path not in shapes:  # the norm of the embedding, which not every model has
+            continue
         if layer is None:
-            x = take(path, shapes[path])
-        elif config.scan_layers:
-            if path not in stacks:
-                stacks[path] = take(path, (config.num_layers, *shapes[path]))
-            x = stacks[path][layer]
+            x = flat[path]
         else:
-            x = take(layer_path(path, layer), shapes[path])
+            x = flat[path][layer] if config.scan_layers else flat[layer_path(path, layer)]
         name, transform = param_map.ref(path, layer)
         tensors[name] = transform.save(x)
-    if config.scan_layers:  # with one layer, some parameters are in no file
-        for path in shapes.keys() - stacks.keys():
-            if path.startswith("blocks/"):
-                take(path, (config.num_layers, *shapes[path]))
-    if flat:
-        raise ValueError(f"params hold {min(flat)}, which the model has not")
     return tensors
 
 
-def as_array(name: str, x: object) -> np.ndarray:
-    """An array of a dtype that files may hold.
-
-    Raises:
-        TypeError: ``x`` is something else; the message has ``name``.
-    """
+def check_array(name: str, x: object) -> np.ndarray | jax.Array:
+    """Raises TypeError unless ``x`` is an array of a dtype that files may hold; the message has ``name``."""
     if not isinstance(x, np.ndarray | jax.Array):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     if x.dtype.name not in DTYPES:
         raise TypeError(f"{name} must be an array of {', '.join(DTYPES)}, got {x.dtype}")
-    return np.asarray(x)
+    return x

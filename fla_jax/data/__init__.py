@@ -1,4 +1,4 @@
-"""Data for pretraining: the binidx format, text to tokens, documents packed into rows, batches.
+"""Data for pretraining: binidx, JSON Lines and Parquet, text to tokens, documents packed into rows, batches.
 
 data = open_binidx("corpus.idx")
 rows = PackedRows(data, 4096, vocab_size=65536)
@@ -7,15 +7,19 @@ for batch in batches(rows, range(len(rows)), 32, seed=0):
 """
 
 from .binidx import BinIdx, BinIdxWriter, open_binidx
-from .packing import PackedRows, batches, split_rows
+from .packing import PackedRows, batches, pack_documents, split_rows
+from .sources import JsonLines, ParquetRows
 from .text import tokenize
 
 __all__ = [
     "BinIdx",
     "BinIdxWriter",
+    "JsonLines",
     "PackedRows",
+    "ParquetRows",
     "batches",
     "open_binidx",
+    "pack_documents",
     "split_rows",
     "tokenize",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import PyTree
 
 from ..core.arguments import check_integer, check_number
 from .binidx import BinIdx
@@ -194,7 +195,7 @@ def batches(
     try:
         import grain
     except ImportError as error:
-        raise ImportError("batches are made by the package grain: pip install grain") from error
+        raise ImportError("batches are made by the package grain: pip install 'fla-jax[data]'") from error
     size = check_integer("size", size, 1)
     if not len(numbers):
         raise ValueError("numbers must have at least one row number, got none")
@@ -214,3 +215,75 @@ def batches(
         order = order.shuffle(seed=check_integer("seed", seed, 0, 2**32 - 1)).repeat()
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 1))
     return order.batch(size).map(read).to_iter_dataset(options)
+
+
+def pack_documents(
+    documents: PyTree,
+    length: int,
+    size: int,
+    *,
+    carry_state: bool = False,
+    end_token: int | None = 0,
+    vocab_size: int | None = None,
+    part: slice | list[int] | None = None,
+) -> PyTree:
+    """Batches of documents from any `grain.MapDataset`, packed into rows as they come.
+
+    Row b of a batch continues row b of the batch before: it packs the documents b, b + B, b + 2 B and so on,
+    one behind the other, and a document that crosses the end of a row goes on in the next batch. A batch has
+    int32 ``tokens``, ``labels`` and ``segment_ids`` and float32 ``mask``, all [B, length], as `PackedRows`
+    has them.
+
+    With ``carry_state`` it also has booleans ``continues`` [B]: the document of the row's first token is that
+    of the last row's end, and the recurrent state can be carried on, as `fla_jax.training.carried_loss` does.
+    Long documents are then learned as if rows had no ends, but for gradients, which end with a row. Without
+    it the rest of a document starts from a zero state.
+
+    Args:
+        documents: a `grain.MapDataset` of integer arrays [n], such as a source, shuffled by index, repeated,
+            mixed by weights and tokenized; `open_binidx` is a source of such arrays. Documents that its
+            ``filter`` removes are left out.
+        length: tokens in a row, T.
+        size: rows in a batch, B.
+        carry_state: whether batches have ``continues``.
+        end_token: in front of each document, so that its first token is learned from it and a zero state.
+            Documents should end with it. None: no first token is learned.
+        vocab_size: of the model, to refuse other tokens.
+        part: which rows of each batch to make, such as `TrainStep.local_batch_rows`; None for all.
+
+    Returns:
+        A `grain.IterDataset`. Its iterator's state, two integers a row, is saved by `TrainingCheckpoints` or
+        by grain's own `CheckpointSave`. Where ``documents`` end, rows are filled up with mask 0.
+
+    Raises:
+        ImportError: grain is not installed.
+        ValueError: an argument is outside of its range. TypeError: ``documents`` is no `grain.MapDataset`.
+
+    Example:
+        >>> import grain, numpy as np
+        >>> from fla_jax.data import pack_documents
+        >>> documents = grain.MapDataset.source([np.array([5, 6, 7, 8, 0]), np.array([9, 0])])
+        >>> for batch in pack_documents(documents, length=4, size=1, carry_state=True):
+        ...     print(batch["tokens"][0], batch["labels"][0], batch["segment_ids"][0], batch["continues"])
+        [0 5 6 7] [5 6 7 8] [0 0 0 0] [False]
+        [8 0 9 0] [0 9 0 0] [0 1 1 2] [ True]
+    """
+    try:
+        import grain
+
+        from .documents import PackedDocuments
+    except ImportError as error:
+        raise ImportError("documents are read by the package grain: pip install 'fla-jax[data]'") from error
+    if not isinstance(documents, grain.MapDataset):
+        raise TypeError(f"documents must be a grain.MapDataset, got {type(documents).__name__}")
+    size = check_integer("size", size, 1)
+    lanes = np.arange(size)[slice(None) if part is None else part].tolist()
+    return PackedDocuments(
+        documents,
+        check_integer("length", length, 1),
+        lanes,
+        size,
+        None if end_token is None else check_integer("end_token", end_token, 0),
+        None if vocab_size is None else check_integer("vocab_size", vocab_size, 1),
+        carry_state,
+    )

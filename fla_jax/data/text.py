@@ -157,7 +157,7 @@ def _encode(task: _Task) -> _Encoded:
         texts = list(_texts(block, data, task.text_field))
         ends = True
     else:
-        texts, ends = [(block.begin, _decoded(block.path, block.begin, data))], block.last
+        texts, ends = [(block.begin, decoded(block.path, block.begin, data))], block.last
     documents = []
     for at, text in texts:
         tokens = np.array(_loaded[key].encode(text) + [END] * ends, np.int64)
@@ -175,7 +175,7 @@ def _texts(block: _Block, data: bytes, field: str) -> Iterator[tuple[int, str]]:
     at = block.begin
     for line in io.BytesIO(data):  # unlike splitlines, it cuts at b"\n" alone
         if line.strip():
-            text = _decoded(block.path, at, line)
+            text = decoded(block.path, at, line)
             try:
                 value = json.loads(text)
             except ValueError as error:
@@ -189,7 +189,8 @@ def _texts(block: _Block, data: bytes, field: str) -> Iterator[tuple[int, str]]:
         at += len(line)
 
 
-def _decoded(path: Path, at: int, data: bytes) -> str:
+def decoded(path: Path, at: int, data: bytes) -> str:
+    """Text of a file; an error has the offset of the first byte that is not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

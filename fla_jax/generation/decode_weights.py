@@ -74,7 +74,7 @@ def prepare_decode_weights(model: Any, params: Any, group: int | None = None) ->
         layers = tuple(make(params["blocks"], np.int32(i)) for i in numbers)
     else:
         layers = tuple(make(params[f"blocks_{i}"]) for i in numbers)
-    table, head = _ends(dtype, group, params["emb"]["embedding"], params["ln0"], params["head"]["kernel"])
+    table, head = _ends(dtype, group, params["emb"]["embedding"], params.get("ln0"), params["head"]["kernel"])
     return DecodeWeights(table, layers, affine(params["ln_out"]), head)
 
 
@@ -90,8 +90,10 @@ def _layer(of_layer: Any, dtype: Any, group: int | None, block: Any, number: Any
 def _ends(
     dtype: Any, group: int | None, embedding: jax.Array, ln0: Any, head: jax.Array
 ) -> tuple[jax.Array, Matrix]:
-    """The normalised table, and the head."""
-    table = layer_norm(embedding.astype(dtype), affine(ln0)).astype(dtype)
+    """The table, normalised unless ``ln0`` is None, and the head."""
+    table = embedding.astype(dtype)
+    if ln0 is not None:
+        table = layer_norm(table, affine(ln0)).astype(dtype)
     return table, _matrix(dtype, group, (head, 0, NONE))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..checkpoints.native import is_native, tokenizer_of
 from ..core.arguments import as_integer, check_integer, shown
 
 WORLD_VOCABULARY = "rwkv_vocab_v20230424"
@@ -94,8 +95,8 @@ def load_tokenizer(name: str | os.PathLike[str] | None = None, *, vocab_size: in
 
     Args:
         name: ``"bytes"``; ``"rwkv_vocab_v20230424"``, the vocabulary of the World models (PyPI ``rwkv``;
-            PyTorch is not needed for it); or the path of a ``tokenizer.json`` (PyPI ``tokenizers``), such as
-            the Pile models' ``20B_tokenizer.json``.
+            PyTorch is not needed for it); the path of a ``tokenizer.json`` (PyPI ``tokenizers``), such as
+            the Pile models' ``20B_tokenizer.json``; or the folder of a checkpoint that was saved with one.
         vocab_size: of the model, used without ``name``: 256 means bytes, 65529 to 65536 the World vocabulary.
 
     Returns:
@@ -130,6 +131,10 @@ def load_tokenizer(name: str | os.PathLike[str] | None = None, *, vocab_size: in
     if not isinstance(name, str | os.PathLike):
         raise ValueError(f"name must be a name or a path, got {shown(name)}")
     path = Path(name)
+    if is_native(path):
+        return load_tokenizer(tokenizer_of(path), vocab_size=vocab_size)
+    if path.is_dir():
+        path = path / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(
             f"name must be 'bytes', {WORLD_VOCABULARY!r} or the path of a tokenizer.json; "

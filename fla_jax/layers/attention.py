@@ -14,7 +14,7 @@ from ..core.mesh import shard_like
 from .base import Layer, LayerCall, with_axes, zero_beyond
 from .init import ByDepth, Value, computed
 from .norm import Affine, NormParameters
-from .sharding import ActivationSharding, constrain
+from .sharding import TOKEN_AXES, ActivationSharding, constrain
 from .state import RWKVState, check_state, zero_state
 
 R = TypeVar("R")
@@ -86,7 +86,7 @@ class AttentionCall(LayerCall):
     def heads(self, x: jax.Array) -> jax.Array:
         """[B, T, C] -> [B, T, H, N]."""
         x = x.reshape(*x.shape[:-1], -1, self.layer.head_dim)
-        return constrain(x, "batch", "length", "activation_heads", "kv")
+        return constrain(x, *TOKEN_AXES, "activation_heads", "activation_kv")
 
     def by_head(self, x: jax.Array) -> jax.Array:
         """[C] -> [H, N]."""
@@ -125,7 +125,7 @@ class AttentionCall(LayerCall):
         o, ht = self.run(
             chunk if is_chunked else fused_recurrent,
             *arrays,
-            initial_state=constrain(h0, "batch", "activation_heads", "kv", None),
+            initial_state=constrain(h0, TOKEN_AXES[0], "activation_heads", "activation_kv", None),
             output_final_state=True,
             segment_ids=self.segment_ids,
             implementation=layer.implementation,
@@ -133,7 +133,7 @@ class AttentionCall(LayerCall):
         )
         # the dtype of `zero_state`, also where parameters are wider than the compute dtype
         ht = ht.astype(jnp.promote_types(arrays[0].dtype, jnp.float32))
-        return constrain(o, "batch", "length", "activation_heads", "kv"), ht
+        return constrain(o, *TOKEN_AXES, "activation_heads", "activation_kv"), ht
 
     def group_norm(self) -> Affine:
         """Scale and bias [H, N] of the norm of each head, whose eps is 64e-5 whatever the size of a head."""

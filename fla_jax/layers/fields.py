@@ -29,9 +29,9 @@ def check_fields(**values: Any) -> None:
             check_size(name, value)
         elif name in ("dtype", "param_dtype"):
             check_dtype(name, value)
-        elif name == "logical_axes":
+        elif name in ("logical_axes", "norm_first"):
             if not isinstance(value, bool):
-                raise TypeError(f"logical_axes must be a bool, got {value!r}")
+                raise TypeError(f"{name} must be a bool, got {value!r}")
         elif name == "rate_scale" and (
             not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 2
         ):

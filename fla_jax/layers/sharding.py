@@ -5,9 +5,10 @@ split a weight of the same product too: such a weight may be stored in slices, a
 (FSDP). Any other mesh axis may split heads and hidden channels (tensor parallelism).
 
 On a mesh with explicit axes the types of arrays carry their shardings, and the layers follow them. On any
-other mesh XLA decides, within `flax.linen.logical_axis_rules` if there are any. Activations have logical axes
-of their own (batch, length, activation_embed, activation_heads, activation_mlp, activation_vocab), so that
-rules can split parameters (vocab, embed, heads, kv, mlp, rank, layers) and leave activations whole.
+other mesh XLA decides, within `flax.linen.logical_axis_rules` if there are any. The names of logical axes are
+those of MaxText, and ``rank`` of low-rank pairs. Activations have other names (activation_batch,
+activation_length, activation_embed, activation_heads, activation_kv, activation_mlp, activation_vocab) than
+parameters (vocab, embed, heads, kv, mlp, rank, layers), so that rules can split these and leave those whole.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jax.typing import DTypeLike
 
 from ..core.mesh import Entry, is_explicit, is_manual, mesh_axes, reshard, spec_of
 
+TOKEN_AXES = ("activation_batch", "activation_length")  # the first axes of an array [B, T, ...]
 Axes = tuple[str | None, ...]
 Dot = Callable[..., jax.Array]
 Operands = tuple[jax.Array, jax.Array]
@@ -140,7 +142,7 @@ class ActivationSharding:
             return self._tp_dot(x, weight, logical[-1] == "heads", **options)
         *batch, _ = spec_of(x)
         inner, out = spec_of(weight)
-        names = ("batch", "length", *(None,) * (x.ndim - 3))[: x.ndim - 1]
+        names = (*TOKEN_AXES, *(None,) * (x.ndim - 3))[: x.ndim - 1]
         before, after = (_OF_ACTIVATIONS.get(axis or "") for axis in logical)
         x = reshard(x, *batch, inner) if self.mode == "explicit" else constrain(x, *names, before)
         y = _dot(x, weight, (((x.ndim - 1,), (0,)), ((), ())), **out_sharding(*batch, out), **options)
@@ -155,7 +157,7 @@ class ActivationSharding:
         x = _constrain_tp(x.reshape(self.tp, -1, *x.shape[1:]), merged=False)
         weight = weight.reshape(weight.shape[0], self.tp, -1)
         y = jnp.moveaxis(_dot(x, weight, (((3,), (0,)), ((0,), (1,))), **options), 0, 2)
-        return constrain(y.reshape(*y.shape[:2], -1), "batch", "length", "activation_heads")
+        return constrain(y.reshape(*y.shape[:2], -1), *TOKEN_AXES, "activation_heads")
 
     def _divisible(self, entry: Entry, logical: str | None) -> Entry:
         """An entry of `spec_of`, None where its devices would split a head."""
@@ -168,7 +170,8 @@ class ActivationSharding:
 def length_axis(x: jax.Array) -> str | None:
     """The mesh axis that T of ``x`` [B, T, ...] is split over, None for whole sequences.
 
-    With explicit axes the type of ``x`` decides, else the rule for ``length``, also inside `jax.shard_map`.
+    With explicit axes the type of ``x`` decides, else the rule for ``activation_length``, also inside
+    `jax.shard_map`.
 
     Raises:
         ValueError: T is split over several mesh axes.
@@ -176,7 +179,7 @@ def length_axis(x: jax.Array) -> str | None:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
-    by_rule = None if is_explicit() else nn.logical_to_mesh_axes(("length",))
+    by_rule = None if is_explicit() else nn.logical_to_mesh_axes((TOKEN_AXES[1],))
     split = spec_of(x)[1] if is_explicit() else by_rule[0] if by_rule else None
     axes = [axis for axis in mesh_axes(split) if mesh.shape.get(axis, 1) > 1]
     if len(axes) > 1:
@@ -235,7 +238,7 @@ def _unsharded(weight: jax.Array, logical: Axes) -> jax.Array:
 
 def _activation_spec() -> tuple[Entry, ...]:
     """The mesh axes that the rules split batch, tokens and heads over."""
-    return tuple(nn.logical_to_mesh_axes(("batch", "length", "activation_heads")) or ())
+    return tuple(nn.logical_to_mesh_axes((*TOKEN_AXES, "activation_heads")) or ())
 
 
 def _constrain_tp(x: jax.Array, merged: bool) -> jax.Array:

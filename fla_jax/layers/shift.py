@@ -24,7 +24,8 @@ def token_shift(
         last: [B, C], the token before token 0: the last token of the call before, or zeros.
         segment_ids: [B, T] integers; the token before the first of a later segment is zero.
 
-    T may be split over a mesh axis, by types or the rule for ``length``, also inside `jax.shard_map`.
+    T may be split over a mesh axis, by types or the rule for ``activation_length``, also inside
+    `jax.shard_map`.
 
     Returns:
         [B, T, C] in x's dtype.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.mesh import is_explicit, is_manual, mesh_axes, spec_of
-from .sharding import constrain
+from .sharding import TOKEN_AXES, constrain
 
 
 def token_blocks(x: jax.Array) -> tuple[int, int]:
@@ -17,7 +17,7 @@ def token_blocks(x: jax.Array) -> tuple[int, int]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or is_manual():
         return 1, 1
-    split = spec_of(x)[:2] if is_explicit() else nn.logical_to_mesh_axes(("batch", "length")) or ()
+    split = spec_of(x)[:2] if is_explicit() else nn.logical_to_mesh_axes(TOKEN_AXES) or ()
     batch, tokens = (math.prod(mesh.shape[axis] for axis in mesh_axes(entry)) for entry in split)
     return 1 if x.shape[0] % batch else batch, 1 if x.shape[1] % tokens else tokens
 
@@ -27,12 +27,12 @@ def split_tokens(x: jax.Array, blocks: tuple[int, int]) -> jax.Array:
     batch, tokens = blocks
     x = x.reshape(batch, -1, *x.shape[1:])
     x = x.reshape(*x.shape[:2], tokens, -1, *x.shape[3:])
-    return constrain(jnp.moveaxis(x, 2, 1), "batch", "length", *(None,) * (x.ndim - 2))
+    return constrain(jnp.moveaxis(x, 2, 1), *TOKEN_AXES, *(None,) * (x.ndim - 2))
 
 
 def join_tokens(x: jax.Array) -> jax.Array:
     """The inverse of `split_tokens`."""
-    x = constrain(x, "batch", "length", *(None,) * (x.ndim - 2))
+    x = constrain(x, *TOKEN_AXES, *(None,) * (x.ndim - 2))
     x = jnp.moveaxis(x, 1, 2)
     x = x.reshape(*x.shape[:2], -1, *x.shape[4:])
-    return constrain(x.reshape(-1, *x.shape[2:]), "batch", "length", *(None,) * (x.ndim - 3))
+    return constrain(x.reshape(-1, *x.shape[2:]), *TOKEN_AXES, *(None,) * (x.ndim - 3))

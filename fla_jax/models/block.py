@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from ..layers import RWKVState
 from ..layers.base import with_axes
 from ..layers.norm import Affine, NormParameters
-from ..layers.sharding import ActivationSharding, constrain
+from ..layers.sharding import TOKEN_AXES, ActivationSharding, constrain
 from .config import RWKVConfig
 from .families import family_of
 
@@ -28,7 +28,7 @@ def _norm(config: RWKVConfig, name: str, x: jax.Array) -> Affine:
 
 def residual(x: jax.Array) -> jax.Array:
     """The residual stream [B, T, C], sharded by the rules for activations."""
-    return constrain(x, "batch", "length", "activation_embed")
+    return constrain(x, *TOKEN_AXES, "activation_embed")
 
 
 class RWKVBlock(nn.Module):

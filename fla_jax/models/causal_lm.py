@@ -18,6 +18,7 @@ from ..layers.base import LAYER_NORM_EPS, check_lengths, with_axes, zero_beyond
 from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Norm
 from ..layers.sharding import (
+    TOKEN_AXES,
     ActivationSharding,
     DotOptions,
     check_length,
@@ -63,8 +64,8 @@ class _Embed(nn.Embed):
 class RWKVForCausalLM(nn.Module):
     """The language model of any family; use `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
 
-    Parameters: emb/embedding, ln0, blocks_{i}/{ln1,att,ln2,ffn} (stacked under ``blocks`` with
-    ``scan_layers``), ln_out, head/kernel.
+    Parameters: emb/embedding, ln0 (with ``norm_first``), blocks_{i}/{ln1,att,ln2,ffn} (stacked under
+    ``blocks`` with ``scan_layers``), ln_out, head/kernel.
 
     Attributes:
         config: of a class that a row of `FAMILIES` has.
@@ -95,7 +96,8 @@ class RWKVForCausalLM(nn.Module):
             embedding_init=boxed(symmetric_uniform(1e-4), ("vocab", "embed")),
             **dtypes,
         )
-        self.ln0 = _layer_norm(config)
+        if config.norm_first:
+            self.ln0 = _layer_norm(config)
         block: Any = RWKVBlock
         if config.remat or is_sharded():
             policy = remat_policy(dense=config.remat == "dense") if config.remat else save_all_but_unsharded
@@ -164,7 +166,9 @@ class RWKVForCausalLM(nn.Module):
         check_mesh(type(self).__name__, tokens, self.variables, state, segment_ids, lengths)
         # the dtype of the result is that of the zero state, also for a float32 state of a bfloat16 model
         state = jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
-        x = self.ln0(zero_beyond(self.emb(tokens), lengths))
+        x = zero_beyond(self.emb(tokens), lengths)
+        if config.norm_first:
+            x = self.ln0(x)
         if is_explicit():
             state = jax.tree.map(functools.partial(_with_batch_of, tokens), state)
         carry: Carry = (x, self._zero_v_first(x) if family_of(config).carries_v_first else None)
@@ -181,7 +185,7 @@ class RWKVForCausalLM(nn.Module):
 
     def _zero_v_first(self, x: jax.Array) -> jax.Array:
         """The v_first that layer 0 ignores, of the type that a scan carries: that of the value projection."""
-        zeros = constrain(jnp.zeros_like(x), "batch", "length", "activation_heads")
+        zeros = constrain(jnp.zeros_like(x), *TOKEN_AXES, "activation_heads")
         sharding = ActivationSharding.of(x)
         if sharding.mode != "explicit" or not self.config.scan_layers or self.is_initializing():
             return zeros

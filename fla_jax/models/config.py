@@ -35,9 +35,11 @@ class RWKVConfig:
             parameters of ``True`` and unrolls the loop: as fast as False, with up to a sixth more memory.
         remat: recompute each block in the backward pass; the forward of the op still runs once
             (`fla_jax.remat_policy`). ``"dense"`` also saves the outputs of the dense projections.
+        norm_first: whether a layer norm, ``ln0``, follows the embedding, as in all official models.
         logical_axes: ``model.init`` returns parameters boxed with logical axis names
             (`flax.linen.LogicallyPartitioned`), otherwise plain arrays; ``model.apply`` takes both. Names:
-            vocab, embed, heads, kv, mlp, rank, layers, and, of activations, batch, length.
+            vocab, embed, heads, kv, mlp, layers, as MaxText has them, and rank; for those of activations see
+            `fla_jax.parallel.axis_rules`.
         chunk_size: tokens per chunk of the op, a power of two from 1 to 256; None: the implementation's own.
         implementation: name of the op's implementation; None for the best that qualifies.
 
@@ -63,6 +65,7 @@ class RWKVConfig:
     param_dtype: DTypeLike = jnp.float32
     scan_layers: bool | Literal["unroll"] = False
     remat: bool | Literal["dense"] = False
+    norm_first: bool = True
     logical_axes: bool = False
     chunk_size: int | None = None
     implementation: str | None = None

@@ -61,6 +61,11 @@ class Family:
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=dict)
     not_in_checkpoints: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
+    def layers_of(self, path: str, num_layers: int) -> range:
+        """The layers that have a parameter, by its path in stacked layers, such as "blocks/att/v0"."""
+        is_lacking = path.removeprefix("blocks/att/") in self.not_in_first_layer
+        return range(1 if is_lacking else 0, num_layers)
+
 
 FAMILIES: dict[str, Family] = {}
 

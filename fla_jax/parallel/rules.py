@@ -23,8 +23,9 @@ Rules = tuple[tuple[str, Entry], ...]
 def axis_rules(model: nn.Module, mesh: Mesh, *, batch: int | None = None) -> Rules:
     """The logical axis rules (`flax.linen.logical_axis_rules`) that train ``model`` on ``mesh``, or run it.
 
-    Parameters: ``embed`` over fsdp; ``heads``, ``mlp`` and ``vocab`` over tensor. Activations: ``batch`` over
-    data and fsdp, ``length`` over sequence, ``activation_{heads,mlp,vocab}`` over tensor.
+    Parameters: ``embed`` over fsdp; ``heads``, ``mlp`` and ``vocab`` over tensor. Activations:
+    ``activation_batch`` over data and fsdp, ``activation_length`` over sequence,
+    ``activation_{heads,mlp,vocab}`` over tensor.
     A vocabulary that is not a multiple of tensor, and ranks of low-rank pairs that are not multiples of fsdp,
     are replicated.
 
@@ -32,7 +33,7 @@ def axis_rules(model: nn.Module, mesh: Mesh, *, batch: int | None = None) -> Rul
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         mesh: from `make_mesh`.
         batch: the number of sequences, for inference such as `fla_jax.generation.generate` with prompts of
-            any length: ``length`` is then not split, and ``batch`` only if the mesh divides it. None for
+            any length: these are then not split, and the batch only if the mesh divides it. None for
             training.
 
     Returns:
@@ -64,8 +65,8 @@ def axis_rules(model: nn.Module, mesh: Mesh, *, batch: int | None = None) -> Rul
             )
     vocab = None if config.vocab_size % tensor else "tensor"
     return (
-        ("batch", BATCH_AXES if batch is None or batch % batch_parts(mesh) == 0 else None),
-        ("length", "sequence" if batch is None else None),
+        ("activation_batch", BATCH_AXES if batch is None or batch % batch_parts(mesh) == 0 else None),
+        ("activation_length", "sequence" if batch is None else None),
         ("embed", "fsdp"),
         ("heads", "tensor"),
         ("mlp", "tensor"),
@@ -74,6 +75,7 @@ def axis_rules(model: nn.Module, mesh: Mesh, *, batch: int | None = None) -> Rul
         ("kv", None),
         ("layers", None),
         ("activation_embed", None),
+        ("activation_kv", None),
         ("activation_heads", "tensor"),
         ("activation_mlp", "tensor"),
         ("activation_vocab", vocab),

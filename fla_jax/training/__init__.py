@@ -1,7 +1,7 @@
 """Training: the official recipe, losses, long contexts, state tuning, and the parts of a training program."""
 
 from .checkpointing import TrainingCheckpoints, last_checkpoint
-from .long_context import chunked_loss, truncated_value_and_grad
+from .long_context import carried_loss, chunked_loss, truncated_value_and_grad, zero_carry
 from .losses import chunked_cross_entropy, cross_entropy
 from .memory import available_memory, choose_remat, estimate_memory, peak_memory
 from .metrics import MetricWriter, Throughput
@@ -14,6 +14,7 @@ __all__ = [
     "Throughput",
     "TrainingCheckpoints",
     "available_memory",
+    "carried_loss",
     "choose_remat",
     "chunked_cross_entropy",
     "chunked_loss",
@@ -34,5 +35,6 @@ __all__ = [
     "state_loss",
     "truncated_value_and_grad",
     "tune_states",
+    "zero_carry",
     "zero_states",
 ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self, TypeVar
 
 import jax
 from jaxtyping import PyTree
+
+from ..checkpoints.native import mismatch, orbax, reason
 
 Result = TypeVar("Result")
 
@@ -45,10 +46,7 @@ class TrainingCheckpoints:
             ImportError: orbax-checkpoint is not installed.
             ValueError: the folder cannot be opened.
         """
-        try:
-            import orbax.checkpoint as ocp
-        except ImportError as error:
-            raise ImportError("TrainingCheckpoints needs Orbax: pip install orbax-checkpoint") from error
+        ocp = orbax()
         self.folder, self._args, self._step = Path(folder), ocp.args, 0
         handlers = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
         try:
@@ -63,7 +61,7 @@ class TrainingCheckpoints:
                 item_handlers=handlers,
             )
         except OSError as error:
-            raise ValueError(f"{self.folder} cannot be opened: {_reason(error)}") from error
+            raise ValueError(f"{self.folder} cannot be opened: {reason(error)}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -128,14 +126,14 @@ class TrainingCheckpoints:
         }
         try:
             saved = _shapes(self._manager.item_metadata(step)["state"].tree)
-            mismatch = None if state is None else _mismatch(saved, _shapes(state))
-            if mismatch is None:
+            difference = None if state is None else mismatch(saved, _shapes(state))
+            if difference is None:
                 found = self._manager.restore(step, args=self._args.Composite(**items))
                 return found["state"], found["data"]
         except Exception as error:  # Orbax and TensorStore raise many kinds
             hint = "delete it to use the one before, if there is one"
-            raise ValueError(f"{path} cannot be read: {_reason(error)}; {hint}") from error
-        raise ValueError(f"{path}: {mismatch}")
+            raise ValueError(f"{path} cannot be read: {reason(error)}; {hint}") from error
+        raise ValueError(f"{path}: {difference}")
 
     def _written(self, write: Callable[[], Result]) -> Result:
         try:
@@ -144,7 +142,7 @@ class TrainingCheckpoints:
             last = last_checkpoint(self.folder)
             good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
             path = self.folder / str(self._step)
-            raise ValueError(f"{path} cannot be written: {_reason(error)}; {good}") from error
+            raise ValueError(f"{path} cannot be written: {reason(error)}; {good}") from error
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -164,21 +162,3 @@ def _shapes(tree: PyTree) -> dict[str, list[int]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): list(x.shape) for path, x in leaves}
     return dict(sorted(shapes.items(), key=lambda item: not item[0].startswith("params/")))
-
-
-def _mismatch(saved: dict[str, list[int]], wanted: dict[str, list[int]]) -> str | None:
-    for name in (*wanted, *saved):
-        if saved.get(name) != wanted.get(name):
-            got, want = saved.get(name, "none"), wanted.get(name, "none")
-            return f"{name} must have shape {want}, got {got}"
-    return None
-
-
-def _reason(error: Exception) -> str:
-    """The cause of an error, in one line."""
-    if code := re.search(r"(?:os_error_code='|OS error )(\d+)", str(error)):  # TensorStore's form
-        return os.strerror(int(code[1]))
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = (line.partition(" [tensorstore_spec")[0].strip() for line in str(error).splitlines())
-    return next(filter(None, lines), type(error).__name__)

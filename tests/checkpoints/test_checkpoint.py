@@ -65,12 +65,16 @@ def test_fla_directories(case, tmp_path):
     assert type(got) is type(model) and got.config == complete(model.config)
     same(got_params, params)
     same(load_checkpoint(tmp_path / "a" / "model.safetensors")[1], params)
-    save_checkpoint(tmp_path / "b", got, got_params)
+    save_checkpoint(tmp_path / "b", got, got_params, format="huggingface")
     same(fla.load(tmp_path / "b"), {name: np.ascontiguousarray(x) for name, x in names.items()})
     # and across, through the other format
     save_checkpoint(tmp_path / "c.pth", *load_checkpoint(tmp_path / "b"))
     same(read_pth(tmp_path / "c.pth"), z)
-    assert sorted(os.listdir(tmp_path / "b")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "b")) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
 
 
 def test_order_of_tensors(tmp_path):
@@ -88,7 +92,7 @@ def test_order_of_tensors(tmp_path):
 def test_config_json(case, tmp_path):
     """Fields that FLA's configurations have, with its names for them."""
     version, model, params, *_ = case
-    save_checkpoint(tmp_path, model, params)
+    save_checkpoint(tmp_path, model, params, format="huggingface")
     got, config = json.loads((tmp_path / "config.json").read_text()), complete(model.config)
     want = {
         "architectures": [f"RWKV{version}ForCausalLM"],
@@ -198,8 +202,10 @@ def test_extras(version, tmp_path):
     same(read_pth(tmp_path / "b.pth"), z)
     save_checkpoint(tmp_path / "c.pth", got, got_params)
     assert load_extras(tmp_path / "c.pth") == {}
-    with pytest.raises(ValueError, match=r"'blocks.0.att.time_state' is no tensor that an FLA directory"):
-        save_checkpoint(tmp_path / "d", got, got_params, extras=extras)
+    with pytest.raises(
+        ValueError, match=r"'blocks.0.att.time_state' is no tensor that a Hugging Face directory"
+    ):
+        save_checkpoint(tmp_path / "d", got, got_params, extras=extras, format="huggingface")
     with pytest.raises(ValueError, match=r"extras: 'emb.weight' is no tensor that a \.pth file may"):
         save_checkpoint(tmp_path / "d.pth", got, got_params, extras={"emb.weight": z["emb.weight"]})
     wrong = {"blocks.1.att.time_state": np.zeros((2, 16, 8), np.float32)}
@@ -248,8 +254,8 @@ def test_variations_in_files(tmp_path):
         fla.save(tmp_path / "many", {name: x for name, x in names.items() if where[name] == file}, file)
     (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     same(load_checkpoint(tmp_path / "many")[1], params)
-    with pytest.raises(ValueError, match="many already holds a model in several files"):
-        save_checkpoint(tmp_path / "many", model, params)
+    with pytest.raises(ValueError, match=r"many already holds a model in other files .model-00001-of-00002"):
+        save_checkpoint(tmp_path / "many", model, params, format="huggingface")
     (tmp_path / "many" / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {**where, "x": min(where.values())}})
     )

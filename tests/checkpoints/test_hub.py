@@ -40,7 +40,7 @@ def home(tmp_path_factory):
     cache = home / "hub"
     for revision, seed in (("main", 1), ("v1", 2)):
         model = small.model(7)
-        save_checkpoint(home / revision, model, small.params(model, seed))
+        save_checkpoint(home / revision, model, small.params(model, seed), format="huggingface")
         for name in ("model.safetensors", "config.json"):
             put(cache, "owner/tensors", revision, name, home / revision / name)
     extras = {"blocks.0.att.time_state": np.ones((2, 16, 16), np.float32)}

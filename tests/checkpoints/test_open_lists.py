@@ -69,7 +69,7 @@ def test_format(version, tmp_path):
     np.savez(tmp_path / "a.npz", **tensors)
     with pytest.raises(ValueError, match=r"a\.npz: lacks the tensor 'emb.weight'"):
         load_checkpoint(tmp_path / "a.npz")
-    with pytest.raises(ValueError, match=r"path must name an FLA directory or a .pth file or an .npz file"):
+    with pytest.raises(ValueError, match=r"path must name a folder or a .pth file or an .npz file"):
         save_checkpoint(tmp_path / "a.json", model, params)
 
 

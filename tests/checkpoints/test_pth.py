@@ -148,7 +148,7 @@ sys.modules["torch"] = sys.modules["safetensors"] = None  # importing them fails
 from fla_jax.checkpoints import load_checkpoint, save_checkpoint
 model, params = load_checkpoint(sys.argv[1] + "/a.pth")
 save_checkpoint(sys.argv[1] + "/b.pth", model, params)
-save_checkpoint(sys.argv[1] + "/c", model, params)
+save_checkpoint(sys.argv[1] + "/c", model, params, format="huggingface")
 try:
     load_checkpoint(sys.argv[1] + "/c")
 except ImportError as error:

@@ -125,8 +125,13 @@ def test_save_errors(tmp_path):
     ):
         with pytest.raises(error, match=message):
             save_checkpoint(tmp_path / "a.pth", model, tree)
-    with pytest.raises(ValueError, match="rate_scale must be 1, that of official models, got 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"rate_scale must be 1, .*got 2.0: a \.pth file does not store it, format='orbax' does",
+    ):
         save_checkpoint(tmp_path / "a.pth", small.model(7, rate_scale=2.0), params)
-    with pytest.raises(ValueError, match=r"must name an FLA directory or a .pth file, got .*a\.safet"):
+    with pytest.raises(ValueError, match=r"must name a folder or a .pth file, got .*a\.safet"):
         save_checkpoint(tmp_path / "a.safetensors", model, params)
+    with pytest.raises(ValueError, match=r"path must name a folder or a \.pth file, got .*a\.safet"):
+        save_checkpoint(tmp_path / "a.safetensors", model, params, format="huggingface")
     assert not os.listdir(tmp_path)

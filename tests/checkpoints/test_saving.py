@@ -22,7 +22,12 @@ import small_models as small
 
 from fla_jax.checkpoints import load_checkpoint, read_pth, save_checkpoint, write_pth
 
+HF_FILES = ["config.json", "generation_config.json", "model.safetensors"]
 TARGETS = {"model.pth": "model.pth", "model": "model/model.safetensors"}  # what is asked for, what appears
+
+
+def write(path, *args, **options):
+    save_checkpoint(path, *args, format=None if path.suffix else "huggingface", **options)
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +44,20 @@ def params(model):
 def test_full_disk(model, params, tmp_path, target):
     """An OSError that names the file; the old file stays."""
     path = tmp_path / target
-    save_checkpoint(path, model, params)
+    write(path, model, params)
     before = (tmp_path / TARGETS[target]).read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))  # more fails as on a full disk
     try:
         with pytest.raises(OSError, match=TARGETS[target]) as error:
-            save_checkpoint(path, model, params)
+            write(path, model, params)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert error.value.errno == errno.EFBIG and error.value.filename == str(tmp_path / TARGETS[target])
     assert (tmp_path / TARGETS[target]).read_bytes() == before
     assert sorted(os.listdir(path if path.is_dir() else tmp_path)) in (
         ["model.pth"],
-        ["config.json", "model.safetensors"],
+        HF_FILES,
     )
 
 
@@ -66,7 +71,7 @@ def test_errors_of_the_file_system_name_the_file(model, params, tmp_path):
         ("file/x.pth", NotADirectoryError, "file/x.pth"),
     ):
         with pytest.raises(error) as raised:
-            save_checkpoint(tmp_path / path, model, params)
+            write(tmp_path / path, model, params)
         assert raised.value.filename in (str(tmp_path / name), tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == ["file", "folder.pth"]
 
@@ -76,7 +81,7 @@ def test_permissions(model, params, tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         for target in TARGETS:
-            save_checkpoint(tmp_path / target, model, params)
+            write(tmp_path / target, model, params)
     finally:
         os.umask(before)
     for name in (*TARGETS.values(), "model/config.json"):
@@ -112,10 +117,10 @@ def test_leftovers(model, params, tmp_path):
     with open(tmp_path / "model.pth.8-8.tmp", "rb") as live:  # as a save that goes on holds it
         fcntl.flock(live, fcntl.LOCK_EX)
         for target in TARGETS:
-            save_checkpoint(tmp_path / target, model, params)
+            write(tmp_path / target, model, params)
         kept += ["model.pth.8-8.tmp", "model.pth.9-9.tmp", "model", "model.pth"]
         assert sorted(os.listdir(tmp_path)) == sorted(kept)
-    assert sorted(os.listdir(tmp_path / "model")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "model")) == HF_FILES
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -123,14 +128,14 @@ def test_threads(model, params, tmp_path, target):
     """Many savers of one path: none fails, and whoever reads meanwhile gets the whole of one."""
     path = tmp_path / target
     versions = [jax.tree.map(lambda x, i=i: jnp.full_like(x, i), params) for i in range(4)]
-    save_checkpoint(path, model, versions[0])
+    write(path, model, versions[0])
 
     def read(_):
         tensors = jax.tree.leaves(load_checkpoint(path)[1])
         return {float(x.ravel()[0]) for x in tensors}
 
     with ThreadPoolExecutor(8) as pool:
-        saves = [pool.submit(save_checkpoint, path, model, versions[i % 4]) for i in range(16)]
+        saves = [pool.submit(write, path, model, versions[i % 4]) for i in range(16)]
         for seen in pool.map(read, range(4)):
             assert len(seen) == 1, "parts of several files"
         for save in saves:
@@ -187,16 +192,16 @@ def test_mixed_dtypes_are_named(model, params, tmp_path, target, head):
     count = len(jax.tree.leaves(params))
     message = f"1 of {count} tensors have another dtype than most, bfloat16: {head} float32; cast them"
     with pytest.warns(UserWarning, match=re.escape(message)) as found:
-        save_checkpoint(tmp_path / target, model, {**half, "head": params["head"]})
+        write(tmp_path / target, model, {**half, "head": params["head"]})
     assert found[0].filename == __file__
     embedding, layers = half["emb"], {"blocks_0": half["blocks_0"] | {"att": params["blocks_0"]["att"]}}
     with pytest.warns(UserWarning, match=r"float32: (\S+ bfloat16, ){7}\S+ bfloat16 and 2 more; cast"):
-        save_checkpoint(tmp_path / target, model, {**params, **layers, "emb": embedding, "ln0": half["ln0"]})
+        write(tmp_path / target, model, {**params, **layers, "emb": embedding, "ln0": half["ln0"]})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        save_checkpoint(tmp_path / target, model, half)
+        write(tmp_path / target, model, half)
         extras = {"blocks.0.att.time_state": np.zeros((2, 16, 16), np.float32)}
-        save_checkpoint(tmp_path / "tuned.pth", model, half, extras=extras)
+        write(tmp_path / "tuned.pth", model, half, extras=extras)
 
 
 def test_wrong_arguments(model, params, tmp_path):
@@ -227,7 +232,7 @@ def test_wrong_arguments(model, params, tmp_path):
         ({"blocks.0.att.v0": np.arange(3)}, TypeError, "blocks.0.att.v0 must be an array of .*, got int64"),
     ):
         with pytest.raises(error, match=message):
-            save_checkpoint(path, model, params, extras=extras)
+            write(path, model, params, extras=extras)
     with pytest.raises(TypeError, match="tensors must be a dict of arrays, got list"):
         write_pth(path, [np.ones(3)])
     with pytest.raises(ValueError, match=r"tensors must have names of Unicode characters, got '\\ud800'"):

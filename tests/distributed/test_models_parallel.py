@@ -179,7 +179,9 @@ def test_names_of_parameter_axes():
         assert not any(vector)  # whole everywhere
     rules = dict(axis_rules(model, mesh))
     assert (
-        rules["embed"] == "fsdp" and rules["activation_embed"] is None and rules["batch"] == ("data", "fsdp")
+        rules["embed"] == "fsdp"
+        and rules["activation_embed"] is None
+        and rules["activation_batch"] == ("data", "fsdp")
     )
 
 

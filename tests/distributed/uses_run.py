@@ -43,7 +43,7 @@ def in_shard_map(model, params, tokens, mesh, check):
         return jnp.sum(hidden**2), hidden
 
     split = P("fsdp", "sequence")
-    with jax.set_mesh(mesh), nn.logical_axis_rules((("length", "sequence"),)):
+    with jax.set_mesh(mesh), nn.logical_axis_rules((("activation_length", "sequence"),)):
         inside = jax.shard_map(read, in_specs=(P(), split), out_specs=split, check_vma=check)
         got = jax.device_get(jax.jit(jax.grad(functools.partial(loss, inside), has_aux=True))(params))
     return got, jax.jit(jax.grad(functools.partial(loss, read), has_aux=True))(params)

@@ -181,7 +181,7 @@ def test_another_run(data, straight, tmp_path, capsys):
     assert f"--resume: --batch was 8 in {out} and is 4 now" in line
     line = refusal(pretrain.main, *arguments(data, out, "--resume"))
     assert f"the run in {out} is at step {STEPS}, and --steps {STEPS}; with --export its parameters" in line
-    path = tmp_path / "model.pth"
+    path = tmp_path / "model"
     pretrain.main(arguments(data, out, "--resume", "--export", path))
     state, _ = saved(out)
     np.testing.assert_array_equal(
@@ -285,7 +285,7 @@ def test_learning_rates_are_the_official_ones():
         (["--head-dim", "7"], "--hidden-size 32, --head-dim 7: "),
         (["--mesh-fsdp", "3"], "--mesh-...: "),
         (["--coordinator", "localhost:1"], "--coordinator, --num-processes and --process-id must be given"),
-        (["--export", "x.safetensors"], "--export must name an FLA directory or a .pth file, got x.safet"),
+        (["--export", "x.safetensors"], "--export must name a folder or a .pth file, got x.safet"),
         (["--export", "nowhere/x.pth"], "--export: there is no folder nowhere"),
         (["--vocab-size", "300"], "--data: name must be given: a vocabulary of 300 tokens"),
     ],

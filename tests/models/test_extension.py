@@ -122,7 +122,7 @@ def test_a_family_trains_saves_loads_and_generates(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
     jax.tree.map(np.testing.assert_array_equal, stack_layers(params), stacked)
     with pytest.raises(ValueError, match="PARAM_MAPS must have a map of Toy of the scheme 'fla'"):
-        save_checkpoint(tmp_path / "folder", model, params)
+        save_checkpoint(tmp_path / "folder", model, params, format="huggingface")
 
     # the model itself decodes: greedy tokens are those of a call on the whole text
     assert Decoder(model, params).implementation == "model"

@@ -1,4 +1,4 @@
-"""The models through Flax's bridge to nnx: the same numbers, the same training step, and back."""
+"""Models and layers through Flax's bridge to nnx: the same numbers, the same training step, and back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import optax
 import pytest
 import small_models as small
 from flax import nnx
+from harness import processes
 
 from fla_jax.training import cross_entropy, rwkv_optimizer
 
@@ -47,3 +48,12 @@ def test_bridge():
     stepped = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     assert jax.tree.structure(stepped) == jax.tree.structure(params)
     close(stepped, optax.apply_updates(params, updates))
+
+
+@pytest.mark.one_python
+def test_layers_in_a_model_of_the_page_on_a_mesh():
+    """Parameters are made where MaxText's rules put them; three steps have the losses of one device."""
+    found = processes.report("models/nnx_run.py")
+    assert found["specs"] == {"key": ("fsdp", "tensor"), "w1": ("fsdp", None), "r_k": ("tensor", None)}
+    np.testing.assert_allclose(found["mesh"], found["one device"], rtol=2e-5)
+    assert found["mesh"][0] > found["mesh"][1] > found["mesh"][2]

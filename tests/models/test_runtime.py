@@ -164,7 +164,7 @@ def test_gradients_of_rwkv7_hf(tmp_path):
     model = small.model(7, hidden_size=128, head_dim=64, num_layers=3, implementation="xla")
     params, tokens = small.params(model), small.tokens(2, 33)
     weights = np.random.default_rng(0).normal(size=(2, 33, 24)).astype(np.float32)
-    save_checkpoint(tmp_path / "model", model, params)
+    save_checkpoint(tmp_path / "model", model, params, format="huggingface")
     theirs, info = rwkv7_hf.RWKV7ForCausalLM.from_pretrained(
         tmp_path / "model", dtype=torch.float32, output_loading_info=True
     )
@@ -179,7 +179,7 @@ def test_gradients_of_rwkv7_hf(tmp_path):
     (_, logits), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     assert relative(np.asarray(logits), want.detach().numpy()) < TOLERANCE
     # gradients have the parameters' shapes, so the same names and layouts
-    save_checkpoint(tmp_path / "gradient", model, gradient)
+    save_checkpoint(tmp_path / "gradient", model, gradient, format="huggingface")
     from safetensors.numpy import load_file
 
     got = load_file(tmp_path / "gradient" / "model.safetensors")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
+from ..files import Json
 from ..tensors import StoredTensor
 
-Json = Any  # a value of a JSON document
+
+def no_fields(path: Path) -> dict[str, Json]:
+    """`Format.fields` of a format with tensors alone."""
+    return {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,6 +28,8 @@ class Format:
         write: ``write(path, tensors, config_json)`` writes arrays by name, completely or not at all;
             ``config_json`` has the contents of a ``config.json``. Raises OSError with the path.
         scheme: the scheme of names that it is written with, see `ParamMap`.
+        fields: configuration fields that files beside the tensors give, and that no tensor shows. Raises
+            ValueError, with the path, where they describe a model that the library has not.
 
     Example:
         >>> import numpy as np
@@ -43,5 +46,6 @@ class Format:
     reads: Callable[[Path], bool]
     writes: Callable[[Path], bool]
     read: Callable[[Path], Mapping[str, StoredTensor]]
-    write: Callable[[Path, Mapping[str, np.ndarray], Mapping[str, Json]], None]
+    write: Callable[..., None]
     scheme: str
+    fields: Callable[[Path], dict[str, Json]] = no_fields

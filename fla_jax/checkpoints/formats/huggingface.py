@@ -13,9 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..files import check_regular, replacing
+from ..files import Json, check_regular, load_json, replacing, unique_names, write_json
 from ..tensors import StoredTensor, as_bytes, printable, quoted
-from .format import Format, Json
+from .format import Format
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -24,9 +24,10 @@ _DTYPES = {
     "F64": np.dtype(np.float64),
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_MAX_JSON = 10**8  # bytes, also the limit of safetensors for its headers
-_WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-_MUST_BE = {"norm_eps": 1e-5, "hidden_act": "sqrelu"}  # not visible in any tensor
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+# values of fields that no tensor shows, FLA's default first
+_KNOWN = {"norm_eps": (1e-5,), "hidden_act": ("sqrelu",), "norm_first": (True, False)}
 
 
 def _safetensors() -> types.ModuleType:
@@ -36,29 +37,6 @@ def _safetensors() -> types.ModuleType:
         what = "reading the Hugging Face format needs the package safetensors"
         raise ImportError(f"{what}: pip install safetensors") from None
     return safetensors
-
-
-def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """A JSON object; Python takes the last of several values of one name, other readers another one."""
-    values: dict[str, Json] = {}
-    for name, value in pairs:
-        if name in values:
-            raise ValueError(f"it holds {quoted(name)} twice")
-        values[name] = value
-    return values
-
-
-def _load_json(path: Path) -> dict[str, Json]:
-    check_regular(path)
-    if path.stat().st_size > _MAX_JSON:
-        raise ValueError(f"{path} has more than {_MAX_JSON} bytes, too many for a description of a model")
-    try:
-        value = json.loads(path.read_text("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no valid JSON: {printable(error)}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got a {type(value).__name__}")
-    return value
 
 
 def _is_sibling(name: object) -> bool:
@@ -71,7 +49,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     if not path.is_dir():
         return [path], None
     if (path / _INDEX).exists():
-        where = _load_json(path / _INDEX).get("weight_map")
+        where = load_json(path / _INDEX).get("weight_map")
         if not isinstance(where, dict) or not all(map(_is_sibling, where.values())):
             raise ValueError(
                 f"{path / _INDEX} must have a weight_map of tensors to files in the same directory"
@@ -88,7 +66,7 @@ def _check_names(file: Path) -> None:
         (size,) = struct.unpack("<Q", stream.read(8))
         header = stream.read(size).decode("utf-8")
     try:
-        json.loads(header, object_pairs_hook=_unique)
+        json.loads(header, object_pairs_hook=unique_names)
     except ValueError as error:
         raise ValueError(f"{file} has a broken header: {printable(error)}") from None
 
@@ -105,7 +83,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 
     Raises:
         ValueError: a file is no regular file, or is truncated or broken, or its tensors are not those that
-            the index names, or config.json describes another model.
+            the index names.
         OSError: a file cannot be opened. ImportError: safetensors is not installed.
     """
     safetensors = _safetensors()
@@ -134,27 +112,80 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
             tensors[name] = StoredTensor(name, tuple(entry.get_shape()), dtype, read)
     if where is not None and (lost := sorted(where.keys() - tensors.keys())):
         raise ValueError(f"{path / where[lost[0]]} lacks {quoted(lost[0])}, which {_INDEX} puts there")
-    if path.is_dir() and (path / _CONFIG).exists():
-        config = _load_json(path / _CONFIG)
-        for field, want in _MUST_BE.items():
-            if config.get(field, want) != want:
-                what = f"{field} must be {want!r}, got {config[field]!r:.200}"
-                raise ValueError(f"{path / _CONFIG}: {what}: the tensors would fit, the results would not")
     return tensors
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], config_json: Mapping[str, Json]) -> None:
-    """Writes ``model.safetensors`` and ``config.json`` into a directory, each completely or not at all.
-
-    One tensor at a time is copied, if its order in memory differs; the library's writer needs copies of all.
+def _fields(path: Path) -> dict[str, Json]:
+    """The configuration fields of a ``config.json`` that no tensor shows.
 
     Raises:
-        ValueError: the directory has an index, which names other files.
+        ValueError: it describes another model, or is no JSON object.
+    """
+    if not (path.is_dir() and (path / _CONFIG).exists()):
+        return {}
+    config = load_json(path / _CONFIG)
+    for field, known in _KNOWN.items():
+        if config.get(field, known[0]) not in known:
+            what = f"{field} must be {' or '.join(map(repr, known))}, got {config[field]!r:.200}"
+            raise ValueError(f"{path / _CONFIG}: {what}: the tensors would fit, the results would not")
+    return {"norm_first": config.get("norm_first", True)}
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, np.ndarray],
+    config_json: Mapping[str, Json],
+    max_shard_size: int = 5 * 10**9,
+) -> None:
+    """Writes tensors, ``config.json`` and ``generation_config.json`` into a directory.
+
+    The tensors are in ``model.safetensors``, or in ``model-00001-of-0000N.safetensors`` and so on of at most
+    ``max_shard_size`` bytes, with an index, if they are larger. Every file is complete when it appears.
+
+    Raises:
+        ValueError: the directory has a model in files of other names.
         OSError: a file cannot be written; the error names it.
     """
     path.mkdir(parents=True, exist_ok=True)
-    if (path / _INDEX).exists():
-        raise ValueError(f"{path} already holds a model in several files ({_INDEX}); save elsewhere")
+    shards = _shards(tensors, max_shard_size)
+    number = len(shards)
+    names = [f"model-{i + 1:05}-of-{number:05}.safetensors" for i in range(number)]
+    names = names if number > 1 else [_WEIGHTS]
+    present = {file.name for pattern in ("*.safetensors", _INDEX) for file in path.glob(pattern)}
+    if others := sorted(present - {*names, *([_INDEX] if number > 1 else [])}):
+        raise ValueError(f"{path} already holds a model in other files ({others[0]}); save elsewhere")
+    for file, shard in zip(names, shards):
+        _write_shard(path / file, {name: tensors[name] for name in shard})
+    if number > 1:
+        where = {name: file for file, shard in zip(names, shards) for name in shard}
+        total = {
+            "total_parameters": sum(x.size for x in tensors.values()),
+            "total_size": sum(x.nbytes for x in tensors.values()),
+        }
+        write_json(path / _INDEX, {"metadata": total, "weight_map": dict(sorted(where.items()))})
+    write_json(path / _CONFIG, config_json)
+    if config_json:
+        tokens = {name: config_json[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        write_json(path / _GENERATION, {"_from_model_config": True, **tokens})
+
+
+def _shards(tensors: Mapping[str, np.ndarray], max_shard_size: int) -> list[list[str]]:
+    """The names of the tensors of each file, in order; a tensor that is larger than a file has its own."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, x in tensors.items():
+        if shards[-1] and size + x.nbytes > max_shard_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += x.nbytes
+    return shards
+
+
+def _write_shard(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """One file. One tensor at a time is copied, if its order in memory differs; the library's writer needs
+    copies of all.
+    """
     # large elements first: every tensor then begins at a multiple of its elements' size
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Json] = {"__metadata__": {"format": "pt"}}  # transformers requires it
@@ -165,12 +196,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], config_json
         header[name] = {"dtype": _DTYPE_NAMES[x.dtype], "shape": list(x.shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with replacing(path / _WEIGHTS) as file:
+    with replacing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
             file.write(as_bytes(tensors[name]))
-    with replacing(path / _CONFIG) as file:
-        file.write((json.dumps(config_json, indent=2) + "\n").encode())
 
 
 def _reads(path: Path) -> bool:
@@ -178,7 +207,9 @@ def _reads(path: Path) -> bool:
 
 
 def _writes(path: Path) -> bool:
-    return path.suffix not in (".pth", ".pt", ".bin", ".safetensors", ".json")
+    return False  # a folder alone names the library's own format
 
 
-HUGGINGFACE = Format("an FLA directory", _reads, _writes, read_safetensors, write_safetensors, "fla")
+HUGGINGFACE = Format(
+    "a Hugging Face directory", _reads, _writes, read_safetensors, write_safetensors, "fla", _fields
+)

@@ -21,9 +21,9 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from ..files import as_path, check_regular, replacing
+from ..files import Json, as_path, check_regular, replacing
 from ..tensors import StoredTensor, as_bytes, printable, quoted
-from .format import Format, Json
+from .format import Format
 from .pickled import Tensor, unpickle
 
 _STORAGES = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...models import FAMILIES, RWKV6Config, RWKV7Config, RWKVConfig, family_of
-from ..formats.format import Json
+from ..files import Json
 from .param_map import (
     SAME,
     TRANSPOSED,
@@ -64,7 +64,7 @@ def _config_json(config: RWKVConfig, dtype: np.dtype) -> dict[str, Json]:
         "hidden_ratio": config.intermediate_size / C,
         "intermediate_size": config.intermediate_size,
         "hidden_act": "sqrelu",
-        "norm_first": True,
+        "norm_first": config.norm_first,
         "norm_bias": True,
         "norm_eps": 1e-5,
         "tie_word_embeddings": False,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...models import Family, RWKVConfig
-from ..formats.format import Json
+from ..files import Json
 from ..tensors import StoredTensor, quoted, slice_of
 
 
@@ -149,20 +149,21 @@ class ParamMap:
         found = re.match(self.layer, name)
         return int(found[1]) if found else None
 
-    def layers_of(self, path: str, config: RWKVConfig) -> range:
-        """The layers that have the parameter."""
-        is_lacking = path.removeprefix("blocks/att/") in self.family.not_in_first_layer
-        return range(1 if is_lacking else 0, config.num_layers)
+    def check_paths(self, paths: Collection[str]) -> None:
+        """Raises KeyError where the map lacks a parameter."""
+        if missing := set(paths) - self.refs.keys():
+            raise KeyError(f"the param map {self.name!r} lacks {min(missing)}")
 
     def order(self, config: RWKVConfig) -> Iterator[tuple[str, int | None]]:
         """Every parameter, as path and layer, in the order of a file."""
         in_layers = [path for path in self.refs if path.startswith("blocks/")]
+        layers_of = self.family.layers_of
         for path in self.refs:
             if path not in in_layers:
                 yield path, None
             elif path == in_layers[0]:
                 for i in range(config.num_layers):
-                    yield from ((path, i) for path in in_layers if i in self.layers_of(path, config))
+                    yield from ((path, i) for path in in_layers if i in layers_of(path, config.num_layers))
 
     def is_extra(self, name: str) -> bool:
         """Whether a file may have the tensor besides the parameters."""

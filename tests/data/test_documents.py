@@ -1,0 +1,183 @@
+"""Packed documents: the rows of each lane, states that are carried on, iterators that are resumed."""
+
+from __future__ import annotations
+
+import json
+
+import grain
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import small_models as small
+from grain import checkpoint as grain_checkpoint
+from harness import processes
+
+from fla_jax.data import BinIdxWriter, JsonLines, open_binidx, pack_documents
+from fla_jax.training import TrainingCheckpoints, carried_loss, zero_carry
+
+LENGTHS = [5, 1, 12, 3, 8, 1, 40, 9, 16, 4, 7]
+
+
+def documents(lengths=LENGTHS, end=0):
+    rng = np.random.default_rng(0)
+    return [np.array([*rng.integers(1, 24, n - 1), end]) for n in lengths]
+
+
+def lane(chosen, length, end_token):
+    """Everything in one lane, token by token, in rows; behind the end mask 0."""
+    flat = []  # token, label, number of the document, whether it is not the document's first
+    for number, document in enumerate(chosen):
+        inputs = document[:-1] if end_token is None else [end_token, *document[:-1]]
+        labels = document[1:] if end_token is None else document
+        flat += [(*pair, number, i > 0) for i, pair in enumerate(zip(inputs, labels, strict=True))]
+    return [flat[i : i + length] for i in range(0, len(flat), length)]
+
+
+@pytest.mark.parametrize("end_token", [0, None])
+@pytest.mark.parametrize("length, size", [(8, 3), (1, 1), (64, 2)])
+def test_rows(length, size, end_token):
+    found = documents()
+    source = grain.MapDataset.source(found)
+    options = dict(length=length, size=size, end_token=end_token, vocab_size=24)
+    got = list(pack_documents(source, carry_state=True, **options))
+    want = [lane(found[b::size], length, end_token) for b in range(size)]
+    assert len(got) == max(map(len, want))
+    for i, batch in enumerate(got):
+        assert {x.shape for name, x in batch.items() if name != "continues"} == {(size, length)}
+        for b in range(size):
+            row = want[b][i] if i < len(want[b]) else []
+            n, numbers = len(row), sorted({number for _, _, number, _ in row})
+            assert [(*x, True) for x in zip(*(batch[name][b, :n] for name in ("tokens", "labels")))] == [
+                (token, label, True) for token, label, _, _ in row
+            ]
+            assert batch["segment_ids"][b, :n].tolist() == [numbers.index(number) for *_, number, _ in row]
+            assert batch["mask"][b].tolist() == [1.0] * n + [0.0] * (length - n)
+            assert bool(batch["continues"][b]) == (n > 0 and row[0][3])
+    for plain, batch in zip(pack_documents(source, **options), got, strict=True):
+        np.testing.assert_equal(plain, {name: x for name, x in batch.items() if name != "continues"})
+    if size > 1:
+        part = list(pack_documents(source, carry_state=True, part=[1], **options))
+        for half, batch in zip(part, got, strict=False):
+            np.testing.assert_equal(half, {name: x[1:2] for name, x in batch.items()})
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two streams, mixed three to one, of documents that name their stream; short ones are left out."""
+    for name in "ab":
+        texts = [json.dumps({"text": name * (3 + i % 9)}) for i in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(texts))
+
+    def make(seed):
+        streams = [grain.MapDataset.source(JsonLines(tmp_path / f"{name}.jsonl")) for name in "ab"]
+        streams = [stream.shuffle(seed=seed).repeat() for stream in streams]
+        mixed = grain.MapDataset.mix(streams, weights=[0.75, 0.25]).filter(lambda x: len(x["text"]) > 4)
+        tokens = mixed.map(lambda x: np.frombuffer(x["text"].encode() + b"\0", np.uint8))
+        return iter(pack_documents(tokens, 16, 4, carry_state=True))
+
+    return make
+
+
+def test_mixing_and_shuffling(mixed):
+    iterator = mixed(0)
+    batches = [next(iterator)["labels"] for _ in range(200)]
+    counts = [np.sum([(batch == ord(name)).sum() for batch in batches]) for name in "ab"]
+    assert counts[0] / counts[1] == pytest.approx(3, rel=0.1)
+    assert not np.array_equal(next(mixed(1))["labels"], batches[0])
+
+
+def test_resuming(mixed, tmp_path):
+    """From JSON, this library's checkpoints and grain's own, after every batch."""
+    iterator, states, want = mixed(0), [], []
+    for _ in range(12):
+        states.append(json.loads(json.dumps(iterator.get_state())))
+        want.append(next(iterator))
+    for i, state in enumerate(states):
+        resumed = mixed(0)
+        resumed.set_state(state)
+        np.testing.assert_equal([next(resumed) for _ in range(12 - i)], want[i:])
+    half = mixed(0)
+    for _ in range(5):
+        next(half)
+    with TrainingCheckpoints(tmp_path / "ours") as checkpoints:
+        checkpoints.save(5, {"x": np.ones(1)}, half.get_state())
+        ours = mixed(0)
+        ours.set_state(checkpoints.restore({"x": np.ones(1)})[1])
+    with ocp.Checkpointer(grain_checkpoint.CheckpointHandler()) as saver:
+        saver.save(tmp_path / "grain", args=grain_checkpoint.CheckpointSave(half))
+        theirs = saver.restore(tmp_path / "grain", args=grain_checkpoint.CheckpointRestore(mixed(0)))
+    for resumed in (ours, theirs):
+        np.testing.assert_equal([next(resumed) for _ in range(7)], want[5:])
+    with pytest.raises(ValueError, match="state must be of 4 rows of a batch, got one of 1"):
+        ours.set_state({"document": [0], "offset": [0]})
+
+
+def test_a_source_of_binidx(tmp_path):
+    with BinIdxWriter(tmp_path / "d") as writer:
+        for document in documents():
+            writer.add(document)
+    source = grain.MapDataset.source(open_binidx(tmp_path / "d"))
+    for got, want in zip(
+        pack_documents(source, 8, 2), pack_documents(grain.MapDataset.source(documents()), 8, 2)
+    ):
+        np.testing.assert_equal(got, want)
+
+
+def log_probabilities(model, params, document):
+    """Of every token of a document that is read whole, in NumPy from the logits."""
+    logits, state = model.apply({"params": params}, np.array([[0, *document[:-1]]]))
+    logits = np.asarray(logits[0])
+    shifted = logits - logits.max(-1, keepdims=True)
+    logs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return logs[np.arange(len(document)), document], state
+
+
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_carried_states_are_those_of_whole_documents(version):
+    """float64: the loss of every document without ends of rows, and the state at the end of the last row."""
+    lengths = [37, 5, 64, 1, 8, 16]
+    with small.float64():
+        model = small.model(version, dtype="float64", param_dtype="float64", implementation="xla")
+        params, found = small.params(model), documents(lengths)
+        whole = [log_probabilities(model, params, document) for document in found]
+        loss_of = jax.jit(carried_loss(model, l2wrap=0.0))
+
+        def total(carries):
+            carry, sum_ = zero_carry(model, 2), 0.0
+            for batch in pack_documents(grain.MapDataset.source(found), 8, 2, carry_state=True):
+                loss, new = loss_of(params, {**batch, "carry": carry})
+                sum_ += float(loss) * float(batch["mask"].sum())
+                carry = new if carries else carry
+            return sum_, new
+
+        want = -sum(logs.sum() for logs, _ in whole)
+        got, _ = total(carries=True)
+        assert abs(got / want - 1) < 1e-13
+        assert abs(total(carries=False)[0] / want - 1) > 1e-4
+        carry = zero_carry(model, 1)
+        # 64 tokens: the last row ends with the document
+        for batch in pack_documents(grain.MapDataset.source([found[2]]), 8, 1, carry_state=True):
+            _, carry = loss_of(params, {**batch, "carry": carry})
+        small.assert_close(jax.tree.map(lambda x: x.swapaxes(0, 1), carry), whole[2][1], 1e-13)
+
+
+def test_a_carried_step_on_eight_devices():
+    """`TrainStep` with carried states on a mesh, and on one device: the losses of a few steps."""
+    found = processes.report("data/carried_run.py")
+    np.testing.assert_allclose(found["mesh"], found["one device"], rtol=1e-6)
+    assert len(set(found["mesh"])) == len(found["mesh"]) > 3
+
+
+def test_refusals():
+    source = grain.MapDataset.source([np.array([1, 30, 0])])
+    for arguments, options, error, message in (
+        (([np.ones(3, int)], 8, 2), {}, TypeError, "documents must be a grain.MapDataset, got list"),
+        ((source, 0, 2), {}, ValueError, "length must be an integer >= 1, got 0"),
+        ((source, 8, 0), {}, ValueError, "size must be an integer >= 1, got 0"),
+        ((source, 8, 2), {"end_token": -1}, ValueError, "end_token must be an integer >= 0, got -1"),
+        ((source, 8, 2), {"vocab_size": 24}, ValueError, "tokens from 0 to 23, got 30 at index 0"),
+        ((source.map(lambda x: x / 2), 8, 1), {}, TypeError, r"arrays of integers \[n\], got float64 \[3\]"),
+    ):
+        with pytest.raises(error, match=message):
+            next(iter(pack_documents(*arguments, **options)))
