@@ -34,6 +34,14 @@ def is_importable(package: str) -> bool:
         return False
 
 
+def check_torch_device() -> None:
+    """Raises a RuntimeError if torch has no CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA device")
+
+
 def scratch() -> Path:
     """The folder of this user's processes: specifications, results, logs, compiled extensions."""
     folder = Path(tempfile.gettempdir()) / f"fla_jax-benchmark-{os.getuid()}"

@@ -38,6 +38,7 @@ def fla(job: Job) -> dict[str, Any]:
     import fla.models as models
     import torch
 
+    runner.check_torch_device()
     version, batch = job["version"], job["batch"]
     layers, width = map(int, job["model"].split("x"))
     config, kind = (getattr(models, f"RWKV{version}{name}") for name in ("Config", "ForCausalLM"))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from layer_ops.layer_op import VOCABULARY, layer_op_of
-from runner import Job
+from runner import Job, check_torch_device
 from timing import torch_ms
 
 from peers.tuning import compile_only
@@ -130,8 +130,7 @@ def passes_of(job: Job) -> dict[str, Callable[[], None]]:
     """A function for each pass of a layer operation."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise RuntimeError("torch sees no CUDA device")
+    check_torch_device()
     layer_op, shape = layer_op_of(job["layer_op"]), tuple(job["shape"])
     inputs = draw(layer_op.inputs(shape), job["dtype"])
     call = globals()[layer_op.peer](inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner import Job
+from runner import Job, check_torch_device
 from steps.sizes import Size
 
 from peers import torch_training
@@ -21,7 +21,7 @@ def train(size: Size, job: Job) -> dict[str, Any]:
     """FLA's model of the size; its loss never has all logits either."""
     import torch
 
-    torch_training.check_device()
+    check_torch_device()
     from fla import models
 
     version = size.model[-1]

@@ -14,7 +14,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from runner import Job, is_importable
+from runner import Job, check_torch_device, is_importable
 from steps.sizes import Size
 
 from peers import torch_training
@@ -107,7 +107,7 @@ def train(size: Size, job: Job) -> dict[str, Any]:
 
     if size.model != "rwkv7":
         raise ValueError(f"its trainer supports rwkv7, got {size.model}")
-    torch_training.check_device()
+    check_torch_device()
     module = _module(job["checkout"])
     torch.backends.cuda.matmul.allow_tf32 = True
     arguments = argparse.Namespace(

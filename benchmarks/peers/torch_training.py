@@ -12,14 +12,6 @@ from steps.sizes import Size
 PACKAGES = ("flash-linear-attention", "fla-core", "torch", "triton", "transformers", "pytorch-lightning")
 
 
-def check_device() -> None:
-    """Raises a RuntimeError if torch has no CUDA device."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise RuntimeError("torch sees no CUDA device")
-
-
 def train(
     model: Any, loss_of: Callable[[Any, Any], Any], size: Size, job: Job, autocast: bool = False
 ) -> dict[str, Any]:

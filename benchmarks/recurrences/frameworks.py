@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from peers.ops import Call, Implementation, Task
+from runner import check_torch_device
 from timing import jax_ms, timed, torch_ms
 
 from recurrences.inputs import converted, draw, split
@@ -98,8 +99,7 @@ class Torch:
     def __init__(self):
         import torch
 
-        if not torch.cuda.is_available():
-            raise RuntimeError("torch sees no CUDA device")
+        check_torch_device()
         self.torch, self.device = torch, torch.cuda.get_device_name()
 
     def _cast(self, a: Any, dtype: str) -> Any:

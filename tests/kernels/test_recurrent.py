@@ -91,7 +91,7 @@ PACKED = dict(layout="packed", lengths=(3, 0, 20, 17))
             dict(T=40, decay="mixed", layout="segments", lengths=(5, 9, 1, 17, 8)),
             dict(B=1, decay="mixed", layout="packed", lengths=(0, 7, 16, 0, 1, 20, 0)),
             # state gradients as halves of 16 bits, in the memory of gradients
-            dict(T=48, V=64, dtype="bfloat16", w_dtype="float32", decay="mixed"),
+            dict(T=48, V=64, dtype="float16", w_dtype="float32", decay="mixed"),
             dict(T=32, K=24, V=20, dtype="float16", w_dtype="float32"),
         ]
     ),
