@@ -1,0 +1,213 @@
+"""Accuracy on two published synthetic tasks: ``python benchmarks/tasks.py``, in minutes on one GPU.
+
+``recall``: multi-query associative recall (Arora et al. 2023, "Zoology", section 4). A sequence begins with
+pairs of a key and a value; each key comes once more later, and the model must answer with its value.
+
+``S5``, ``A5``: products in a group (Merrill et al. 2024, "The illusion of state", section 5). The model reads
+elements of the group and must name, at each position, the product of all elements so far.
+
+The RWKV-7 paper (Peng et al. 2025, arXiv:2503.14456, section 8) has both: the accuracy of recall by width and
+number of pairs, and the number of layers that a group needs. Each step draws new sequences; accuracy is
+measured on sequences of another random key. The best of several learning rates counts, as in Zoology.
+
+    python benchmarks/tasks.py --only "recall.* rwkv7 64"    settings whose name matches
+    python benchmarks/tasks.py --quick                       tiny sizes on a CPU
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import records
+
+from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
+from fla_jax.parallel import TrainStep, make_mesh
+from fla_jax.training import next_token_loss, rwkv_optimizer, rwkv_schedule
+
+MODELS = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, RWKV7Config)}
+GAPS_POWER = 0.01  # queries soon after the pairs are likelier: Zoology's distribution of gaps
+RECALL_VOCABULARY = 8192  # the lower half are keys, the upper half values, 0 fills
+KEY = records.key_of("op", "form", "implementation", "model", "shape")
+Batch = dict[str, jax.Array]
+Draw = Callable[[jax.Array], Batch]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A task, its size, and the model that learns it.
+
+    Attributes:
+        task: ``"recall"``, ``"S5"`` or ``"A5"``.
+        model: ``"rwkv6"`` or ``"rwkv7"``.
+        length: tokens of a sequence.
+        pairs: of keys and values; 0 for a group.
+        vocab_size: tokens of recall; a group has one for each element.
+        rate_scale: RWKV-7's factor on the in-context rate; 2 allows eigenvalues down to -1.
+    """
+
+    task: str
+    model: str
+    hidden_size: int
+    num_layers: int
+    length: int
+    pairs: int = 0
+    head_dim: int = 64
+    batch: int = 128
+    steps: int = 4000
+    vocab_size: int = RECALL_VOCABULARY
+    rate_scale: float = 1.0
+    learning_rates: tuple[float, ...] = (1e-3, 3e-3)
+
+    @property
+    def name(self) -> str:
+        pairs = f" {self.pairs} pairs" if self.pairs else ""
+        return f"{self.task} {self.length}{pairs} {self.model} {self.hidden_size}x{self.num_layers}"
+
+
+def settings(quick: bool) -> list[Setting]:
+    """The paper's sizes: (length, pairs) by width for recall, lengths by layers for groups."""
+    if quick:
+        sizes = dict(hidden_size=32, num_layers=2, length=16, pairs=2, head_dim=16, batch=16, vocab_size=16)
+        small = Setting("recall", "rwkv7", **sizes, steps=300, learning_rates=(1e-2,))
+        group = dataclasses.replace(small, task="S5", length=4, pairs=0, steps=40, rate_scale=2.0)
+        return [small, dataclasses.replace(small, model="rwkv6"), group]
+    pairs_by_length = ((64, 4), (128, 8), (256, 16), (512, 64), (1024, 128), (2048, 256))
+    recalls = [
+        Setting("recall", model, width, 2, length, pairs)
+        for model, width, (length, pairs) in itertools.product(MODELS, (64, 128, 256, 512), pairs_by_length)
+    ]
+    groups = [
+        Setting(group, model, 128, layers, length, steps=10_000, rate_scale=2.0, learning_rates=(1e-3,))
+        for group, model, layers, length in itertools.product(("A5", "S5"), MODELS, (1, 2, 3, 4), (8, 16, 32))
+    ]
+    return recalls + groups
+
+
+def recall(key: jax.Array, batch: int, length: int, pairs: int, vocab_size: int) -> Batch:
+    """Sequences of recall: tokens, labels and mask [batch, length], the mask 1 at the queries."""
+    half, space = vocab_size // 2, (length - 2 * pairs) // 2
+    keys, values, places, filler = jax.random.split(key, 4)
+
+    def distinct(key: jax.Array, log_weights: jax.Array) -> jax.Array:
+        """For each sequence ``pairs`` different indices, drawn one after the other by their weights."""
+        noise = jax.random.gumbel(key, (batch, log_weights.shape[0]))
+        return jax.lax.top_k(log_weights + noise, pairs)[1]
+
+    keys = 1 + distinct(keys, jnp.zeros(half - 1))
+    values = half + distinct(values, jnp.zeros(half))
+    gaps = distinct(places, (GAPS_POWER - 1) * jnp.log(jnp.arange(1, space + 1)))
+    rows, queries = jnp.arange(batch)[:, None], 2 * pairs + 2 * gaps
+    tokens = jax.random.randint(filler, (batch, length), 0, vocab_size)
+    tokens = tokens.at[:, : 2 * pairs].set(jnp.stack([keys, values], -1).reshape(batch, -1))
+    tokens = tokens.at[rows, queries].set(keys)
+    labels = jnp.zeros_like(tokens).at[rows, queries].set(values)
+    return {"tokens": tokens, "labels": labels, "mask": labels > 0}
+
+
+@functools.cache
+def products(group: str) -> np.ndarray:
+    """The table [n, n] of a group: entry [a, b] is the permutation b after a."""
+    elements = [p for p in itertools.permutations(range(5)) if group == "S5" or _is_even(p)]
+    number = {p: i for i, p in enumerate(elements)}
+    return np.array([[number[tuple(b[i] for i in a)] for b in elements] for a in elements])
+
+
+def _is_even(p: tuple[int, ...]) -> bool:
+    return sum(p[i] > p[j] for i in range(len(p)) for j in range(i + 1, len(p))) % 2 == 0
+
+
+def words(key: jax.Array, batch: int, length: int, group: str) -> Batch:
+    """Elements of a group and the products of all up to each position, [batch, length]."""
+    table = jnp.asarray(products(group))
+    tokens = jax.random.randint(key, (batch, length), 0, len(table))
+
+    def step(product: jax.Array, element: jax.Array) -> tuple[jax.Array, jax.Array]:
+        product = table[product, element]
+        return product, product
+
+    identity = jnp.zeros(batch, tokens.dtype)  # the first permutation in order
+    labels = jax.lax.scan(step, identity, tokens.T)[1].T
+    return {"tokens": tokens, "labels": labels, "mask": jnp.ones(tokens.shape, bool)}
+
+
+def train(setting: Setting, learning_rate: float, draw: Draw) -> tuple[float, float]:
+    """The accuracy after training and the seconds it took."""
+    kind, config_type = MODELS[setting.model]
+    vocab_size = setting.vocab_size if setting.pairs else len(products(setting.task))
+    sizes = dict(hidden_size=setting.hidden_size, num_layers=setting.num_layers, head_dim=setting.head_dim)
+    options = {"rate_scale": setting.rate_scale} if setting.model == "rwkv7" else {}
+    model = kind(config_type(vocab_size=vocab_size, **sizes, **options))
+    schedule = rwkv_schedule(learning_rate, 0.01 * learning_rate, setting.steps, setting.steps // 10)
+    optimizer = rwkv_optimizer(schedule, weight_decay=0.1 if setting.pairs else 0.0)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    step = TrainStep(model, optimizer, mesh, next_token_loss(model, l2wrap=0.0))
+    state, key = step.init(jax.random.key(0)), jax.random.key(1)
+    began = time.perf_counter()
+    for i in range(setting.steps):
+        state, loss = step(state, step.shard(draw(jax.random.fold_in(key, i))))
+    jax.block_until_ready(loss)
+    seconds = time.perf_counter() - began
+    return accuracy(model.apply, state.params, draw, rounds=-(-2048 // setting.batch)), seconds
+
+
+def accuracy(apply: Callable, params: optax.Params, draw: Draw, rounds: int) -> float:
+    """The share of right answers where the mask is 1, over new sequences."""
+
+    @jax.jit
+    def count(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        batch = draw(key)
+        right = jnp.argmax(apply({"params": params}, batch["tokens"])[0], -1) == batch["labels"]
+        return jnp.sum(right & batch["mask"]), jnp.sum(batch["mask"])
+
+    right, all_of_them = np.sum([count(key) for key in jax.random.split(jax.random.key(2), rounds)], axis=0)
+    return float(right / all_of_them)
+
+
+def measure(setting: Setting) -> records.Record:
+    """The record of a setting: its best learning rate."""
+    size = (setting.batch, setting.length)
+    sizes = (*size, setting.pairs, setting.vocab_size) if setting.pairs else (*size, setting.task)
+    draw = jax.jit(lambda key: (recall if setting.pairs else words)(key, *sizes))
+    found = {rate: train(setting, rate, draw) for rate in setting.learning_rates}
+    best = max(found, key=lambda rate: found[rate][0])
+    return {
+        "op": "task",
+        "form": f"{setting.task} {setting.length} {setting.pairs}".removesuffix(" 0"),
+        "implementation": setting.model,
+        "model": f"{setting.num_layers}x{setting.hidden_size}",
+        "shape": dataclasses.asdict(setting),
+        "accuracy": found[best][0],
+        "learning_rate": best,
+        "seconds": found[best][1],
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = records.parser(__doc__)
+    parser.add_argument("--only", default="", help="a regular expression of settings' names")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    options = parser.parse_args(arguments)
+    chosen = [setting for setting in settings(options.quick) if re.search(options.only, setting.name)]
+    if not chosen:
+        parser.error(f"--only {options.only!r} matches no setting")
+    device = jax.devices()[0].device_kind
+    common = {"device": device, "versions": records.versions(("jax", "jaxlib", "triton", "flax", "optax"))}
+    for setting in chosen:
+        record = measure(setting) | common | records.stamp()
+        path = records.put(options.out, device, [record], KEY)  # at once: a run may be cut off
+        found = f"{record['accuracy']:7.2%} right, rate {record['learning_rate']:g}"
+        print(f"{setting.name:40} {found}, {record['seconds']:.0f} s", flush=True)
+    print(f"results: {path}")
+
+
+if __name__ == "__main__":
+    main()
