@@ -110,7 +110,7 @@ def run(options: Options, check_claim: _run.Check) -> None:
             metrics.read(options.batch * options.sequence)
             if evaluate and data.evaluation:
                 held_out = batches(*data.evaluation, options.batch, part=part)
-                metrics.evaluated(step.evaluate(state.params, held_out))
+                metrics.evaluated(step.evaluate(state, held_out))
             metrics.write_rows()
             if save or number:
                 check_claim()

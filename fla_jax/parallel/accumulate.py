@@ -30,12 +30,12 @@ def microbatches(batch: PyTree, count: int) -> PyTree:
 
 
 def accumulated_value_and_grad(
-    loss: Callable[[PyTree, PyTree], PyTree],
+    loss: Callable[[PyTree, PyTree, jax.Array | None], PyTree],
     weight: Callable[[PyTree], jax.Array],
     count: int,
     has_aux: bool,
     constrain: Callable[[PyTree], PyTree],
-) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+) -> Callable[[PyTree, PyTree, jax.Array | None], tuple[PyTree, PyTree]]:
     """`jax.value_and_grad` of a loss that is a weighted mean, in ``count`` microbatches.
 
     Only one microbatch's activations are in memory at a time. ``weight`` weighs losses and gradients,
@@ -43,7 +43,7 @@ def accumulated_value_and_grad(
     outputs are stacked, [count, ...].
 
     Args:
-        loss: of parameters and a batch.
+        loss: of parameters, a batch, and a key of random numbers or None; each microbatch gets another key.
         weight: of a batch, such as its number of labels.
         count: microbatches.
         has_aux: whether the loss returns ``(scalar, aux)``.
@@ -51,19 +51,21 @@ def accumulated_value_and_grad(
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=has_aux)
 
-    def accumulated(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+    def accumulated(params: PyTree, batch: PyTree, key: jax.Array | None) -> tuple[PyTree, PyTree]:
         total = weight(batch)
         total = jnp.where(total != 0, total, 1)
 
-        def add(sums: PyTree, microbatch: PyTree) -> tuple[PyTree, PyTree]:
+        def add(sums: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+            microbatch, key = xs
             share = weight(microbatch) / total
-            value, grads = value_and_grad(params, microbatch)
+            value, grads = value_and_grad(params, microbatch, key)
             value, aux = value if has_aux else (value, None)
             sums = jax.tree.map(lambda total, x: total + share * x, sums, grads)
             return constrain(sums), (share * value, aux)
 
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
-        grads, (values, aux) = jax.lax.scan(add, constrain(zeros), microbatches(batch, count))
+        keys = None if key is None else jax.random.split(key, count)
+        grads, (values, aux) = jax.lax.scan(add, constrain(zeros), (microbatches(batch, count), keys))
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return ((jnp.sum(values), aux) if has_aux else jnp.sum(values)), grads
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -21,10 +23,12 @@ from jaxtyping import PyTree
 from ..core.arguments import check_integer
 from ..models import initial_params
 from ..models.causal_lm import check_layers
-from ..training.next_token import Loss, label_weight, next_token_loss
+from ..training.next_token import Loss, next_token_loss
 from .accumulate import accumulated_value_and_grad, microbatches
 from .mesh import BATCH_AXES, batch_parts, is_explicit_mesh
 from .rules import axis_rules, batch_sharding, optimizer_shardings, parameter_shapes, parameter_shardings
+
+METRICS = ("loss", "grad_norm", "tokens")
 
 
 class TrainStep:
@@ -32,6 +36,9 @@ class TrainStep:
 
     Parameters, their gradients and the optimiser's moments are sharded as `parameter_shardings` says, the
     batch over data and fsdp. The input state is donated: its memory is reused for the new one.
+
+    With ``params=`` other arrays are trained than the model's parameters, such as adapters or initial states,
+    while ``frozen=`` ones, such as the model's parameters, are an argument of the loss.
 
     Attributes:
         mesh: the mesh.
@@ -44,12 +51,14 @@ class TrainStep:
         >>> from fla_jax.parallel import TrainStep, make_mesh
         >>> from fla_jax.training import rwkv_optimizer
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
-        >>> step = TrainStep(model, rwkv_optimizer(6e-4), make_mesh())
+        >>> step = TrainStep(model, rwkv_optimizer(6e-4), make_mesh(), metrics=("loss", "tokens"))
         >>> state = step.init(jax.random.key(0))
         >>> tokens = jnp.zeros((jax.device_count(), 9), jnp.int32)
-        >>> state, loss = step(state, step.shard(tokens))
-        >>> int(state.step), round(step.evaluate(state.params, [tokens]), 1) < 5
+        >>> state, metrics = step(state, step.shard(tokens))
+        >>> int(state.step), int(metrics["tokens"]) == tokens[:, 1:].size
         (1, True)
+        >>> step.evaluate(state, [tokens]) < 5
+        True
     """
 
     def __init__(
@@ -62,6 +71,11 @@ class TrainStep:
         weight: Callable[[PyTree], jax.Array] | None = None,
         accumulate: int = 1,
         has_aux: bool = False,
+        metrics: Sequence[str] | None = None,
+        rng: jax.Array | None = None,
+        params: PyTree = None,
+        frozen: PyTree = None,
+        donate: bool = True,
         compiler_options: Mapping[str, bool | int | str] | None = None,
     ):
         """Checks that the mesh fits the model; compiles nothing.
@@ -74,32 +88,58 @@ class TrainStep:
             loss: ``loss(params, batch) -> scalar``, a mean over the whole batch, written as for a single
                 device; None for `fla_jax.training.next_token_loss`.
             weight: ``weight(batch) -> scalar``, the divisor of the mean, which weighs several batches. None:
-                the sum of the mask, or the number of labels, with the default loss, else the number of
-                sequences.
+                ``loss.weight`` if the loss has one, as that of `fla_jax.training.next_token_loss` (the sum of
+                the mask, or the number of labels), else the number of sequences.
             accumulate: number of microbatches that a batch is computed in, to save memory.
                 Loss and gradient stay those of the whole batch, but for rounding.
             has_aux: whether the loss returns ``(scalar, aux)``; with ``accumulate``, aux is stacked.
+            metrics: names of what a step returns in a dict: ``"loss"``, ``"grad_norm"`` (global norm of the
+                gradient, before the optimiser clips it), ``"tokens"`` (the batch's `weight`). None: the loss
+                alone, without a dict.
+            rng: a key. A step then calls ``loss(params, batch, key=key)``, with another key in every step and
+                microbatch, for dropout; it follows from ``rng`` and ``state.step``, so that a resumed run
+                repeats it. `evaluate` passes none.
+            params: what is trained: a pytree of arrays, or of `jax.ShapeDtypeStruct`, stored as their
+                shardings on the mesh say, without one on every device. None: the model's parameters.
+            frozen: arrays, which the loss gets as ``loss(params, batch, frozen=frozen)``.
+            donate: whether the memory of a step's input state is reused.
             compiler_options: of XLA, for the step's program alone, such as `overlap_options`.
 
         Raises:
-            ValueError: see `axis_rules`, or ``accumulate`` is not an integer >= 1.
+            ValueError: see `axis_rules`, ``accumulate`` is not an integer >= 1, or a metric is unknown.
         """
         self.model, self.mesh, self.rules = model, mesh, axis_rules(model, mesh)
+        if unknown := sorted({*(metrics or ())} - {*METRICS}):
+            raise ValueError(f"metrics must be of {', '.join(METRICS)}, got {unknown[0]!r}")
         self._optimizer, self._loss, self._has_aux = optimizer, loss or next_token_loss(model), has_aux
-        self._weight = weight or (label_weight if loss is None else _num_sequences)
+        of_loss: Callable[[PyTree], jax.Array] = getattr(self._loss, "weight", _num_sequences)
+        self._weight = of_loss if weight is None else weight
         self._accumulate = check_integer("accumulate", accumulate, 1)
-        shapes, params = parameter_shapes(model), parameter_shardings(model, mesh)
-        stored = {"step": NamedSharding(mesh, P()), "params": params}
-        stored["opt_state"] = optimizer_shardings(optimizer, shapes, params, mesh)
+        self._metrics, self._rng, self._frozen = metrics, rng, frozen
+        self._trains_model = params is None
+        if params is None:
+            shapes, shardings = parameter_shapes(model), parameter_shardings(model, mesh)
+        else:
+            shapes, shardings = params, jax.tree.map(functools.partial(_sharding_on, mesh), params)
+        self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+        stored = {"step": NamedSharding(mesh, P()), "params": shardings}
+        stored["opt_state"] = optimizer_shardings(optimizer, self._shapes, shardings, mesh)
         self.shardings = TrainState(apply_fn=model.apply, tx=optimizer, **stored)
         # with explicit axes the types already have the shardings
         out: dict[str, PyTree] = {} if is_explicit_mesh(mesh) else {"out_shardings": (self.shardings, None)}
         options = None if compiler_options is None else dict(compiler_options)
-        self._compiled = jax.jit(self._step, donate_argnums=(0,), compiler_options=options, **out)
+        donated = (0,) if donate else ()
+        self._compiled = jax.jit(self._step, donate_argnums=donated, compiler_options=options, **out)
         self._evaluate = jax.jit(self._weighted_losses)
 
     def init(self, key: jax.Array) -> TrainState:
-        """A new state, initialised on the devices that store it. ``key``: from `jax.random.key`."""
+        """A new state, initialised on the devices that store it. ``key``: from `jax.random.key`.
+
+        Raises:
+            ValueError: other arrays are trained than the model's parameters: pass them to `start`.
+        """
+        if not self._trains_model:
+            raise ValueError("init draws the model's parameters, and params= are trained: use start(params)")
 
         def create(key: jax.Array) -> TrainState:
             return self._state(nn.meta.unbox(initial_params(self.model, key)))
@@ -114,18 +154,21 @@ class TrainStep:
         """A new state from existing parameters, such as a checkpoint's, which are copied.
 
         Raises:
-            ValueError: a parameter is missing, surplus, or has another shape than the model's; the message
-                names it.
+            ValueError: a parameter is missing, surplus, or has another shape than the model's (or than the
+                argument ``params`` of `__init__`); the message names it.
         """
         params = unfreeze(nn.meta.unbox(params))
-        _check_params(self.model, params)
+        if self._trains_model:
+            _check_params(self.model, params)
+        else:
+            chex.assert_trees_all_equal_shapes(params, self._shapes, exception_type=ValueError)
         params = jax.device_put(params, self.shardings.params, may_alias=False)
         with jax.set_mesh(self.mesh):
             return jax.jit(self._state, out_shardings=self.shardings)(params)
 
     def abstract_state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct` with shardings: for `lower`, or to restore a checkpoint."""
-        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        shapes = jax.eval_shape(self._state, self._shapes)
         with_sharding = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         return jax.tree.map(with_sharding, shapes, self.shardings)
 
@@ -165,23 +208,25 @@ class TrainStep:
             batch: from `shard`: what the loss takes.
 
         Returns:
-            ``(state, loss)``, or ``(state, (loss, aux))``.
+            ``(state, loss)``, or ``(state, (loss, aux))``; with ``metrics`` ``(state, metrics)``, a dict that
+            contains ``"aux"`` too if the loss has one.
         """
         with jax.set_mesh(self.mesh):
-            return self._compiled(state, batch)
+            return self._compiled(state, batch, self._frozen)
 
-    def evaluate(self, params: PyTree, batches: Iterable[PyTree]) -> float:
+    def evaluate(self, state: TrainState, batches: Iterable[PyTree]) -> float:
         """The loss over several batches, each weighed by its `weight`: with the default loss the mean over
         all labels, in nats per token. Batches are computed in ``accumulate`` microbatches, like a step.
 
         Args:
-            params: such as ``state.params``.
+            state: of which the parameters alone are read.
             batches: what `shard` takes.
         """
         sums = np.zeros(2)
         with jax.set_mesh(self.mesh):
             for batch in batches:
-                sums += np.asarray(self._evaluate(params, self.shard(batch)), np.float64)
+                found = self._evaluate(state.params, self.shard(batch), self._frozen)
+                sums += np.asarray(found, np.float64)
         return float(sums[0] / (sums[1] or 1))
 
     def lower(self, state: TrainState, batch: PyTree) -> PyTree:
@@ -189,11 +234,14 @@ class TrainStep:
         ``memory_analysis()``. Shapes are enough (`abstract_state`).
         """
         with jax.set_mesh(self.mesh):
-            return self._compiled.lower(state, batch)
+            return self._compiled.lower(state, batch, self._frozen)
 
     def _state(self, params: PyTree) -> TrainState:
-        state = TrainState.create(apply_fn=self.model.apply, params=params, tx=self._optimizer)
-        return state.replace(step=jnp.int32(0))
+        opt_state, functions = (
+            self._optimizer.init(params),
+            {"apply_fn": self.model.apply, "tx": self._optimizer},
+        )
+        return TrainState(step=jnp.int32(0), params=params, opt_state=opt_state, **functions)
 
     def _check_batch(self, size: int) -> None:
         parts = batch_parts(self.mesh)
@@ -208,29 +256,49 @@ class TrainStep:
         """The logical axis rules in context; with explicit axes the types decide."""
         return contextlib.nullcontext() if is_explicit_mesh(self.mesh) else nn.logical_axis_rules(self.rules)
 
-    def _value_and_grad(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+    def _loss_of(self, frozen: PyTree) -> Callable[[PyTree, PyTree, jax.Array | None], PyTree]:
+        """The loss as a function of parameters, a batch, and a key or None."""
+        more = {} if frozen is None else {"frozen": frozen}
+
+        def loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
+            return self._loss(params, batch, **more, **({} if key is None else {"key": key}))
+
+        return loss
+
+    def _value_and_grad(self, state: TrainState, batch: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
+        key = None if self._rng is None else jax.random.fold_in(self._rng, state.step)
+        loss = self._loss_of(frozen)
         if self._accumulate == 1:
-            return jax.value_and_grad(self._loss, has_aux=self._has_aux)(params, batch)
+            return jax.value_and_grad(loss, has_aux=self._has_aux)(state.params, batch, key)
 
         def constrain(grads: PyTree) -> PyTree:
             if is_explicit_mesh(self.mesh):  # the types shard them like the parameters
                 return grads
             return jax.lax.with_sharding_constraint(grads, self.shardings.params)
 
-        args = self._loss, self._weight, self._accumulate, self._has_aux, constrain
-        return accumulated_value_and_grad(*args)(params, batch)
+        args = loss, self._weight, self._accumulate, self._has_aux, constrain
+        return accumulated_value_and_grad(*args)(state.params, batch, key)
 
-    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
+    def _step(self, state: TrainState, batch: PyTree, frozen: PyTree) -> tuple[TrainState, PyTree]:
         for x in jax.tree.leaves(batch):
             self._check_batch(x.shape[0])
         with self._axis_rules():
-            loss, grads = self._value_and_grad(state.params, batch)
+            found, grads = self._value_and_grad(state, batch, frozen)
+            metrics = found if self._metrics is None else self._named(found, grads, batch)
         update = self._update
         if is_explicit_mesh(self.mesh):  # optax's products do not say how their results are sharded
             stored = self.shardings.params, self.shardings.opt_state
             update = jax.sharding.auto_axes(update, out_sharding=stored)
-        params, opt_state = update(grads, state.opt_state, state.params, loss[0] if self._has_aux else loss)
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
+        value = found[0] if self._has_aux else found
+        params, opt_state = update(grads, state.opt_state, state.params, value)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
+
+    def _named(self, found: PyTree, grads: PyTree, batch: PyTree) -> dict[str, PyTree]:
+        """The metrics of a step by name."""
+        loss, aux = found if self._has_aux else (found, None)
+        made = {"loss": lambda: loss, "grad_norm": lambda: optax.tree.norm(grads)}
+        made["tokens"] = lambda: self._weight(batch)
+        return {name: made[name]() for name in self._metrics or ()} | ({"aux": aux} if self._has_aux else {})
 
     def _update(
         self, grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array
@@ -240,11 +308,12 @@ class TrainStep:
         updates, opt_state = update(grads, opt_state, params, value=value)
         return optax.apply_updates(params, updates), opt_state
 
-    def _weighted_losses(self, params: PyTree, batch: PyTree) -> jax.Array:
+    def _weighted_losses(self, params: PyTree, batch: PyTree, frozen: PyTree) -> jax.Array:
         """Sum of weighted losses, and of weights, over the microbatches of a batch."""
+        loss_of = self._loss_of(frozen)
 
         def one(microbatch: PyTree) -> jax.Array:
-            weight, loss = self._weight(microbatch), self._loss(params, microbatch)
+            weight, loss = self._weight(microbatch), loss_of(params, microbatch, None)
             return jnp.stack([(loss[0] if self._has_aux else loss) * weight, weight])
 
         with self._axis_rules():
@@ -255,6 +324,14 @@ class TrainStep:
 
 def _num_sequences(batch: PyTree) -> jax.Array:
     return jnp.float32(jax.tree.leaves(batch)[0].shape[0])
+
+
+def _sharding_on(mesh: Mesh, x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    """The sharding of ``x`` if it is on the mesh, else that of an array which every device has whole."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return sharding
+    return NamedSharding(mesh, P())
 
 
 def _check_params(model: nn.Module, params: PyTree) -> None:

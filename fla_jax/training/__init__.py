@@ -6,7 +6,14 @@ from .losses import chunked_cross_entropy, cross_entropy
 from .memory import available_memory, choose_remat, estimate_memory, peak_memory
 from .metrics import MetricWriter, Throughput
 from .next_token import next_token_loss, packed_loss
-from .recipe import matrix_mask, muon_dimension_numbers, parameter_groups, rwkv_optimizer, rwkv_schedule
+from .recipe import (
+    matrix_mask,
+    muon_dimension_numbers,
+    parameter_groups,
+    rwkv_optimizer,
+    rwkv_schedule,
+    wsd_schedule,
+)
 from .state_tuning import initial_state, load_states, save_states, state_loss, tune_states, zero_states
 
 __all__ = [
@@ -35,6 +42,7 @@ __all__ = [
     "state_loss",
     "truncated_value_and_grad",
     "tune_states",
+    "wsd_schedule",
     "zero_carry",
     "zero_states",
 ]

@@ -29,6 +29,16 @@ def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | 
         raise TypeError(f"labels must be integers, got {labels.dtype}")
 
 
+def label_mask(
+    labels: Int[Array, "*B"], mask: Shaped[Array, "*B"] | None, ignore_index: int | None
+) -> Shaped[Array, "*B"] | None:
+    """``mask`` with zeros where the label is ``ignore_index``; None for all labels."""
+    if ignore_index is None:
+        return mask
+    is_label = labels != ignore_index
+    return is_label if mask is None else jnp.where(is_label, mask, jnp.zeros_like(mask))
+
+
 def _strength(l2wrap: object) -> float:
     """``l2wrap`` as a float."""
     if isinstance(l2wrap, jax.core.Tracer):
@@ -78,6 +88,8 @@ def cross_entropy(
     labels: Int[Array, "*B"],
     mask: Shaped[Array, "*B"] | None = None,
     l2wrap: float = 1e-4,
+    *,
+    ignore_index: int | None = None,
 ) -> Float[Array, ""]:
     """Mean next-token cross-entropy, with L2Wrap, which pulls the largest logit of every token towards 0.
 
@@ -92,6 +104,8 @@ def cross_entropy(
         mask: [...] booleans, or weights of the positions, which may be negative; None for all. The loss
             is the sum of weighted losses divided by the sum of weights. L2Wrap skips positions of weight 0.
         l2wrap: strength, a Python number; 0 for none.
+        ignore_index: labels of this value are left out, as if their mask were 0; -100 is PyTorch's. None:
+            the mask alone decides.
 
     Returns:
         A scalar, 0 where the mask is all 0: float32, or float64 where ``logits`` are.
@@ -108,7 +122,7 @@ def cross_entropy(
         1.3863
     """
     _check_labels("logits", logits, labels, mask)
-    l2wrap = _strength(l2wrap)
+    l2wrap, mask = _strength(l2wrap), label_mask(labels, mask, ignore_index)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if mask is not None:  # masked positions may contain inf and NaN
         logits, labels = jnp.where((mask != 0)[..., None], logits, 0), jnp.where(mask != 0, labels, 0)
@@ -240,6 +254,7 @@ def chunked_cross_entropy(
     l2wrap: float = 1e-4,
     *,
     block_tokens: int = 4096,
+    ignore_index: int | None = None,
 ) -> Float[Array, ""]:
     """`cross_entropy` of ``hidden @ kernel`` with at most about ``block_tokens`` positions' logits in memory.
 
@@ -255,6 +270,7 @@ def chunked_cross_entropy(
         mask: [B, T] booleans or weights as for `cross_entropy`; None for all. Not differentiated.
         l2wrap: strength of L2Wrap, a Python number (see `cross_entropy`); 0 for none.
         block_tokens: positions whose logits a device computes at once; at least one of each sequence.
+        ignore_index: labels of this value are left out (see `cross_entropy`).
 
     Returns:
         A scalar, 0 where the mask is all 0: float32, or float64 where ``hidden`` is.
@@ -278,7 +294,7 @@ def chunked_cross_entropy(
     _check_labels("hidden", hidden, labels, mask)
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be positive, got {block_tokens}")
-    l2wrap = _strength(l2wrap)
+    l2wrap, mask = _strength(l2wrap), label_mask(labels, mask, ignore_index)
     B, T, _ = hidden.shape
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
     weights = jax.lax.stop_gradient(jnp.ones((B, T), dtype) if mask is None else mask.astype(dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import flax.linen as nn
@@ -11,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ..core.mesh import is_explicit, reshard, spec_of
-from .losses import chunked_cross_entropy
+from .losses import chunked_cross_entropy, label_mask
 
-Loss = Callable[[PyTree, PyTree], PyTree]
+Loss = Callable[..., PyTree]  # of parameters and a batch
 
 
 def packed_loss(
@@ -26,6 +27,7 @@ def packed_loss(
     *,
     l2wrap: float = 1e-4,
     block_tokens: int = 4096,
+    ignore_index: int | None = None,
 ) -> Float[Array, ""]:
     """Next-token loss of packed documents: mean cross-entropy with L2Wrap, without all logits in memory.
 
@@ -36,7 +38,7 @@ def packed_loss(
         labels: [B, T], the token that follows each one.
         segment_ids: [B, T]; the state restarts where the number changes. None for one document a sequence.
         mask: [B, T] booleans, or weights of the labels; None for all.
-        l2wrap, block_tokens: see `chunked_cross_entropy`, also for the result and errors.
+        l2wrap, block_tokens, ignore_index: see `chunked_cross_entropy`, also for the result and errors.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -52,10 +54,43 @@ def packed_loss(
     ids = None if segment_ids is None else over_sequence(segment_ids)
     hidden, _ = model.apply({"params": params}, over_sequence(tokens), segment_ids=ids, method="hidden")
     head = params["head"]["kernel"]
-    return chunked_cross_entropy(hidden, head, labels, mask, l2wrap, block_tokens=block_tokens)
+    return chunked_cross_entropy(
+        hidden, head, labels, mask, l2wrap, block_tokens=block_tokens, ignore_index=ignore_index
+    )
 
 
-def next_token_loss(model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int = 4096) -> Loss:
+@dataclasses.dataclass(frozen=True)
+class NextTokenLoss:
+    """What `next_token_loss` returns: the loss, and the `weight` of a batch."""
+
+    model: nn.Module
+    l2wrap: float
+    block_tokens: int
+    ignore_index: int | None
+
+    def __call__(self, params: PyTree, batch: PyTree) -> jax.Array:
+        """The mean over the labels of a batch."""
+        return packed_loss(
+            self.model,
+            params,
+            *_fields(batch),
+            l2wrap=self.l2wrap,
+            block_tokens=self.block_tokens,
+            ignore_index=self.ignore_index,
+        )
+
+    def weight(self, batch: PyTree) -> jax.Array:
+        """The divisor of the mean: the sum of the mask, or the number of labels."""
+        _, labels, _, mask = _fields(batch)
+        mask = label_mask(labels, mask, self.ignore_index)
+        if mask is None:
+            return jnp.float32(np.prod(labels.shape))
+        return jnp.sum(mask, dtype=jnp.promote_types(mask.dtype, jnp.float32))
+
+
+def next_token_loss(
+    model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int = 4096, ignore_index: int | None = None
+) -> NextTokenLoss:
     """`packed_loss` as a function of parameters and a batch, the default loss of `TrainStep`.
 
     A batch is one of:
@@ -65,8 +100,13 @@ def next_token_loss(model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int
     * a dict as `fla_jax.data.batches` yields it: ``tokens`` [B, T], ``labels`` [B, T] and, if present,
       ``segment_ids`` [B, T], where the state restarts, and ``mask`` [B, T].
 
+    Args:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+        l2wrap, block_tokens, ignore_index: see `chunked_cross_entropy`.
+
     Returns:
         ``loss(params, batch)``. It raises a TypeError or ValueError for a batch of another form.
+        ``loss.weight(batch)`` is the divisor of the mean, which `TrainStep` weighs several batches with.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -79,18 +119,7 @@ def next_token_loss(model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int
         ()
     """
 
-    def loss(params: PyTree, batch: PyTree) -> jax.Array:
-        return packed_loss(model, params, *_fields(batch), l2wrap=l2wrap, block_tokens=block_tokens)
-
-    return loss
-
-
-def label_weight(batch: PyTree) -> jax.Array:
-    """The weight of a batch of `next_token_loss`: the sum of its mask, or the number of its labels."""
-    _, labels, _, mask = _fields(batch)
-    if mask is None:
-        return jnp.float32(np.prod(labels.shape))
-    return jnp.sum(mask, dtype=jnp.promote_types(mask.dtype, jnp.float32))
+    return NextTokenLoss(model, l2wrap, block_tokens, ignore_index)
 
 
 def _fields(batch: PyTree) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:

@@ -194,6 +194,48 @@ def rwkv_schedule(peak: float, final: float, total_steps: int, warmup_steps: int
         >>> [f"{float(schedule(step)):.1e}" for step in (0, 10, 1000)]
         ['6.0e-06', '6.0e-04', '6.0e-05']
     """
+    _check_schedule(peak, final, total_steps, warmup_steps)
+    return optax.warmup_cosine_decay_schedule(0.01 * peak, peak, warmup_steps, total_steps, final)
+
+
+def wsd_schedule(
+    peak: float, final: float, total_steps: int, decay_steps: int, warmup_steps: int = 10
+) -> optax.Schedule:
+    """Learning rate in three parts: warm-up to ``peak``, constant, and a linear decay to ``final`` (WSD).
+
+    The constant part can be made longer when a run is resumed, and only the decay depends on its end.
+
+    Args:
+        peak: largest learning rate, reached after ``warmup_steps`` from ``0.01 * peak``.
+        final: learning rate from ``total_steps`` on.
+        total_steps: steps in all.
+        decay_steps: steps of the decay, the last of all; usual are 10 to 20 % of them.
+        warmup_steps: steps of the warm-up; 0 for none.
+
+    Raises:
+        ValueError: ``total_steps`` is below the steps of warm-up and decay, ``decay_steps`` is not positive,
+            or ``peak`` or ``final`` is negative.
+
+    Source: Hu et al., "MiniCPM", 2024 (warmup-stable-decay).
+
+    Example:
+        >>> from fla_jax.training import wsd_schedule
+        >>> schedule = wsd_schedule(6e-4, 6e-5, total_steps=1000, decay_steps=100)
+        >>> [f"{float(schedule(step)):.1e}" for step in (0, 10, 900, 1000)]
+        ['6.0e-06', '6.0e-04', '6.0e-04', '6.0e-05']
+    """
+    _check_schedule(peak, final, total_steps, warmup_steps)
+    if not 0 < decay_steps <= total_steps - warmup_steps:
+        raise ValueError(
+            f"decay_steps must be from 1 to total_steps - warmup_steps = {total_steps - warmup_steps}, got "
+            f"{decay_steps}"
+        )
+    warmup = optax.linear_schedule(0.01 * peak, peak, max(warmup_steps, 1))
+    decay = optax.linear_schedule(peak, final, decay_steps, total_steps - decay_steps)
+    return optax.join_schedules([warmup, lambda step: decay(step + warmup_steps)], [warmup_steps])
+
+
+def _check_schedule(peak: float, final: float, total_steps: int, warmup_steps: int) -> None:
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(
             f"total_steps must be above warmup_steps >= 0, got total_steps = {total_steps}, warmup_steps = "
@@ -201,4 +243,3 @@ def rwkv_schedule(peak: float, final: float, total_steps: int, warmup_steps: int
         )
     if peak <= 0 or final < 0:
         raise ValueError(f"peak must be > 0 and final >= 0, got peak = {peak}, final = {final}")
-    return optax.warmup_cosine_decay_schedule(0.01 * peak, peak, warmup_steps, total_steps, final)

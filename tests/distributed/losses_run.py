@@ -78,14 +78,19 @@ def accumulated():
     found = {}
     for name, explicit in (("auto", False), ("explicit", True)):
         step = TrainStep(
-            model, optax.sgd(1.0), make_mesh(data=2, fsdp=2, tensor=2, explicit=explicit), accumulate=2
+            model,
+            optax.sgd(1.0),
+            make_mesh(data=2, fsdp=2, tensor=2, explicit=explicit),
+            accumulate=2,
+            metrics=("loss", "grad_norm", "tokens"),
         )
         first = step.start(params)
-        evaluated = step.evaluate(first.params, [batch, batch])
+        evaluated = step.evaluate(first, [batch, batch])
         state, got = step(first, step.shard(batch))
+        wanted = {"loss": value, "grad_norm": optax.tree.norm(grads), "tokens": np.sum(mask)}
         after = jax.tree.map(jnp.subtract, params, grads)
         assert jax.tree.map(lambda x: x.sharding, state.params) == step.shardings.params
-        found[name] = small.largest_error((got, evaluated, state.params), (value, value, after))
+        found[name] = small.largest_error((got, evaluated, state.params), (wanted, value, after))
     return found
 
 

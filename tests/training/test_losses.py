@@ -15,10 +15,10 @@ from fla_jax.training import chunked_cross_entropy, cross_entropy
 B, T, C, V = 2, 7, 6, 11
 
 
-def plain(hidden, kernel, labels, mask=None, l2wrap=1e-4):
+def plain(hidden, kernel, labels, mask=None, l2wrap=1e-4, **options):
     kernel = kernel.astype(hidden.dtype)
     logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
-    return cross_entropy(logits, labels, mask, l2wrap)
+    return cross_entropy(logits, labels, mask, l2wrap, **options)
 
 
 def chunked(block_tokens):
@@ -124,6 +124,22 @@ def test_labels_that_are_no_tokens(loss):
         changed = labels.at[0, 2].set(other).at[1, 0].set(other)
         jax.tree.map(np.testing.assert_array_equal, run(hidden, kernel, changed, mask), want)
         assert np.isnan(loss(hidden, kernel, changed))
+
+
+@BOTH
+@pytest.mark.parametrize("mask", [None, "booleans", "weights"])
+def test_ignored_labels(loss, mask):
+    hidden, kernel, labels = inputs()
+    ignored = labels.at[0, 2].set(-100).at[1, 3:].set(-100)
+    kept = np.where(ignored == -100, 0, 1) * (1 if mask is None else masks(mask))
+    mask = None if mask is None else jnp.asarray(masks(mask))
+    want, *wanted = reference(hidden, kernel, labels, kept, 1e-4)
+    got, grads = jax.value_and_grad(functools.partial(loss, ignore_index=-100), (0, 1))(
+        hidden, kernel, ignored, mask
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    for grad, found in zip(wanted, grads):
+        np.testing.assert_allclose(found, grad, rtol=1e-4, atol=1e-5)
 
 
 @BOTH

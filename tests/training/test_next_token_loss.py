@@ -66,6 +66,18 @@ def test_l2wrap_is_passed_on(model, params):
     assert small.error(plain["head"]["kernel"], wrapped["head"]["kernel"]) > 0.01
 
 
+def test_ignored_labels_weigh_nothing(model, params):
+    """As loss of `TrainStep` it weighs microbatches of unequal numbers of labels."""
+    tokens = small.tokens(2, 9)
+    labels = tokens[:, 1:].at[0, 2:].set(-100)
+    losses = token_losses(model, params, tokens[:, :-1], tokens[:, 1:])
+    want = losses[np.asarray(labels) != -100].mean()
+    loss, batch = next_token_loss(model, ignore_index=-100), {"tokens": tokens[:, :-1], "labels": labels}
+    assert loss.weight(batch) == 10
+    step = TrainStep(model, optax.sgd(1.0), make_mesh(devices=jax.devices()[:1]), loss, accumulate=2)
+    np.testing.assert_allclose(step(step.start(params), batch)[1], want, rtol=1e-5)
+
+
 def test_refusals(model, params):
     with pytest.raises(TypeError, match="blok_tokens"):
         next_token_loss(model, blok_tokens=3)

@@ -12,7 +12,7 @@ import optax
 import pytest
 import small_models as small
 
-from fla_jax.training import cross_entropy, parameter_groups, rwkv_optimizer, rwkv_schedule
+from fla_jax.training import cross_entropy, parameter_groups, rwkv_optimizer, rwkv_schedule, wsd_schedule
 
 
 def names(tree):
@@ -95,6 +95,17 @@ def test_schedule_is_the_official_cosine():
         rwkv_schedule(1e-3, 1e-4, 10, 10)
     with pytest.raises(ValueError, match="peak"):
         rwkv_schedule(0.0, 1e-4, 100)
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_warmup_stable_decay(warmup):
+    schedule = wsd_schedule(2.0, 0.5, 100, decay_steps=20, warmup_steps=warmup)
+    known = {0: 0.02, 5: 1.01} if warmup else {0: 2.0}
+    for step, want in {**known, 10: 2.0, 80: 2.0, 90: 1.25, 100: 0.5, 200: 0.5}.items():
+        np.testing.assert_allclose(schedule(step), want, rtol=1e-5)
+    for decay in (0, 101 - warmup):
+        with pytest.raises(ValueError, match=f"decay_steps must be from 1 to .* got {decay}"):
+            wsd_schedule(2.0, 0.5, 100, decay, warmup)
 
 
 def test_a_model_learns():

@@ -49,9 +49,10 @@ def test_evaluation_weighs_batches(make, accumulate):
     step, params = make
     each = np.asarray(loss(params, (ROWS, WEIGHTS))[1]["each"])
     batches = [(ROWS[:4], WEIGHTS[:4]), (ROWS[4:], WEIGHTS[4:])]
-    found = step(accumulate).evaluate(params, batches)
+    state = step(accumulate).start(params)
+    found = step(accumulate).evaluate(state, batches)
     assert found == pytest.approx(np.average(each, weights=WEIGHTS), rel=1e-6)
-    assert step(accumulate).evaluate(params, []) == 0
+    assert step(accumulate).evaluate(state, []) == 0
 
 
 def test_shapes_and_rows(make):
@@ -66,3 +67,50 @@ def test_shapes_and_rows(make):
             call(3)
     with pytest.raises(ValueError, match="accumulate must be an integer >= 1, got 0"):
         step(0)
+    with pytest.raises(ValueError, match="metrics must be of loss, grad_norm, tokens, got 'speed'"):
+        TrainStep(step(1).model, optax.sgd(1.0), step(1).mesh, metrics=("speed",))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_metrics_by_name(make, accumulate):
+    step, params = make
+    options = dict(weight=lambda batch: jnp.sum(batch[1]), has_aux=True, accumulate=accumulate)
+    named = TrainStep(
+        step(1).model, optax.sgd(1.0), step(1).mesh, loss, metrics=("loss", "grad_norm", "tokens"), **options
+    )
+    (want, _), grads = jax.value_and_grad(loss, has_aux=True)(params, (ROWS, WEIGHTS))
+    norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)))
+    _, metrics = named(named.start(params), (ROWS, WEIGHTS))
+    assert {*metrics} == {"loss", "grad_norm", "tokens", "aux"}
+    assert metrics["tokens"] == WEIGHTS.sum() and metrics["aux"]["each"].size == 8
+    assert metrics["loss"] == pytest.approx(float(want), rel=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_trained_what_is_frozen_and_keys(make, accumulate):
+    """A vector instead of the model's parameters; the loss gets frozen rows and a key a microbatch."""
+    model, mesh, rng = make[0](1).model, make[0](1).mesh, jax.random.key(3)
+    draw = lambda key: jax.random.uniform(key, (3,))
+
+    def noisy(vector, batch, *, frozen, key=None):
+        return jnp.mean((batch + frozen) @ vector) + (0 if key is None else draw(key) @ vector)
+
+    vector, shift = jnp.float32([1, 2, 3]), jnp.float32([0, 1, 0])
+    options = dict(params=vector, frozen=shift, rng=rng, accumulate=accumulate, donate=False)
+    step = TrainStep(model, optax.sgd(1.0), mesh, noisy, **options)
+    state, want = step.start(vector), np.asarray(vector, np.float64)
+    value = float((ROWS + np.asarray(shift)).mean(0) @ want)
+    assert step.evaluate(state, [ROWS]) == pytest.approx(value, rel=1e-5)
+    for at in range(2):
+        key = jax.random.fold_in(rng, at)
+        keys = [key] if accumulate == 1 else jax.random.split(key, accumulate)
+        want = want - (ROWS + np.asarray(shift)).mean(0) - np.mean([draw(key) for key in keys], 0)
+        before, (state, _) = state, step(state, ROWS)
+        np.testing.assert_allclose(state.params, want, rtol=1e-5)
+        assert not before.params.is_deleted()
+    assert small.kinds(step.abstract_state()) == small.kinds(state)
+    with pytest.raises(ValueError, match="init draws the model's parameters"):
+        step.init(rng)
+    with pytest.raises(ValueError, match="shape"):
+        step.start(vector[:2])
