@@ -14,28 +14,65 @@ decays, no quotient and no difference. dw_j sums all pairs that it lies between:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 
 from ..backend.pallas import is_interpreting
-from .recurrent_scan import Sizes, fma, positions, restarted
+from .recurrent_scan import Index, Sizes, fma, positions, restarted
 
 BLOCK = 64  # rows of a state that `contract_state` takes at a time
 WIDTH = 32  # columns
+Arrays: TypeAlias = Sequence[jax.Array]
+Lists: TypeAlias = list[list[jax.Array]]
+Loaded = TypeVar("Loaded")
+Total = TypeVar("Total")
 
 
-def _tile(ref: Any, rows: jax.Array, first: Any, size: int) -> jax.Array:
+class TokenTerms(NamedTuple, Generic[Total]):
+    """What an op adds to the pairs of one token."""
+
+    factors: Arrays  # of each reader
+    written: Arrays  # x of each writer
+    own: list[jax.Array]  # each writer's gradient from within the token
+    total: Total
+
+
+class _Token(NamedTuple, Generic[Loaded]):
+    """One token's arrays, loaded while the token before is worked on."""
+
+    decay: jax.Array
+    states: list[jax.Array]
+    scores: Lists
+    same: list[jax.Array]
+    lines: list[jax.Array]
+    loaded: Loaded
+
+
+class _Carry(NamedTuple, Generic[Loaded, Total]):
+    """What the loop over tokens carries: decays and written values by line, gradients by line and of w."""
+
+    E: jax.Array
+    written: list[jax.Array]
+    grads: list[jax.Array]
+    gw: jax.Array
+    own: list[jax.Array]
+    total: Total
+    token: _Token[Loaded]
+
+
+def _tile(ref: jax.Ref, rows: jax.Array, first: Index, size: int) -> jax.Array:
     """[window, size] in float32: ``ref[rows, first : first + size]``."""
     columns = first + jax.lax.broadcasted_iota(jnp.int32, (*rows.shape, size), 1)
     return ref[jnp.broadcast_to(rows[:, None], columns.shape), columns].astype(jnp.float32)
 
 
-def _halves(x: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+def _halves(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, ...]:
     """``x`` as a sum of parts that TF32 holds: itself, if it was of 16 bits."""
     if is_interpreting() or jnp.dtype(dtype).itemsize < 4:
         return (x,)
@@ -64,7 +101,7 @@ def _product(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...], total: jax.Arra
     return total
 
 
-def _window(sizes: Sizes) -> tuple[Any, jax.Array, jax.Array]:
+def _window(sizes: Sizes) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The program's window; where its tokens are, and on line i the token before token i (itself on line
     0).
     """
@@ -78,7 +115,7 @@ def _window(sizes: Sizes) -> tuple[Any, jax.Array, jax.Array]:
     )
 
 
-def contract_state(*refs: Any, sizes: Sizes, values: int, scale: float) -> None:
+def contract_state(*refs: jax.Ref, sizes: Sizes, values: int, scale: float) -> None:
     """Grid (blocks of K, heads, B * windows): a state times values, summed over V.
 
     Takes ``values`` arrays [B * T' * H, V], a state [B * number * H, K, V] and perhaps another. Makes the
@@ -93,7 +130,7 @@ def contract_state(*refs: Any, sizes: Sizes, values: int, scale: float) -> None:
     ks = pl.ds(first, size)
     sums = [jnp.zeros((sizes.save_every, size), jnp.float32)] * values
 
-    def add(i: Any, carry: Any) -> Any:
+    def add(i: jax.Array, carry: Lists) -> Lists:
         sums, product = carry
         S, *other = (x_[entry, ks, pl.ds(i * width, width)] for x_ in states_)
         halves = _halves(S, jnp.float32)
@@ -101,10 +138,10 @@ def contract_state(*refs: Any, sizes: Sizes, values: int, scale: float) -> None:
             _product(_halves(_tile(y_, rows, i * width, width), y_.dtype), halves, x)
             for x, y_ in zip(sums, values_)
         ]
-        return sums, [x + jnp.sum(S * y, 1) for x, y in zip(product, other)]
+        return [sums, [x + jnp.sum(S * y, 1) for x, y in zip(product, other)]]
 
     product = [jnp.zeros(size, jnp.float32)] * (len(states_) - 1)
-    sums, product = jax.lax.fori_loop(0, sizes.V // width, add, (sums, product))
+    sums, product = jax.lax.fori_loop(0, sizes.V // width, add, [sums, product])
     columns = first + jax.lax.broadcasted_iota(jnp.int32, (sizes.save_every, size), 1)
     for i, x in enumerate(sums):
         outs[i][jnp.broadcast_to(rows[:, None], columns.shape), columns] = (
@@ -114,7 +151,7 @@ def contract_state(*refs: Any, sizes: Sizes, values: int, scale: float) -> None:
         out_[entry, ks] = x
 
 
-def contract_values(*refs: Any, sizes: Sizes, readers: int, writers: int, scale: float) -> None:
+def contract_values(*refs: jax.Ref, sizes: Sizes, readers: int, writers: int, scale: float) -> None:
     """Grid (1, heads, B * windows): scores of all pairs of tokens of a window.
 
     Takes y of each reader (the first, do, times ``scale``) and z of each writer [B * T' * H, V]. Makes
@@ -127,7 +164,7 @@ def contract_values(*refs: Any, sizes: Sizes, readers: int, writers: int, scale:
     save_every = sizes.save_every
     zero, none = jnp.zeros((save_every, save_every), jnp.float32), jnp.zeros(save_every, jnp.float32)
 
-    def add(n: Any, carry: Any) -> Any:
+    def add(n: jax.Array, carry: tuple[Lists, list[jax.Array]]) -> tuple[Lists, list[jax.Array]]:
         scores, same = carry
         ys, zs = ([_tile(x_, rows, n * width, width) for x_ in refs] for refs in (ys_, zs_))
         same = [x + jnp.sum(ys[0] * z, 1) for x, z in zip(same, zs)]
@@ -163,13 +200,13 @@ class Pairs:
         self,
         size: int,
         sizes: Sizes,
-        decay_: Any,
-        sums_: Sequence[Any],
-        product_: Any,
-        scores_: Any,
-        same_: Any,
-        lines_: Any,
-        restart_: Any,
+        decay_: jax.Ref,
+        sums_: Sequence[jax.Ref],
+        product_: jax.Ref,
+        scores_: jax.Ref,
+        same_: jax.Ref,
+        lines_: jax.Ref,
+        restart_: jax.Ref,
         writers: int,
     ):
         n = pl.program_id(2)
@@ -189,26 +226,32 @@ class Pairs:
         self.reads_, self.writes_ = sums_[: len(sums_) - writers], sums_[len(sums_) - writers :]
         self.product_, self.scores_, self.same_ = product_, scores_, same_
 
-    def token(self, ref: Any, t: Any) -> jax.Array:
+    def token(self, ref: jax.Ref, t: Index) -> jax.Array:
         """[size]: one token's row of an array, in float32."""
         return ref[self.at(t), self.ks].astype(jnp.float32)
 
-    def _load(self, load: Any, t: Any) -> Any:
+    def _load(self, load: Callable[[Index], Loaded], t: Index) -> _Token[Loaded]:
         readers, writers = range(len(self.reads_)), range(self.writers)
         scores = [[self.scores_[self.entry, i, j, t] for j in writers] for i in readers]
         reads = [self.token(x_, t) for x_ in self.reads_]
         same = [self.same_[self.entry, j, t] for j in writers]
-        return self.token(self.decay_, t), reads, scores, same, [self.lines_[i, t] for i in range(3)], load(t)
+        lines = [self.lines_[i, t] for i in range(3)]
+        return _Token(self.token(self.decay_, t), reads, scores, same, lines, load(t))
 
-    def scan(self, load: Any, reads: Any, inclusive: bool, total: Any):
+    def scan(
+        self,
+        load: Callable[[Index], Loaded],
+        reads: Callable[[jax.Array, Loaded, jax.Array, Arrays, Arrays, Total], TokenTerms[Total]],
+        inclusive: bool,
+        total: Total,
+    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, Total]:
         """Over tokens t, then over what leaves the window. Each token's arrays are loaded while the one
         before is worked on.
 
         Args:
             load: what ``reads`` needs of token t.
-            reads: ``reads(t, loaded, decay, same, sums, total) -> factors, written, own, total``, given do .
-                z of each writer and what each reader sees of earlier tokens; stores gradients of readers.
-                Returns each reader's own factor, x of each writer and its gradient from within the token.
+            reads: ``reads(t, loaded, decay, same, sums, total)``, given do . z of each writer and what each
+                reader sees of earlier tokens; stores gradients of readers.
             inclusive: the first reader reads the state after its token.
             total: arrays to sum over tokens, passed on to ``reads``.
 
@@ -219,7 +262,7 @@ class Pairs:
         zero = jnp.zeros((self.sizes.save_every, self.size), jnp.float32)
         readers, writers = range(len(self.reads_)), range(self.writers)
 
-        def step(t: Any, carry: Any) -> Any:
+        def step(t: jax.Array, carry: _Carry[Loaded, Total]) -> _Carry[Loaded, Total]:
             E, written, grads, gw, _, total, (decay, states, scores, same, lines, loaded) = carry
             following = self._load(load, jnp.minimum(t + 1, self.sizes.save_every - 1))
             E = restarted(E, self.restart_, self.row, self.c * self.sizes.save_every + t, self.sizes)
@@ -246,10 +289,10 @@ class Pairs:
                     coefficient = fma(factors[i][None], scores[i][j], coefficient)
                 fresh.append(fma(following_line, own[j][None], fma(coefficient, E, grads[j])))
             written = [fma(following_line, x[None], w) for x, w in zip(new, written)]
-            return fma(E, decay[None], following_line), written, fresh, gw, own, total, following
+            return _Carry(fma(E, decay[None], following_line), written, fresh, gw, own, total, following)
 
         tiles, vectors = [zero] * self.writers, [jnp.zeros(self.size, jnp.float32)] * self.writers
-        start = (
+        start = _Carry(
             jnp.where(self.line == 0, 1.0, zero),
             tiles,
             tiles,
@@ -265,7 +308,7 @@ class Pairs:
         pairs = jnp.where(self.line == 0, self.product_[self.entry, self.ks][None], pairs)
         return [fma(E, y, g) for g, y in zip(grads, leaving)], last, gw + jnp.cumsum(E * pairs, 0), total
 
-    def store_writer(self, ref: Any, tile: jax.Array, last: jax.Array, writer: int) -> None:
+    def store_writer(self, ref: jax.Ref, tile: jax.Array, last: jax.Array, writer: int) -> None:
         """Stores the gradient of a writer: all lines of ``tile`` but the first, and for the last token
         ``last`` on top of what D gives it.
         """
@@ -276,7 +319,7 @@ class Pairs:
         end = self.sizes.save_every - 1
         ref[self.at(end), self.ks] = (last + self.token(self.writes_[writer], end)).astype(ref.dtype)
 
-    def store(self, ref: Any, tile: jax.Array) -> None:
+    def store(self, ref: jax.Ref, tile: jax.Array) -> None:
         """Stores a gradient whose line t is token t."""
         t = jax.lax.broadcasted_iota(jnp.int32, (self.sizes.save_every,), 0)
         columns = self.first + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 1)

@@ -7,7 +7,8 @@ parts in a thread. So a sum over parts and width is mostly within a thread.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..backend.pallas import is_interpreting
+
+Loaded = TypeVar("Loaded")
+Index: TypeAlias = jax.Array | int
 
 
 class ScanTile(NamedTuple):
@@ -45,7 +49,7 @@ class Sizes(NamedTuple):
         return self.save_every * self.number
 
 
-def fma(x: Any, y: Any, z: Any) -> jax.Array:
+def fma(x: jax.Array, y: jax.Array | float, z: jax.Array) -> jax.Array:
     """``x * y + z`` in float32 with one rounding: XLA lets Triton contract nothing, and products and sums
     apart take twice the instructions.
     """
@@ -78,12 +82,12 @@ def dot(state: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sum(state * x, 0), -1)
 
 
-def restarted(state: jax.Array, restart_: Any, row: Any, t: Any, sizes: Sizes) -> jax.Array:
+def restarted(state: jax.Array, restart_: jax.Ref, row: Index, t: Index, sizes: Sizes) -> jax.Array:
     """Zeros where the state restarts before token ``t`` of an array row."""
     return jnp.where(restart_[row * sizes.tokens + t] == 0, state, 0.0) if sizes.segmented else state
 
 
-def positions(number: int) -> Any:
+def positions(number: int) -> Callable[[Index, Index], jax.Array]:
     """``at(row, t)``: where token (or window) ``t`` of an array row and of the program's head is in arrays
     [B * number * H, ...].
 
@@ -94,12 +98,12 @@ def positions(number: int) -> Any:
 
 
 def scan_tokens(
-    load: Any,
-    token: Any,
+    load: Callable[[jax.Array], Loaded],
+    token: Callable[[jax.Array, Loaded, jax.Array], jax.Array],
     start: jax.Array,
-    states_: Any,
-    restart_: Any,
-    bounds_: Any,
+    states_: jax.Ref,
+    restart_: jax.Ref,
+    bounds_: jax.Ref,
     sizes: Sizes,
     reverse: bool,
     keep: bool,
@@ -129,7 +133,7 @@ def scan_tokens(
     k, v = part * sizes.scan.width + element, column + pl.program_id(0) * sizes.scan.columns
     at, entry = positions(sizes.tokens), positions(sizes.number)
 
-    def one(c: Any, i: Any, carry: Any) -> Any:
+    def one(c: jax.Array, i: jax.Array, carry: tuple[jax.Array, Loaded]) -> tuple[jax.Array, Loaded]:
         S, loaded = carry
         t = c * sizes.save_every + (sizes.save_every - 1 - i if reverse else i)
         following = load(at(row, jnp.maximum(t - 1, 0) if reverse else jnp.minimum(t + 1, sizes.tokens - 1)))
@@ -137,7 +141,7 @@ def scan_tokens(
         S = token(S, loaded, at(row, t))
         return restarted(S, restart_, row, t, sizes) if reverse else S, following
 
-    def window(i: Any, carry: Any) -> Any:
+    def window(i: jax.Array, carry: tuple[jax.Array, Loaded]) -> tuple[jax.Array, Loaded]:
         c = highest - 1 - i if reverse else lowest + i
         if keep:
             states_[(entry(row, c), *((v, k) if by_value else (k, v)))] = carry[0]

@@ -7,28 +7,26 @@ The state S, and its gradient D, evolve element by element: ``o = S^T r + (r . u
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ..common.recurrent_pairs import Pairs
-from ..common.recurrent_scan import Sizes, across, along, dot, fma, scan_tokens
+from ..common.recurrent_pairs import Arrays, Pairs, TokenTerms
+from ..common.recurrent_scan import Index, Sizes, across, along, dot, fma, scan_tokens
 
 
 def rwkv6_scan(
-    read_: Any,
-    write_: Any,
-    decay_: Any,
-    u_: Any,
-    x_: Any,
-    start_: Any,
-    restart_: Any,
-    bounds_: Any,
-    y_: Any,
-    end_: Any,
-    states_: Any,
+    read_: jax.Ref,
+    write_: jax.Ref,
+    decay_: jax.Ref,
+    u_: jax.Ref,
+    x_: jax.Ref,
+    start_: jax.Ref,
+    restart_: jax.Ref,
+    bounds_: jax.Ref,
+    y_: jax.Ref,
+    end_: jax.Ref,
+    states_: jax.Ref,
     *,
     sizes: Sizes,
     reverse: bool,
@@ -46,10 +44,10 @@ def rwkv6_scan(
     u = along(u_[pl.program_id(1)])
     scales = (1.0, scale) if reverse else (scale, 1.0)
 
-    def load(at: Any) -> tuple[jax.Array, ...]:
+    def load(at: jax.Array) -> tuple[jax.Array, ...]:
         return read_[at], write_[at], decay_[at], x_[at, vs]
 
-    def token(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
+    def token(S: jax.Array, loaded: Arrays, at: jax.Array) -> jax.Array:
         read, write, decay, x = loaded
         read, write, x = along(read) * scales[0], along(write) * scales[1], x.astype(jnp.float32)
         y_[at, vs] = fma(dot(read * u, write), x, dot(S, read)).astype(y_.dtype)
@@ -61,7 +59,9 @@ def rwkv6_scan(
     )
 
 
-def rwkv6_gradients(decay_: Any, r_: Any, k_: Any, u_: Any, *refs: Any, sizes: Sizes, size: int) -> None:
+def rwkv6_gradients(
+    decay_: jax.Ref, r_: jax.Ref, k_: jax.Ref, u_: jax.Ref, *refs: jax.Ref, sizes: Sizes, size: int
+) -> None:
     """Grid (blocks of K, heads, B * windows): gradients of r, w, k and of u by window, ``size`` rows of K
     a program.
 
@@ -71,13 +71,15 @@ def rwkv6_gradients(decay_: Any, r_: Any, k_: Any, u_: Any, *refs: Any, sizes: S
     pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, lines_, restart_, 1)
     u = u_[pl.program_id(1), pairs.ks].astype(jnp.float32)
 
-    def load(t: Any) -> tuple[jax.Array, jax.Array]:
+    def load(t: Index) -> tuple[jax.Array, jax.Array]:
         return pairs.token(r_, t), pairs.token(k_, t)
 
-    def reads(t: Any, loaded: Any, decay: jax.Array, same: Any, sums: Any, total: jax.Array) -> Any:
+    def reads(
+        t: jax.Array, loaded: Arrays, decay: jax.Array, same: Arrays, sums: Arrays, total: jax.Array
+    ) -> TokenTerms[jax.Array]:
         r, k = loaded
         gr_[pairs.at(t), pairs.ks] = fma(u * k, same[0], sums[0]).astype(gr_.dtype)
-        return (r,), (k,), [r * u * same[0]], fma(r * k, same[0], total)
+        return TokenTerms((r,), (k,), [r * u * same[0]], fma(r * k, same[0], total))
 
     (gk,), (last,), gw, gu = pairs.scan(load, reads, False, jnp.zeros_like(u))
     pairs.store_writer(gk_, gk, last, 0)

@@ -9,29 +9,27 @@ common/recurrent_pairs.py for the rest.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax.experimental import pallas as pl
 
-from ..common.recurrent_pairs import Pairs
-from ..common.recurrent_scan import Sizes, across, along, dot, fma, scan_tokens
+from ..common.recurrent_pairs import Arrays, Pairs, TokenTerms
+from ..common.recurrent_scan import Index, Sizes, across, along, dot, fma, scan_tokens
 
 
 def rwkv7_scan(
-    first_: Any,
-    second_: Any,
-    decay_: Any,
-    write_: Any,
-    read_: Any,
-    x_: Any,
-    start_: Any,
-    restart_: Any,
-    bounds_: Any,
-    y_: Any,
-    inner_: Any,
-    end_: Any,
-    states_: Any,
+    first_: jax.Ref,
+    second_: jax.Ref,
+    decay_: jax.Ref,
+    write_: jax.Ref,
+    read_: jax.Ref,
+    x_: jax.Ref,
+    start_: jax.Ref,
+    restart_: jax.Ref,
+    bounds_: jax.Ref,
+    y_: jax.Ref,
+    inner_: jax.Ref,
+    end_: jax.Ref,
+    states_: jax.Ref,
     *,
     sizes: Sizes,
     reverse: bool,
@@ -48,17 +46,17 @@ def rwkv7_scan(
     """
     vs = pl.ds(pl.program_id(0) * sizes.scan.columns, sizes.scan.columns)
 
-    def load(at: Any) -> tuple[jax.Array, ...]:
+    def load(at: jax.Array) -> tuple[jax.Array, ...]:
         return first_[at], second_[at], decay_[at], write_[at], read_[at], x_[at, vs]
 
-    def exchange(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
+    def exchange(S: jax.Array, loaded: Arrays, at: jax.Array) -> jax.Array:
         first, second, decay = map(along, loaded[:3])
         inner = dot(S, first)
         if keep:
             inner_[at, vs] = inner
         return fma(S, decay, across(inner) * second)
 
-    def token(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
+    def token(S: jax.Array, loaded: Arrays, at: jax.Array) -> jax.Array:
         *_, write, read, x = loaded
         S = fma(across(x) * scales[0], along(write), S)
         y_[at, vs] = (dot(S, along(read)) * scales[1]).astype(y_.dtype)
@@ -66,7 +64,7 @@ def rwkv7_scan(
 
     first, second = (token, exchange) if reverse else (exchange, token)
 
-    def both(S: jax.Array, loaded: Any, at: Any) -> jax.Array:
+    def both(S: jax.Array, loaded: Arrays, at: jax.Array) -> jax.Array:
         return second(first(S, loaded, at), loaded, at)
 
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
@@ -76,7 +74,14 @@ def rwkv7_scan(
 
 
 def rwkv7_gradients(
-    decay_: Any, r_: Any, a_: Any, k_: Any, b_: Any, *refs: Any, sizes: Sizes, size: int
+    decay_: jax.Ref,
+    r_: jax.Ref,
+    a_: jax.Ref,
+    k_: jax.Ref,
+    b_: jax.Ref,
+    *refs: jax.Ref,
+    sizes: Sizes,
+    size: int,
 ) -> None:
     """Grid (blocks of K, heads, B * windows): gradients of r, w, k, a, b from all sums over V
     (`sum_over_values`); ``size`` rows of K a program.
@@ -84,14 +89,16 @@ def rwkv7_gradients(
     *sums_, product_, scores_, same_, lines_, restart_, gr_, gw_, gk_, ga_, gb_ = refs
     pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, lines_, restart_, 2)
 
-    def load(t: Any) -> list[jax.Array]:
+    def load(t: Index) -> list[jax.Array]:
         return [pairs.token(x_, t) for x_ in (r_, a_, k_, b_)]
 
-    def reads(t: Any, loaded: Any, decay: jax.Array, same: Any, sums: Any, total: Any) -> Any:
+    def reads(
+        t: jax.Array, loaded: Arrays, decay: jax.Array, same: Arrays, sums: Arrays, total: tuple[()]
+    ) -> TokenTerms[tuple[()]]:
         r, a, k, b = loaded
         gr_[pairs.at(t), pairs.ks] = (fma(decay, sums[0], k * same[0]) + b * same[1]).astype(gr_.dtype)
         ga_[pairs.at(t), pairs.ks] = sums[1].astype(ga_.dtype)
-        return (r * decay, a), (k, b), [r * x for x in same], total
+        return TokenTerms((r * decay, a), (k, b), [r * x for x in same], total)
 
     (gk, gb), (last_k, last_b), gw, _ = pairs.scan(load, reads, True, ())
     pairs.store_writer(gk_, gk, last_k, 0)
