@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..core.decode_layers import CODE_ROWS, NONE, SIGMOID, SQUARE, TANH
 from ..models import FAMILIES
 from ..ops.decode import Layer6, Layer7
-from ..ops.decode.weights import CODE_ROWS, NONE, SIGMOID, SQUARE, TANH
 
 
 @dataclasses.dataclass(frozen=True)

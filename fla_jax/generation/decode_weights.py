@@ -26,10 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from ..core.decode_layers import CODE_ROWS, NONE, NORM_EPS, layer_norm
 from ..layers.base import LAYER_NORM_EPS
 from ..ops.decode import Layer6, Layer7, Matrix, quantised
-from ..ops.decode.plain import layer_norm
-from ..ops.decode.weights import CODE_ROWS, NONE, NORM_EPS
 from .decode_families import affine, decode_family, padded
 
 assert NORM_EPS == LAYER_NORM_EPS

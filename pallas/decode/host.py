@@ -5,16 +5,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from ...core.decode_layers import CODE_ROWS, DECAY_SCALE, GROUP_EPS, KEY_EPS, Layer6, Layer7, Shifts, States
 from ..backend.triton import Launch, triton_call
+from ..backend.types import Tensor
 from ..common.shapes import like, shaped
 from .head_step import StepConfig, StepInputs, StepOut, StepState
-from .projections_host import CODE_ROWS, MAX_GEMV, layer_code, project
+from .projections_host import MAX_GEMV, layer_code, project
 from .rwkv6_step import (
     MixDeltaConfig,
     MixDeltaInputs,
@@ -39,7 +41,8 @@ from .sample import (
 
 __all__ = ["project", "rwkv6_mix", "rwkv6_step", "rwkv7_step", "sample_tokens"]
 PART = 2048  # tokens of the vocabulary for a program of `sample_survey_kernel` and `sample_draw_kernel`
-GROUP_EPS, KEY_EPS, DECAY_SCALE = 64e-5, 1e-12, -math.exp(-0.5)
+State = TypeVar("State", bound=States)
+Tree = TypeVar("Tree")
 
 
 def _step_launch(B: int, H: int, few: int) -> Launch:
@@ -52,8 +55,14 @@ def _step_launch(B: int, H: int, few: int) -> Launch:
 
 
 def _step(
-    kernel: Any, x: StepInputs, p: Any, state: Any, config: StepConfig, launch: Launch, dtype: Any
-) -> tuple[jax.Array, Any]:
+    kernel: Tensor,
+    x: StepInputs,
+    p: RWKV6Params | RWKV7Params,
+    state: State,
+    config: StepConfig,
+    launch: Launch,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, State]:
     """``(y [B, C], state)``; the states are written in place."""
     arrays = StepState(state.wkv, state.att_shift, state.ffn_shift)
     names = [f"state.{name}" for name in StepState._fields]
@@ -71,21 +80,21 @@ def _step(
     return out.y, state.replace(**out.state._asdict())
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: Tree) -> Tree:
     return jax.tree.map(like, tree)
 
 
 def rwkv7_step(
-    p: Any,
-    made: Any,
-    first: Any,
-    state: Any,
-    new: Any,
+    p: Layer7,
+    made: jax.Array,
+    first: jax.Array,
+    state: State,
+    new: Shifts,
     layer: int,
-    active: Any,
+    active: jax.Array,
     rate_scale: float,
-    dtype: Any,
-) -> tuple[jax.Array, Any]:
+    dtype: DTypeLike,
+) -> tuple[jax.Array, State]:
     """See `fla_jax.ops.decode.plain.rwkv7_step`; the state is written in place."""
     R, (B, H, N) = p.second.shape[2], state.wkv.shape[1:4]
     second, (att_shift, ffn_shift), has_first = None, new, layer > 0
@@ -132,7 +141,9 @@ def rwkv7_step(
     return _step(rwkv7_kernel, x, params, state, config, _step_launch(B, H, few=16), dtype)
 
 
-def rwkv6_mix(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.Array:
+def rwkv6_mix(
+    p: Layer6, x: jax.Array, last: jax.Array, layer: int, z: jax.Array, dtype: DTypeLike
+) -> jax.Array:
     """See `fla_jax.ops.decode.plain.rwkv6_mix`."""
     (_, R, C), B = p.mix_delta.shape, x.shape[0]
     if B > MAX_GEMV:
@@ -152,8 +163,14 @@ def rwkv6_mix(p: Any, x: Any, last: Any, layer: int, z: Any, dtype: Any) -> jax.
 
 
 def rwkv6_step(
-    p: Any, made: Any, state: Any, new: Any, layer: int, active: Any, dtype: Any
-) -> tuple[jax.Array, Any]:
+    p: Layer6,
+    made: jax.Array,
+    state: State,
+    new: Shifts,
+    layer: int,
+    active: jax.Array,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, State]:
     """See `fla_jax.ops.decode.plain.rwkv6_step`; the state is written in place."""
     (C, R), (B, H, N) = p.second.shape, state.wkv.shape[1:4]
     second, (att_shift, ffn_shift) = None, new

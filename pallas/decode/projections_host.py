@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from ...core.decode_layers import NORM_EPS, Matrix, Norm, activate, layer_norm
 from ..backend.triton import Launch, triton_call
 from ..common.select import select
 from ..common.shapes import shaped, tile
@@ -22,8 +24,6 @@ from .gemm import GemmConfig, GemmOut, MixTokensConfig, MixTokensOut, gemm_kerne
 from .gemv import Epilogue, GemvConfig, GemvOut, Tokens, Weights, gemv_kernel
 
 PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H200
-CODE_ROWS = 64  # rows of a matrix that have one code
-NORM_EPS = 1e-5
 
 
 class ProductKey(NamedTuple):
@@ -113,11 +113,23 @@ def layer_code(layer: int) -> int:
     return 2 * layer + 3
 
 
-def _product_facts(matrix: Any, x: jax.Array, gate: Any, gate_at: int) -> dict[str, Any]:
+class ProductFacts(TypedDict):
     """Fields of `ProductConfig` that do not depend on the launch."""
+
+    B: int
+    K: int
+    N: int
+    x_stride: int
+    gate_stride: int
+    gate_at: int
+    starts: tuple[int, ...]
+    codes: tuple[int, ...]
+
+
+def _product_facts(matrix: Matrix, x: jax.Array, gate: jax.Array | None, gate_at: int) -> ProductFacts:
     N, K = matrix.weight.shape
     rows = [0, *(rows for rows, _, _ in matrix.segments)]
-    return dict(
+    return ProductFacts(
         B=x.shape[-2],
         K=K,
         N=N,
@@ -130,19 +142,19 @@ def _product_facts(matrix: Any, x: jax.Array, gate: Any, gate_at: int) -> dict[s
 
 
 def project(
-    matrix: Any,
+    matrix: Matrix,
     x: jax.Array,
     *,
-    norm: Any = None,
-    mixes: Any = None,
-    last: Any = None,
+    norm: Norm | None = None,
+    mixes: jax.Array | None = None,
+    last: jax.Array | None = None,
     layer: int = 0,
-    active: Any = None,
-    add: Any = None,
-    gate: Any = None,
+    active: jax.Array | None = None,
+    add: jax.Array | None = None,
+    gate: jax.Array | None = None,
     gate_at: int = 0,
-    dtype: Any = jnp.float32,
-) -> tuple[jax.Array, Any]:
+    dtype: DTypeLike = jnp.float32,
+) -> tuple[jax.Array, jax.Array | None]:
     """See `fla_jax.ops.decode.plain.project`."""
     variant = select(VARIANTS, ProductKey(x.shape[-2], len(matrix.segments))).name
     tokens = Tokens(x, *(norm or (None, None)))
@@ -155,14 +167,16 @@ def project(
     if mixes is not None:
         x, shift = _mix(tokens)
     elif norm is not None:
-        x = _layer_norm(x, norm).astype(x.dtype)
+        x = layer_norm(x, norm).astype(x.dtype)
     if x.shape[-1] != K:
         x = x[..., :K]
     product = _library if variant == "library" else _gemm
     return product(matrix, x, epilogue, gate_at, dtype), shift
 
 
-def _gemv(matrix: Any, x: Tokens, epilogue: Epilogue, gate_at: int, dtype: Any) -> tuple[jax.Array, Any]:
+def _gemv(
+    matrix: Matrix, x: Tokens, epilogue: Epilogue, gate_at: int, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array | None]:
     """``(y [B, N], shift [B, K])`` from one kernel."""
     (N, K), B = matrix.weight.shape, x.x.shape[-2]
     launch = gemv_launch(K, N, x.scale is not None)
@@ -204,28 +218,12 @@ def _mix(x: Tokens) -> tuple[jax.Array, jax.Array]:
     return out.planes, out.shift
 
 
-def _layer_norm(x: jax.Array, norm: Any) -> jax.Array:
-    x = x.astype(jnp.float32)
-    x = x - jnp.mean(x, -1, keepdims=True)
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + NORM_EPS)
-    return x * norm[0].astype(jnp.float32) + norm[1].astype(jnp.float32)
-
-
-# of the library's products, by kind: see `activation` in gemv.py
-_ACTIVATIONS: tuple[Callable[[jax.Array], jax.Array], ...] = (
-    lambda x: x,
-    jnp.tanh,
-    jax.nn.sigmoid,
-    lambda x: jnp.square(jax.nn.relu(x)),
-)
-
-
-def _library(matrix: Any, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype: Any) -> jax.Array:
+def _library(matrix: Matrix, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype: DTypeLike) -> jax.Array:
     """y [B, N] of one input and one matrix."""
     (N, K), B = matrix.weight.shape, x.shape[-2]
     weight = matrix.dense(x.dtype)
     y = jnp.einsum("bk,nk->bn", x.reshape(B, K), weight, preferred_element_type=jnp.float32)
-    y = _ACTIVATIONS[matrix.segments[0][2]](y)
+    y = activate(y, matrix.segments[0][2])
     if epilogue.gate is not None:
         y = y * epilogue.gate[:, gate_at : gate_at + N].astype(jnp.float32)
     if epilogue.add is not None:
@@ -233,7 +231,7 @@ def _library(matrix: Any, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype:
     return y.astype(dtype)
 
 
-def _gemm(matrix: Any, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype: Any) -> jax.Array:
+def _gemm(matrix: Matrix, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype: DTypeLike) -> jax.Array:
     """y [B, N] of planes [mixes, B, K] or [B, K], on tensor cores."""
     (N, K), B = matrix.weight.shape, x.shape[-2]
     launch = gemm_launch(B, N)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...core.decode_layers import Layer6 as Layer6
+from ...core.decode_layers import Layer7 as Layer7
+from ...core.decode_layers import Matrix as Matrix
+from ...core.decode_layers import quantised as quantised
 from ...core.implementation import Candidate, Registry, Unsupported
 from ...pallas.backend import triton
 from . import plain
-from .weights import Layer6 as Layer6
-from .weights import Layer7 as Layer7
-from .weights import Matrix as Matrix
-from .weights import quantised as quantised
 
 
 class DecodeContext(NamedTuple):

@@ -6,37 +6,31 @@ Arithmetic is float32, but for the operands of products, which have the weights'
 
 from __future__ import annotations
 
-import math
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
-from .weights import GROUP_EPS, KEY_EPS, NORM_EPS, SIGMOID, SQUARE, TANH, Layer6, Layer7, Matrix, Norm, Shifts
+from ...core.decode_layers import (
+    DECAY_SCALE,
+    GROUP_EPS,
+    KEY_EPS,
+    Layer6,
+    Layer7,
+    Matrix,
+    Norm,
+    Shifts,
+    States,
+    activate,
+    layer_norm,
+)
 
-DECAY_SCALE = -math.exp(-0.5)
+State = TypeVar("State", bound=States)
 
 
 def _float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
-
-
-def layer_norm(x: jax.Array, norm: Norm) -> jax.Array:
-    """Of x [..., C], float32."""
-    x = _float32(x)
-    x = x - jnp.mean(x, -1, keepdims=True)
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + NORM_EPS)
-    return x * _float32(norm[0]) + _float32(norm[1])
-
-
-def finish(x: jax.Array, kind: int) -> jax.Array:
-    """What is done with sums."""
-    if kind == TANH:
-        return jnp.tanh(x)
-    if kind == SIGMOID:
-        return jax.nn.sigmoid(x)
-    return jnp.square(jax.nn.relu(x)) if kind == SQUARE else x
 
 
 def mix(
@@ -93,7 +87,7 @@ def project(
     for rows, plane, kind in matrix.segments:
         by = x[plane] if x.ndim == 3 else x
         sums = jnp.einsum("bk,nk->bn", by, weight[at : at + rows], preferred_element_type=jnp.float32)
-        parts.append(finish(sums, kind))
+        parts.append(activate(sums, kind))
         at += rows
     y = jnp.concatenate(parts, 1)
     if gate is not None:
@@ -110,7 +104,7 @@ def _group_norm(o: jax.Array, norm: Norm) -> jax.Array:
     return o.reshape(o.shape[0], -1) * _float32(norm[0]) + _float32(norm[1])
 
 
-def _written(wkv: jax.Array, state: PyTree, new: Shifts, layer: int, active: jax.Array) -> PyTree:
+def _written(wkv: jax.Array, state: State, new: Shifts, layer: int, active: jax.Array) -> State:
     """``state`` of all layers with a layer's new one, where active, and the shifts that are known."""
     wkv = jnp.where(active[:, None, None, None] != 0, wkv.astype(state.wkv.dtype), state.wkv[layer])
     shift, before = new
@@ -126,13 +120,13 @@ def rwkv7_step(
     p: Layer7,
     made: jax.Array,
     first: jax.Array,
-    state: PyTree,
+    state: State,
     new: Shifts,
     layer: int,
     active: jax.Array,
     rate_scale: float,
     dtype: DTypeLike,
-) -> tuple[jax.Array, PyTree]:
+) -> tuple[jax.Array, State]:
     """RWKV-7's second low-rank stage, gates, keys, step and readout.
 
     Args:
@@ -185,8 +179,8 @@ def rwkv6_mix(
 
 
 def rwkv6_step(
-    p: Layer6, made: jax.Array, state: PyTree, new: Shifts, layer: int, active: jax.Array, dtype: DTypeLike
-) -> tuple[jax.Array, PyTree]:
+    p: Layer6, made: jax.Array, state: State, new: Shifts, layer: int, active: jax.Array, dtype: DTypeLike
+) -> tuple[jax.Array, State]:
     """RWKV-6's decay, step and readout; ``made`` [B, 4 C + D] is what ``p.into`` gave. Else as
     `rwkv7_step`."""
     (C, _), (H, N) = p.second.shape, state.wkv.shape[2:4]

@@ -1,6 +1,11 @@
-"""Weights of a decoded token: matrices [N, K] with their output channels in memory order, and layers."""
+"""What the steps of a decoded token in plain JAX and their kernels share: the weights of layers, matrices
+[N, K] with their output channels in memory order, the states that steps write, constants.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +14,47 @@ from jax.typing import DTypeLike
 
 CODE_ROWS = 64  # output channels that have one code, see pallas/decode/gemv.py
 NONE, TANH, SIGMOID, SQUARE = range(4)  # what is done with sums; SQUARE: of the positive part
-NORM_EPS, GROUP_EPS, KEY_EPS = 1e-5, 64e-5, 1e-12
+NORM_EPS, GROUP_EPS, KEY_EPS, DECAY_SCALE = 1e-5, 64e-5, 1e-12, -math.exp(-0.5)
 Norm = tuple[jax.Array, jax.Array]  # scale and bias
 Shifts = tuple[jax.Array, jax.Array | None]  # of this attention, and of the feed-forward below
+
+
+class States(Protocol):
+    """The recurrent states of all layers, an `fla_jax.layers.RWKVState`: ``wkv`` [L, B, H, N, N] in any
+    floating-point dtype, token shifts [L, B, C].
+    """
+
+    @property
+    def wkv(self) -> jax.Array:
+        """Matrix-valued states."""
+
+    @property
+    def att_shift(self) -> jax.Array:
+        """Previous tokens of the attentions."""
+
+    @property
+    def ffn_shift(self) -> jax.Array:
+        """Previous tokens of the feed-forwards."""
+
+    def replace(self, **arrays: jax.Array) -> Self:
+        """The same with other arrays."""
+
+
+def layer_norm(x: jax.Array, norm: Norm) -> jax.Array:
+    """Of x [..., C], float32."""
+    x = x.astype(jnp.float32)
+    x = x - jnp.mean(x, -1, keepdims=True)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + NORM_EPS)
+    return x * norm[0].astype(jnp.float32) + norm[1].astype(jnp.float32)
+
+
+def activate(x: jax.Array, kind: int) -> jax.Array:
+    """The activation ``kind`` of a matrix's segment."""
+    if kind == TANH:
+        return jnp.tanh(x)
+    if kind == SIGMOID:
+        return jax.nn.sigmoid(x)
+    return jnp.square(jax.nn.relu(x)) if kind == SQUARE else x
 
 
 class Matrix(struct.PyTreeNode):
