@@ -26,7 +26,7 @@ ANY = {
     "generation": 148,
     "data": 3,
     "parallel": 0,
-    "pallas": 77,
+    "pallas": 4,
     "versions.py": 0,
     "__init__.py": 0,
 }

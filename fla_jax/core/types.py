@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -35,6 +35,9 @@ class RWKV7Inputs(NamedTuple):
     initial_state: Float[Array, "N H K V"]
     segment_ids: Int[Array, "B T"] | None = None
     cu_seqlens: Int[Array, " N+1"] | None = None
+
+
+Recurrence = TypeVar("Recurrence", RWKV6Inputs, RWKV7Inputs)
 
 
 class Outputs(NamedTuple):

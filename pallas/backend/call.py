@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
+from jaxtyping import PyTree
 
-from .types import Tensor
+from .types import Kernel
+
+Leaf = TypeVar("Leaf")
 
 
 class Launch(NamedTuple):
@@ -40,10 +43,10 @@ class TritonCall(NamedTuple):
         aliases: pairs of an array among the operands and an output that takes over its memory.
     """
 
-    kernel: Tensor
-    groups: Tensor
+    kernel: Kernel
+    groups: jax.tree_util.PyTreeDef
     scalars: tuple[int | None, ...]
-    outputs: Tensor
+    outputs: jax.tree_util.PyTreeDef
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     constants: tuple[tuple[str, Hashable], ...]
     grid: tuple[int, int, int]
@@ -51,7 +54,7 @@ class TritonCall(NamedTuple):
     capability: int
     aliases: tuple[tuple[int, int], ...]
 
-    def parameters(self, arrays: Iterable[Any], outputs: Iterable[Any]) -> dict[str, Any]:
+    def parameters(self, arrays: Iterable[Leaf], outputs: Iterable[Leaf]) -> dict[str, PyTree[Leaf | int]]:
         """The kernel's parameters but its constants, by name, of arrays and outputs (or of what stands for
         them).
         """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ class _Storage:
     def cpu(self) -> _Storage:
         return self
 
-    def copy_(self, other: Any) -> None:
+    def copy_(self, other: _Storage) -> None:
         """Nothing to copy back: the interpreter wrote in place."""
 
 
@@ -68,10 +67,10 @@ class _HostTensor:
     def stride(self) -> tuple[int, ...]:
         return tuple(s // self._array.itemsize for s in self._array.strides)
 
-    def new_empty(self, *_: Any, **__: Any) -> _HostTensor:
+    def new_empty(self, *_: object, **__: object) -> _HostTensor:
         return _HostTensor(None)
 
-    def set_(self, storage: _Storage, *_: Any) -> None:
+    def set_(self, storage: _Storage, *_: object) -> None:
         self.array = storage.array
 
 

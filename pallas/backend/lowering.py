@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pathlib
 import tempfile
 import zlib
-from collections.abc import Hashable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import jaxlib
 import triton
 from jax.extend.core import Primitive
+from jax.extend.mlir.ir import Value
 from jax.interpreters import mlir
 from jaxlib import gpu_triton
 from triton._C.libtriton import ir
@@ -28,6 +29,7 @@ from triton.compiler import ASTSource, make_backend
 
 from .call import TritonCall
 from .dtypes import TRITON_DTYPES
+from .types import Kernel, Signature
 from .versions import plugin_missing
 
 # private and undocumented names of other packages: no module imports any but these, and only this one does
@@ -40,6 +42,8 @@ PRIVATE_NAMES = (
 )
 # variables that make Triton and LLVM compile differently begin so
 _ENVIRONMENT = ("TRITON_", "LLVM_", "MLIR_", "NVPTX_", "ALLOW_", "DISABLE_")
+Path: TypeAlias = tuple[int, ...]  # of a leaf: a parameter's position, then a field's, ...
+Leaf: TypeAlias = str | int | None
 _ALIGNMENT = 16  # bytes, of every array that XLA allocates
 
 compiled_in_this_process: dict[str, bytes] = {}
@@ -53,11 +57,13 @@ triton_call_p.multiple_results = True
 
 
 @triton_call_p.def_abstract_eval
-def _abstract_eval(*_: Any, call: TritonCall) -> list[Any]:
+def _abstract_eval(*_: jax.core.AbstractValue, call: TritonCall) -> list[jax.core.ShapedArray]:
     return [jax.core.ShapedArray(shape.shape, shape.dtype) for shape in call.shapes]
 
 
-def _lower(ctx: Any, *arrays: Any, call: TritonCall) -> Any:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *arrays: Value, call: TritonCall
+) -> Sequence[Value | Sequence[Value]]:
     """The custom call, from the cache or compiled."""
     signature = call.parameters(map(pointer_type, ctx.avals_in), map(pointer_type, ctx.avals_out))
     key = _key(call, signature)
@@ -75,12 +81,13 @@ def _lower(ctx: Any, *arrays: Any, call: TritonCall) -> Any:
 mlir.register_lowering(triton_call_p, _lower, platform="cuda")
 
 
-def pointer_type(array: Any) -> str:
-    """Triton's type of a pointer to an array, or to what has its dtype."""
+def pointer_type(array: jax.core.AbstractValue) -> str:
+    """Triton's type of a pointer to an array."""
+    assert isinstance(array, jax.core.ShapedArray)
     return "*" + TRITON_DTYPES[array.dtype]
 
 
-def _leaves(tree: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+def _leaves(tree: Signature, path: Path) -> Iterator[tuple[Path, Leaf]]:
     """Leaves with their paths of indices, None included, as Triton addresses parts of a parameter."""
     if isinstance(tree, tuple):
         for i, part in enumerate(tree):
@@ -89,7 +96,7 @@ def _leaves(tree: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...],
         yield path, tree
 
 
-def _triton_type(leaf: Any) -> str:
+def _triton_type(leaf: Leaf) -> str:
     """Of a pointer type's name, an int or None; 1 is compiled in, as Triton does by default."""
     if isinstance(leaf, str):
         return leaf
@@ -101,7 +108,7 @@ def _int_type(value: int) -> str:
 
 
 def triton_source(
-    kernel: Any, signature: Mapping[str, Any], constants: Mapping[str, Hashable]
+    kernel: Kernel, signature: Mapping[str, Signature], constants: Mapping[str, Hashable]
 ) -> tuple[ASTSource, list[int | None]]:
     """What Triton compiles, and the arguments that the compiled kernel has: an int, or None for an array.
 
@@ -112,7 +119,7 @@ def triton_source(
     """
     names = kernel.arg_names
     leaves = [*_leaves(tuple(signature.values()), ())]
-    fixed: dict[Any, Any] = {path: leaf for path, leaf in leaves if leaf is None or leaf == 1}
+    fixed: dict[Path, Hashable] = {path: leaf for path, leaf in leaves if leaf is None or leaf == 1}
     types = jax.tree.map(_triton_type, dict(signature), is_leaf=lambda leaf: leaf is None)
     source = ASTSource(
         fn=kernel,
@@ -123,7 +130,7 @@ def triton_source(
     return source, [None if isinstance(leaf, str) else leaf for path, leaf in leaves if path not in fixed]
 
 
-def _compiled(call: TritonCall, signature: dict[str, Any]) -> Any:
+def _compiled(call: TritonCall, signature: dict[str, Signature]) -> gpu_triton.TritonKernelCall:
     """jaxlib's description of the compiled kernel and its arguments."""
     source, arguments = triton_source(call.kernel, signature, dict(call.constants))
     described = [
@@ -135,7 +142,7 @@ def _compiled(call: TritonCall, signature: dict[str, Any]) -> Any:
     return gpu_triton.TritonKernelCall(_compile_to_ptx(source, call), *call.grid, described)
 
 
-def _compile_to_ptx(source: Any, call: TritonCall) -> Any:
+def _compile_to_ptx(source: ASTSource, call: TritonCall) -> gpu_triton.TritonKernel:
     """Triton's stages up to PTX, which jaxlib assembles on the GPU's machine."""
     target = _target(call.capability)
     backend = make_backend(target)
@@ -146,8 +153,8 @@ def _compile_to_ptx(source: Any, call: TritonCall) -> Any:
     codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
     module = source.make_ir(target, options, codegen, modules, context)
     first = str(module)
-    metadata: dict[str, Any] = {}
-    stages: dict[str, Any] = {}
+    metadata: dict[str, str | int] = {}
+    stages: dict[str, Callable] = {}
     backend.add_stages(stages, options, source.language)
     for stage in ("ttir", "ttgir", "llir", "ptx"):
         module = stages[stage](module, metadata)
@@ -156,7 +163,7 @@ def _compile_to_ptx(source: Any, call: TritonCall) -> Any:
     )
 
 
-def triton_options(call: TritonCall) -> dict[str, Any]:
+def triton_options(call: TritonCall) -> dict[str, int | bool | None]:
     """What Triton compiles with; values that are Triton's defaults in some versions only are set."""
     return {
         "num_warps": call.launch.num_warps,
@@ -172,7 +179,7 @@ def _target(capability: int) -> GPUTarget:
     return GPUTarget("cuda", capability, 32)
 
 
-def _key(call: TritonCall, signature: dict[str, Any]) -> str:
+def _key(call: TritonCall, signature: dict[str, Signature]) -> str:
     """Of everything that the compiled kernel and its call depend on."""
     versions = [package.__version__ for package in (triton, jax, jaxlib)]
     environment = sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT))
@@ -191,8 +198,8 @@ def _key(call: TritonCall, signature: dict[str, Any]) -> str:
     return hashlib.sha256(described.encode()).hexdigest()
 
 
-def _cache_file(key: str) -> Path:
-    return Path(triton.knobs.cache.dir, key, "fla-jax-call")
+def _cache_file(key: str) -> pathlib.Path:
+    return pathlib.Path(triton.knobs.cache.dir, key, "fla-jax-call")
 
 
 def _cached(key: str) -> bytes | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -59,7 +58,7 @@ def pallas_call(
     grid: tuple[int, ...],
     num_warps: int,
     aliases: Mapping[int, int] | None = None,
-) -> Any:
+) -> tuple[jax.Array, ...]:
     """Calls ``kernel(*inputs, *outputs)``, all of them references to whole arrays in GPU memory, and returns
     the outputs.
 

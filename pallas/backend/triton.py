@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -20,6 +20,7 @@ from ...core.context import Context
 from ...core.gpu import current_gpu, gpu_missing
 from ...core.implementation import Unsupported, unfit_inputs
 from .call import Launch, TritonCall
+from .types import Group, Kernel
 from .versions import why_not_compiled
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,8 +28,8 @@ Out = TypeVar("Out")
 
 
 def triton_call(
-    kernel: Any,
-    *groups: Any,
+    kernel: Kernel,
+    *groups: Group,
     out: Out,
     config: Hashable,
     grid: tuple[int, int, int],
@@ -88,7 +89,7 @@ def _run(call: TritonCall, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 
 def _positions(
-    groups: Mapping[str, Any], out: Any, aliases: Mapping[str, str]
+    groups: Mapping[str, Group], out: Out, aliases: Mapping[str, str]
 ) -> tuple[tuple[int, int], ...]:
     """Pairs of positions among arrays and outputs that pairs of paths name."""
     arrays: dict[str, int] = {}
@@ -101,7 +102,7 @@ def _positions(
     return tuple((arrays[operand], results[output]) for operand, output in aliases.items())
 
 
-def _path(path: Any) -> str:
+def _path(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

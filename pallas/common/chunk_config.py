@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import triton
+import triton.language as tl
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Config:
     BV: int
     num_splits: int
     scale: float
-    operand: Any
+    operand: tl.dtype
     tf32x3: bool
     unsafe_gate: bool
     safe_gate_exponent: int

@@ -9,16 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import triton.language as tl
+from jax.typing import DTypeLike
 
 from ...core.context import Context
-from ...core.types import RecurrenceConfig
+from ...core.types import Recurrence, RecurrenceConfig
 from ..backend.triton import INTERPRET, Launch, triton_call
 from .chunk import C, Index
 from .chunk_config import Config
 from .chunk_variants import SAFE_GATE_BOUND, BlockLaunch
 from .cotangent_scale import Cotangents, Scaled, cotangent_scale_kernel
 from .gate import UNSAFE_GATE
-from .shapes import like, tile
+from .shapes import like, shaped, tile
 
 CHUNK = C.value
 SAFE_GATE_EXPONENT = -CHUNK / 2 / math.log(2)  # times the lowest log decay: log2 of half a chunk's decay
@@ -69,12 +70,12 @@ class ChunkPlan:
         return (count, H, 1), self.index._replace(chunk_indices=sequences.astype(jnp.int32))
 
     @property
-    def store_dtype(self) -> Any:
+    def store_dtype(self) -> DTypeLike:
         """Of stored states and of operands."""
         return jnp.bfloat16 if self.config.operand == tl.bfloat16 else jnp.float32
 
 
-def num_splits_of(ctx: Context[Any, RecurrenceConfig], passes: int = 1) -> int:
+def num_splits_of(ctx: Context[Recurrence, RecurrenceConfig], passes: int = 1) -> int:
     """Splits of each sequence: 1 if sequences and heads alone keep the GPU busy, and equally many on each
     device of a sequence axis. ``passes`` scans of a split run at once. Packed sequences are not split.
     """
@@ -87,7 +88,7 @@ def num_splits_of(ctx: Context[Any, RecurrenceConfig], passes: int = 1) -> int:
     return ctx.cp.size * -(-T // _split_len(T, max(1, wanted)))
 
 
-def local_num_splits(ctx: Context[Any, RecurrenceConfig], passes: int = 1) -> int:
+def local_num_splits(ctx: Context[Recurrence, RecurrenceConfig], passes: int = 1) -> int:
     """Splits of the tokens that one device has."""
     return num_splits_of(ctx, passes) // (1 if ctx.cp.axis is None else ctx.cp.size)
 
@@ -114,14 +115,14 @@ def segment_bits(segment_ids: jax.Array) -> jax.Array:
 
 
 def plan_pass(
-    ctx: Context[Any, RecurrenceConfig],
-    x: Any,
+    ctx: Context[Recurrence, RecurrenceConfig],
+    x: Recurrence,
     launch: BlockLaunch,
     bf16_dots: bool,
     num_splits: int = 1,
     **config: Any,
 ) -> ChunkPlan:
-    """Plans one pass over the tokens of ``x``, RWKV6Inputs or RWKV7Inputs.
+    """Plans one pass over the tokens of ``x``.
 
     Args:
         ctx: the call.
@@ -180,7 +181,7 @@ def _gates(w: jax.Array) -> jax.Array:
     return jnp.where(lowest < SAFE_GATE_BOUND, UNSAFE_GATE.value, exponent)
 
 
-def with_cotangent_scale(plan: ChunkPlan, x: Any, do: jax.Array, dht: jax.Array) -> ChunkPlan:
+def with_cotangent_scale(plan: ChunkPlan, x: Recurrence, do: jax.Array, dht: jax.Array) -> ChunkPlan:
     """The plan of a backward pass with the scale of its cotangents in the gates (`cotangent_scale_kernel`).
 
     ``do`` [B, T, H, V] are cotangents of outputs, ``dht`` [n splits, H, K, V] of final states. The safe gate
@@ -204,9 +205,9 @@ def with_cotangent_scale(plan: ChunkPlan, x: Any, do: jax.Array, dht: jax.Array)
     return dataclasses.replace(plan, index=plan.index._replace(gates=made.gates))
 
 
-def partial_shapes(NV: int, *arrays: jax.Array) -> list[Any]:
+def partial_shapes(NV: int, *arrays: jax.Array) -> list[jax.Array]:
     """Shapes of gradients with an axis of value blocks in front: float32 if more than one are summed."""
-    return [jax.ShapeDtypeStruct((NV, *x.shape), x.dtype if NV == 1 else jnp.float32) for x in arrays]
+    return [shaped((NV, *x.shape), x.dtype if NV == 1 else jnp.float32) for x in arrays]
 
 
 def sum_value_blocks(gradient: jax.Array, like: jax.Array) -> jax.Array:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ...core.context import Context
 from ...core.gpu import GPU
-from ...core.types import RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
+from ...core.types import Recurrence, RecurrenceConfig
 from ..backend.triton import Launch
 from .select import select
 from .shapes import tile
@@ -61,7 +61,7 @@ class VariantKey:
     safe_gate: bool
 
     @property
-    def store_dtype(self) -> Any:
+    def store_dtype(self) -> DTypeLike:
         """Of stored states and operands."""
         return jnp.bfloat16 if self.bf16_dots else jnp.float32
 
@@ -89,7 +89,7 @@ class Variant:
     chunks_per_state: int = 1
 
 
-def variant_key(ctx: Context[Any, RecurrenceConfig], x: RWKV6Inputs | RWKV7Inputs) -> VariantKey:
+def variant_key(ctx: Context[Recurrence, RecurrenceConfig], x: Recurrence) -> VariantKey:
     """The key of a call on ``x`` (or on its shapes)."""
     dtypes = [array.dtype for name, array in x._asdict().items() if name in "rkvab"]
     return VariantKey(

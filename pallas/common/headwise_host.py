@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from ...core.context import Context
+from ...core.context import Context, S, X
 from ..backend.triton import Launch, triton_call
-from ..backend.types import Tensor
+from ..backend.types import Group, Kernel
 from .headwise import Dims, HeadwiseConfig
-from .shapes import tile
+from .shapes import shaped, tile
 
 Out = TypeVar("Out")
 
@@ -40,32 +40,42 @@ class HeadwiseLaunch(NamedTuple):
 LaunchTable = Mapping[tuple[str, int], HeadwiseLaunch]  # by pass and padded head size
 
 
+class HeadwiseFields(TypedDict):
+    """The fields of `HeadwiseConfig`."""
+
+    H: int
+    N: int
+    BT: int
+    BH: int
+    BN: int
+    stages: int
+    unmasked: bool
+
+
 class HeadwisePlan(NamedTuple):
     """One launch over tokens [B, T, H, N]."""
 
     dims: Dims
     grid: tuple[int, int, int]
     launch: Launch
-    fields: dict[str, Tensor]  # of `HeadwiseConfig`
+    fields: HeadwiseFields
     sums: tuple[int, int]  # B and blocks of a sequence
 
-    def __call__(
-        self, kernel: Any, *inputs: Any, out: Out, config: type[HeadwiseConfig], **facts: Any
-    ) -> Out:
-        """Runs ``kernel(*inputs, dims, out, config)``; ``facts`` are the config's other fields."""
+    def __call__(self, kernel: Kernel, *inputs: Group, out: Out, config: HeadwiseConfig) -> Out:
+        """Runs ``kernel(*inputs, dims, out, config)``."""
         return triton_call(
             kernel,
             *inputs,
             self.dims,
             out=out,
-            config=config(**self.fields, **facts),
+            config=config,
             grid=self.grid,
             launch=self.launch,
         )
 
-    def sums_shape(self, count: int) -> jax.ShapeDtypeStruct:
+    def sums_shape(self, count: int) -> jax.Array:
         """Of the blocks' sums for the gradients of ``count`` vectors."""
-        return jax.ShapeDtypeStruct((*self.sums, count, self.fields["H"], self.fields["N"]), jnp.float32)
+        return shaped((*self.sums, count, self.fields["H"], self.fields["N"]), jnp.float32)
 
 
 def headwise_plan(table: LaunchTable, name: str, x: jax.Array) -> HeadwisePlan:
@@ -79,7 +89,7 @@ def headwise_plan(table: LaunchTable, name: str, x: jax.Array) -> HeadwisePlan:
     block_len = -(-T // (blocks * row.BT)) * row.BT
     blocks = -(-T // block_len)
     unmasked = T % row.BT == 0 and H % row.BH == 0 and N == BN
-    fields = dict(H=H, N=N, BT=row.BT, BH=row.BH, BN=BN, stages=stages, unmasked=unmasked)
+    fields = HeadwiseFields(H=H, N=N, BT=row.BT, BH=row.BH, BN=BN, stages=stages, unmasked=unmasked)
     grid = (B * blocks * head_blocks, 1, 1)
     return HeadwisePlan(Dims(T, block_len), grid, Launch(row.num_warps, stages), fields, (B, blocks))
 
@@ -90,6 +100,6 @@ def sum_over_blocks(partial: jax.Array) -> list[jax.Array]:
     return [total[:, i] for i in range(total.shape[1])]
 
 
-def no_residuals(ctx: Context[Any, Any]) -> dict[str, str]:
+def no_residuals(ctx: Context[X, S]) -> dict[str, str]:
     """The ``residual_axes`` of ops whose backward recomputes everything."""
     return {}

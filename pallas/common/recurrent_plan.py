@@ -9,12 +9,13 @@ a mask.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ...core import varlen as packing
+from ...core.types import Recurrence
 from .recurrent_scan import ScanTile, Sizes
 from .shapes import tile
 
@@ -87,8 +88,8 @@ def scan_tile(K: int, V: int) -> ScanTile:
     return ScanTile(min(V, 32, 2048 // K), K // 16, 16)
 
 
-def make_plan(x: Any, save_every: int, keep: bool = True) -> RecurrentPlan:
-    """Plans a call with a recurrence's inputs ``x`` and so many tokens in a window.
+def make_plan(x: Recurrence, save_every: int, keep: bool = True) -> RecurrentPlan:
+    """Plans a call on ``x`` and so many tokens in a window.
 
     Where no states are kept a row is one window, so that nothing is padded and no padding is walked.
     """

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import jax
+from jax.typing import DTypeLike
 
-Record = TypeVar("Record", bound=Any)  # a named tuple
+Record = TypeVar("Record", bound=NamedTuple)
 
 
 def tile(n: int) -> int:
@@ -14,17 +15,21 @@ def tile(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def shaped(shape: tuple[int, ...], dtype: Any) -> Any:
+def shaped(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """A `jax.ShapeDtypeStruct`, typed as the array that takes its place in a call's outputs."""
-    return jax.ShapeDtypeStruct(shape, dtype)
+    return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype))
 
 
-def like(x: jax.Array, dtype: Any = None) -> Any:
+def like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """`shaped` of ``x``, with its dtype unless another is given."""
-    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
+    return shaped(x.shape, dtype or x.dtype)
+
+
+def without(x: Record, *names: str) -> Record:
+    """``x`` without the named fields: kernels have no parameters for them."""
+    return x._replace(**dict.fromkeys(names))
 
 
 def like_fields(x: Record, *names: str) -> Record:
     """The record of `like` of the named fields; None for the other fields and for what ``x`` lacks."""
-    fields = {name: array if name in names else None for name, array in x._asdict().items()}
-    return jax.tree.map(like, type(x)(**fields))
+    return jax.tree.map(like, without(x, *(name for name in x._fields if name not in names)))

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from ...core.types import Recurrence
 from .chunk_plan import CHUNK, ChunkPlan
 from .shapes import tile
 
@@ -38,7 +39,7 @@ class StateBuffers:
     num_buffers: int
     num_aliased: int
     chunks_per_state: int
-    dtype: Any
+    dtype: DTypeLike
 
     @property
     def axes(self) -> dict[str, str]:
@@ -67,12 +68,12 @@ class StateBuffers:
 
 
 def state_buffers(
-    x: Any, gradients: Sequence[str], max_values: int, dtype: Any, chunks_per_state: int = 1
+    x: Recurrence, gradients: Sequence[str], max_values: int, dtype: DTypeLike, chunks_per_state: int = 1
 ) -> StateBuffers:
     """Where to store the states of a recurrence.
 
     Args:
-        x: RWKV6Inputs or RWKV7Inputs of arrays or shapes.
+        x: inputs, or their shapes.
         gradients: inputs whose gradients may overwrite states, in the order of the backward kernel's outputs.
         max_values: values of a program of that kernel. It must have all values of a head.
         dtype: of stored states.

@@ -11,10 +11,9 @@ float32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ...core.context_parallel import SequenceShard
 from ..backend.triton import Launch, triton_call
@@ -80,7 +79,7 @@ def split_h0(
 
 
 def add_entry_output(
-    plan: ChunkPlan, o_zero_state: jax.Array, q_entry: jax.Array, h0: jax.Array, dtype: Any
+    plan: ChunkPlan, o_zero_state: jax.Array, q_entry: jax.Array, h0: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """Outputs [B, T, H, V] in ``dtype``: of zero states, plus what tokens read of the states at the starts of
     their splits.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,12 @@ def pair_grid(plan: ScanPlan, BK: int) -> tuple[int, int, int]:
 
 
 def sum_over_values(
-    plan: ScanPlan, read: TokenValues, written: TokenValues, states: Any, dstates: Any, scale: float
+    plan: ScanPlan,
+    read: TokenValues,
+    written: TokenValues,
+    states: jax.Array,
+    dstates: jax.Array,
+    scale: float,
 ) -> ValueSums:
     """All sums over values.
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ...core.context import Context
-from ...core.types import RecurrenceConfig
+from ...core.types import Recurrence, RecurrenceConfig
 from ..backend.triton import Launch
 from .shapes import shaped, tile
 from .token_scan import ScanConfig, TokenIndex
@@ -55,13 +54,13 @@ class ScanPlan:
         """[N, H, V', K'] -> [N, H, K, V]."""
         return jnp.swapaxes(state, 2, 3)[:, :, : self.config.K, : self.config.V]
 
-    def sums(self, *shape: int) -> Any:
+    def sums(self, *shape: int) -> jax.Array:
         """The shape of a float32 result with an entry an interval and head."""
         return shaped((self.num_intervals, self.config.H, *shape), jnp.float32)
 
 
-def plan_scan(ctx: Context[Any, RecurrenceConfig], x: Any, interval: int) -> ScanPlan:
-    """Plans a call on ``x``, RWKV6Inputs or RWKV7Inputs, that saves states every ``interval`` tokens."""
+def plan_scan(ctx: Context[Recurrence, RecurrenceConfig], x: Recurrence, interval: int) -> ScanPlan:
+    """Plans a call on ``x`` that saves states every ``interval`` tokens."""
     B, T, H, K = x.r.shape
     V, P = x.v.shape[-1], tile(K) // 16
     BV = min(tile(V), 32, TILE // (16 * P))

@@ -8,7 +8,7 @@ from ...core.context import Context
 from ...core.implementation import Residuals
 from ...core.types import Keys, KeysInputs, KeysSettings
 from ..backend.triton import Launch, triton_call
-from ..common.headwise_host import HeadwiseLaunch, headwise_plan, no_residuals, sum_over_blocks
+from ..common.headwise_host import HeadwiseLaunch, HeadwisePlan, headwise_plan, no_residuals, sum_over_blocks
 from ..common.shapes import like, like_fields
 from .keys_kernels import (
     FirstValues,
@@ -39,8 +39,8 @@ FIRST_VALUES_BLOCK, FIRST_VALUES_PROGRAMS = 1024, 528
 residual_axes = no_residuals
 
 
-def _constants(settings: KeysSettings) -> dict[str, float]:
-    return dict(decay_scale=settings.decay_scale, rate_scale=settings.rate_scale, eps=settings.eps)
+def _config(plan: HeadwisePlan, s: KeysSettings) -> KeysConfig:
+    return KeysConfig(**plan.fields, decay_scale=s.decay_scale, rate_scale=s.rate_scale, eps=s.eps)
 
 
 def _first_values(x: KeysInputs) -> jax.Array:
@@ -72,7 +72,7 @@ def fwd(ctx: Context[KeysInputs, KeysSettings], x: KeysInputs) -> tuple[Keys, Re
         v_first=None if x.residual is None else like(x.v),
     )
     run = headwise_plan(LAUNCHES, "fwd", x.k)
-    out = run(keys_fwd_kernel, x, out=out, config=KeysConfig, **_constants(settings))
+    out = run(keys_fwd_kernel, x, out=out, config=_config(run, settings))
     v = x.v if x.v_first is None else out.v
     first = x.v if x.v_first is None else x.v_first if x.residual is None else out.v_first
     return Keys(out.w, out.k, v, out.a, out.b, first, out.k, v), {}
@@ -85,7 +85,7 @@ def bwd(
     run, is_mixed = headwise_plan(LAUNCHES, "bwd", x.k), x.v_first is not None
     names = ("decay", "rate", "k", *(("mix", "v", "v_first") if is_mixed else ()))
     out = KeysGrads(like_fields(x, *names), run.sums_shape(5 if is_mixed else 4))
-    out = run(keys_bwd_kernel, x, cotangents, out=out, config=KeysConfig, **_constants(ctx.settings))
+    out = run(keys_bwd_kernel, x, cotangents, out=out, config=_config(run, ctx.settings))
     w0, a0, k_k, k_a, *v0 = sum_over_blocks(out.sums)
     grads = out.x._replace(w0=w0, a0=a0, k_k=k_k, k_a=k_a)
     if is_mixed:

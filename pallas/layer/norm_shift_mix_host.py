@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from ...core.context import Context
 from ...core.implementation import Residuals
 from ...core.types import Mix, Mixed, MixInputs
 from ..backend.triton import Launch, triton_call
+from ..backend.types import Group, Kernel
 from ..common.select import select
 from ..common.shapes import like, like_fields, shaped
 from .norm_shift_mix_bwd import (
@@ -43,7 +44,9 @@ def _grid(row: MixLaunch, x: jax.Array) -> tuple[int, int, int]:
     return B * -(-T // block_length(row, x)), -(-C // row.channels), 1
 
 
-def _run(kernel: Any, *inputs: Any, out: Out, row: MixLaunch, x: jax.Array, eps: float, **tiles: int) -> Out:
+def _run(
+    kernel: Kernel, *inputs: Group, out: Out, row: MixLaunch, x: jax.Array, eps: float, **tiles: int
+) -> Out:
     """Runs ``kernel(*inputs, dims, out, config)`` over tokens ``x`` [B, T, C]."""
     B, T, C = x.shape
     length = block_length(row, x)

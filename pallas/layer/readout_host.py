@@ -31,7 +31,8 @@ def fwd(ctx: Context[ReadoutInputs, ReadoutSettings], x: ReadoutInputs) -> tuple
     """y."""
     run, s = headwise_plan(LAUNCHES, "fwd", x.o), ctx.settings
     out = Readout(like(x.o))
-    return run(readout_fwd_kernel, x, out=out, config=ReadoutConfig, silu=s.silu, eps=s.eps), {}
+    config = ReadoutConfig(**run.fields, silu=s.silu, eps=s.eps)
+    return run(readout_fwd_kernel, x, out=out, config=config), {}
 
 
 def bwd(
@@ -43,6 +44,7 @@ def bwd(
     """Gradients of all inputs, those of vectors for each sequence."""
     run, s = headwise_plan(LAUNCHES, "bwd", x.o), ctx.settings
     out = ReadoutGrads(like_fields(x, "o", "gate", "r", "k", "v"), run.sums_shape(2 if x.r_k is None else 3))
-    out = run(readout_bwd_kernel, x, cotangents, out=out, config=ReadoutConfig, silu=s.silu, eps=s.eps)
+    config = ReadoutConfig(**run.fields, silu=s.silu, eps=s.eps)
+    out = run(readout_bwd_kernel, x, cotangents, out=out, config=config)
     scale, bias, *r_k = sum_over_blocks(out.sums)
     return out.x._replace(scale=scale, bias=bias, r_k=r_k[0] if r_k else None)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 
 from ...core.context import Context
@@ -24,7 +21,7 @@ from ..common.chunk_plan import (
 )
 from ..common.chunk_variants import launch_of, variant_key
 from ..common.select import select
-from ..common.shapes import like, shaped
+from ..common.shapes import like, shaped, without
 from ..common.state_buffers_host import StateBuffers, state_buffers
 from ..common.state_passing_host import split_dht, split_h0
 from .chunk_bwd import Saved, rwkv6_bwd_kernel
@@ -62,20 +59,19 @@ def residual_axes(ctx: Ctx) -> dict[str, str]:
     return axes | {"transition": "b split h k", "q_entry": "b t h k"}
 
 
-def _kernel_inputs(x: Any, h0: jax.Array | None) -> RWKV6Inputs:
-    """The fields that kernels read: u for each sequence, [B, H, K], and the states at the starts of
-    splits."""
+def _kernel_inputs(x: RWKV6Inputs) -> RWKV6Inputs:
+    """The fields that kernels read but the state, with u for each sequence, [B, H, K]."""
     u = jnp.broadcast_to(x.u, (x.r.shape[0], *x.u.shape))
-    return x._replace(u=u, initial_state=h0, segment_ids=None, cu_seqlens=None)
+    return without(x._replace(u=u), "initial_state", "segment_ids", "cu_seqlens")
 
 
-def _chunk_state(ctx: Ctx, x: Any, num_splits: int) -> StateOut:
+def _chunk_state(ctx: Ctx, x: RWKV6Inputs, num_splits: int) -> StateOut:
     """Transitions, updates and entry queries of all splits (`state_passing_host`)."""
     (B, _, H, K), V = x.r.shape, x.v.shape[-1]
     plan = _plan(ctx, x, "chunk_state", num_splits)
     return triton_call(
         rwkv6_chunk_state_kernel,
-        x._replace(u=None, initial_state=None, segment_ids=None),
+        without(x, "u", "initial_state", "segment_ids"),
         plan.index._replace(gates=None),
         out=StateOut(
             q_entry=like(x.r, plan.store_dtype),
@@ -104,7 +100,7 @@ def fwd(ctx: Ctx, x: RWKV6Inputs) -> tuple[Outputs, Residuals]:
     plan = _plan(ctx, x, "fwd", num_splits)
     out = triton_call(
         rwkv6_fwd_kernel,
-        _kernel_inputs(x, h0),
+        _kernel_inputs(x)._replace(initial_state=h0),
         plan.index,
         out=FwdOut(
             o=like(x.v),
@@ -135,7 +131,7 @@ def bwd(ctx: Ctx, x: RWKV6Inputs, residuals: Residuals, cotangents: Outputs) -> 
     du = shaped((NV, dht.shape[0], H, K), jnp.float32)  # of each split: no atomics
     grads = triton_call(
         rwkv6_bwd_kernel,
-        _kernel_inputs(x, None),
+        _kernel_inputs(x),
         Saved(do, dht, buffers.operands(residuals)),
         plan.index,
         out=RWKV6Inputs(r=dr, k=dk, v=dv, w=dw, u=du, initial_state=like(dht, jnp.float32)),

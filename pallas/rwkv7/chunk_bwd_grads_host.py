@@ -4,8 +4,6 @@ the chunked op's backward in two kernels, and for the recurrent op.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -14,7 +12,7 @@ from ...core.types import RecurrenceConfig, RWKV7Inputs
 from ..backend.triton import triton_call
 from ..common.chunk_plan import CHUNK, ChunkPlan, plan_pass, with_cotangent_scale
 from ..common.chunk_variants import BlockLaunch
-from ..common.shapes import like, tile
+from ..common.shapes import like, tile, without
 from ..common.state_buffers_host import StateBuffers
 from .chunk_bwd_split import GradsSaved, rwkv7_bwd_grads_kernel
 from .chunk_tokens import KeyGrads
@@ -22,7 +20,7 @@ from .variants import GRADS_VALUES, from_scans_launch
 
 
 def bwd_grads(
-    plan: ChunkPlan, x: Any, saved: GradsSaved, dstates: StateBuffers, launch: BlockLaunch
+    plan: ChunkPlan, x: RWKV7Inputs, saved: GradsSaved, dstates: StateBuffers, launch: BlockLaunch
 ) -> KeyGrads:
     """Gradients of r, w, k, a and b."""
     K, V, c = x.r.shape[-1], x.v.shape[-1], plan.config
@@ -30,7 +28,7 @@ def bwd_grads(
     num_blocks, ((number, H, splits), index) = -(-K // BK), plan.by_chunks(chunks)
     return triton_call(
         rwkv7_bwd_grads_kernel,
-        x._replace(initial_state=None, segment_ids=None, cu_seqlens=None),
+        without(x, "initial_state", "segment_ids", "cu_seqlens"),
         saved,
         index,
         out=KeyGrads(r=like(x.r), w=like(x.w), k=like(x.k), a=like(x.a), b=like(x.b)),

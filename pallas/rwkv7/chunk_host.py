@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from ..common.chunk_plan import (
 )
 from ..common.chunk_variants import Variant, VariantKey, launch_of, variant_key
 from ..common.select import select
-from ..common.shapes import like, shaped, tile
+from ..common.shapes import like, shaped, tile, without
 from ..common.state_buffers_host import StateBuffers, state_buffers
 from ..common.state_passing_host import add_entry_output, split_dht, split_h0
 from .chunk_A import NUM_A_TILES, AOut, rwkv7_chunk_A_kernel
@@ -95,18 +95,18 @@ def residual_axes(ctx: Ctx) -> dict[str, str]:
     return axes
 
 
-def _kernel_inputs(x: Any, h0: jax.Array | None) -> RWKV7Inputs:
-    """The fields that kernels read, with the states at the starts of splits."""
-    return x._replace(initial_state=h0, segment_ids=None, cu_seqlens=None)
+def _tokens(x: RWKV7Inputs) -> RWKV7Inputs:
+    """The arrays [B, T, ...] that kernels read."""
+    return without(x, "initial_state", "segment_ids", "cu_seqlens")
 
 
-def _precompute_A(plan: ChunkPlan, x: Any) -> jax.Array:
+def _precompute_A(plan: ChunkPlan, x: RWKV7Inputs) -> jax.Array:
     """A of all chunks, [rows, chunks, H, 4 * 16, 16] float32."""
     grid, index = plan.by_chunks(1)
     shape = (*plan.chunks, plan.config.H, NUM_A_TILES.value * CHUNK, CHUNK)
     return triton_call(
         rwkv7_chunk_A_kernel,
-        x._replace(v=None, initial_state=None, segment_ids=None, cu_seqlens=None),
+        without(x, "v", "initial_state", "segment_ids", "cu_seqlens"),
         index,
         out=AOut(shaped(shape, jnp.float32)),
         config=plan.config.replaced(BK=min(A_LAUNCH.block, plan.config.BK)),
@@ -122,7 +122,7 @@ def _chunk_state(plan: ChunkPlan, x: RWKV7Inputs, A: jax.Array | None, o_zero_st
     NV, splits = plan.grid[0], B * c.num_splits
     return triton_call(
         rwkv7_chunk_state_kernel,
-        _kernel_inputs(x, None),
+        _tokens(x),
         A,
         plan.index,
         out=StateOut(
@@ -163,7 +163,7 @@ def fwd(ctx: Ctx, x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
     shape = (*plan.chunks, H, NUM_A_TILES.value * CHUNK, CHUNK)
     out = triton_call(
         rwkv7_fwd_kernel,
-        _kernel_inputs(x, h0),
+        _tokens(x)._replace(initial_state=h0),
         A,
         plan.index,
         out=FwdOut(
@@ -197,7 +197,7 @@ def _bwd_fused(
     dr, dw, dk, da, db = partial_shapes(plan.grid[0], x.r, x.w, x.k, x.a, x.b)
     grads = triton_call(
         rwkv7_bwd_kernel,
-        _kernel_inputs(x, None),
+        _tokens(x),
         Saved(do, dht, buffers.operands(residuals), residuals["A"]),
         plan.index,
         out=RWKV7Inputs(r=dr, w=dw, k=dk, v=like(x.v), a=da, b=db, initial_state=like(dht)),
@@ -223,7 +223,7 @@ def _bwd_split(
     buffers = call.dstate_buffers(x)
     made = triton_call(
         rwkv7_bwd_dh_kernel,
-        _kernel_inputs(x, None),
+        _tokens(x),
         Saved(do, dht, None, residuals["A"]),
         plan.index,
         out=DhOut(
