@@ -115,7 +115,8 @@ class TrainStep:
         of_loss: Callable[[PyTree], jax.Array] = getattr(self._loss, "weight", _num_sequences)
         self._weight = of_loss if weight is None else weight
         self._accumulate = check_integer("accumulate", accumulate, 1)
-        self._metrics, self._rng, self._frozen = metrics, rng, frozen
+        self._metrics, self._rng = metrics, rng
+        self._frozen = () if frozen is None else (frozen,)
         self._trains_model = params is None
         if params is None:
             shapes, shardings = parameter_shapes(model), parameter_shardings(model, mesh)
@@ -212,7 +213,7 @@ class TrainStep:
             contains ``"aux"`` too if the loss has one.
         """
         with jax.set_mesh(self.mesh):
-            return self._compiled(state, batch, self._frozen)
+            return self._compiled(state, batch, *self._frozen)
 
     def evaluate(self, state: TrainState, batches: Iterable[PyTree]) -> float:
         """The loss over several batches, each weighed by its `weight`: with the default loss the mean over
@@ -225,7 +226,7 @@ class TrainStep:
         sums = np.zeros(2)
         with jax.set_mesh(self.mesh):
             for batch in batches:
-                found = self._evaluate(state.params, self.shard(batch), self._frozen)
+                found = self._evaluate(state.params, self.shard(batch), *self._frozen)
                 sums += np.asarray(found, np.float64)
         return float(sums[0] / (sums[1] or 1))
 
@@ -234,7 +235,7 @@ class TrainStep:
         ``memory_analysis()``. Shapes are enough (`abstract_state`).
         """
         with jax.set_mesh(self.mesh):
-            return self._compiled.lower(state, batch, self._frozen)
+            return self._compiled.lower(state, batch, *self._frozen)
 
     def _state(self, params: PyTree) -> TrainState:
         opt_state, functions = (
@@ -256,16 +257,18 @@ class TrainStep:
         """The logical axis rules in context; with explicit axes the types decide."""
         return contextlib.nullcontext() if is_explicit_mesh(self.mesh) else nn.logical_axis_rules(self.rules)
 
-    def _loss_of(self, frozen: PyTree) -> Callable[[PyTree, PyTree, jax.Array | None], PyTree]:
+    def _loss_of(self, frozen: tuple[PyTree, ...]) -> Callable[[PyTree, PyTree, jax.Array | None], PyTree]:
         """The loss as a function of parameters, a batch, and a key or None."""
-        more = {} if frozen is None else {"frozen": frozen}
+        more = {"frozen": frozen[0]} if frozen else {}
 
         def loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
             return self._loss(params, batch, **more, **({} if key is None else {"key": key}))
 
         return loss
 
-    def _value_and_grad(self, state: TrainState, batch: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
+    def _value_and_grad(
+        self, state: TrainState, batch: PyTree, frozen: tuple[PyTree, ...]
+    ) -> tuple[PyTree, PyTree]:
         key = None if self._rng is None else jax.random.fold_in(self._rng, state.step)
         loss = self._loss_of(frozen)
         if self._accumulate == 1:
@@ -279,7 +282,7 @@ class TrainStep:
         args = loss, self._weight, self._accumulate, self._has_aux, constrain
         return accumulated_value_and_grad(*args)(state.params, batch, key)
 
-    def _step(self, state: TrainState, batch: PyTree, frozen: PyTree) -> tuple[TrainState, PyTree]:
+    def _step(self, state: TrainState, batch: PyTree, *frozen: PyTree) -> tuple[TrainState, PyTree]:
         for x in jax.tree.leaves(batch):
             self._check_batch(x.shape[0])
         with self._axis_rules():
@@ -308,7 +311,7 @@ class TrainStep:
         updates, opt_state = update(grads, opt_state, params, value=value)
         return optax.apply_updates(params, updates), opt_state
 
-    def _weighted_losses(self, params: PyTree, batch: PyTree, frozen: PyTree) -> jax.Array:
+    def _weighted_losses(self, params: PyTree, batch: PyTree, *frozen: PyTree) -> jax.Array:
         """Sum of weighted losses, and of weights, over the microbatches of a batch."""
         loss_of = self._loss_of(frozen)
 
