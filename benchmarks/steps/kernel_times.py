@@ -17,7 +17,7 @@ STEPS = 3
 KINDS = {
     "products": r"gemm|nvjet|cutlass|cublas|xmma|splitK",
     "recurrences": r"rwkv[67]_|state_passing_kernel|state_grad_kernel",
-    "fused pieces": r"^(mix|norm|statistics|keys|readout)\w*_kernel",
+    "layer operations": r"^(mix|norm|statistics|keys|readout)\w*_kernel",
     "collectives": r"nccl",
     "copies": r"memcpy|memset|copy",
     "reductions": r"reduce",

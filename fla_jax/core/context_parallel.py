@@ -117,7 +117,7 @@ def _composed(M: jax.Array, N: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _exchange(
     axis: str, M: jax.Array, N: jax.Array, start: jax.Array, reverse: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The state that enters this device from those before it (``reverse``: after it), and the last one."""
+    """The h0 of this device, from those before it (``reverse``: after it), and the last ht."""
     width = M.shape[-1]
     maps = jax.lax.all_gather(jnp.concatenate([M, N], -1), axis)  # float32, the one collective
 
@@ -126,5 +126,5 @@ def _exchange(
 
     start = vary_alike(start, maps)
     # a loop costs more than a step
-    end, entering = jax.lax.scan(step, start, maps, reverse=reverse, unroll=8)
-    return jax.lax.dynamic_index_in_dim(entering, jax.lax.axis_index(axis), keepdims=False), end
+    end, h0 = jax.lax.scan(step, start, maps, reverse=reverse, unroll=8)
+    return jax.lax.dynamic_index_in_dim(h0, jax.lax.axis_index(axis), keepdims=False), end

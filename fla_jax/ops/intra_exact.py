@@ -139,12 +139,12 @@ class Tree(NamedTuple):
 
     @property
     def queries_in(self) -> jax.Array:
-        """Queries decayed from the chunk's start: how they read the state that enters it."""
+        """Queries decayed from the chunk's start, which read its h0."""
         return self.levels[-1].queries
 
     @property
     def keys_out(self) -> jax.Array:
-        """Columns decayed to the chunk's end: how they write to the state that leaves it."""
+        """Keys decayed to the chunk's end, which write to its ht."""
         return self.levels[-1].keys
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Literal, TypedDict, TypeVar
+from typing import Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ..core.context import Context, X
 from ..core.implementation import Implementation, Unsupported
 from ..core.names import FINAL, OUT, STATES
 from ..core.op import Op
-from ..core.types import Outputs, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
+from ..core.types import Outputs, Recurrence, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
 from ..core.varlen import zeros
 from ..pallas.backend import triton
 from .array_checks import check_shape, floating, integers
@@ -35,7 +35,6 @@ AXES = {name: "b t h k" for name in "rwkab"} | {
     "final_state": "n h k v",
 }
 
-RWKVInputs = TypeVar("RWKVInputs", RWKV6Inputs, RWKV7Inputs)
 Tokens = Float[Array, "B T H K"]  # for the overloads of the public functions
 Values = Float[Array, "B T H V"]
 State = Float[Array, "N H K V"]
@@ -82,10 +81,10 @@ class ChunkOptionsWithState(_ChunkOptions):
 
 def recurrence_op(
     name: str,
-    inputs: type[RWKVInputs],
-    implementations: list[Implementation[RWKVInputs, Outputs, RecurrenceConfig]],
-    check: Callable[[Context[RWKVInputs, RecurrenceConfig], RWKVInputs, Outputs], None],
-) -> Op[RWKVInputs, Outputs, RecurrenceConfig]:
+    inputs: type[Recurrence],
+    implementations: list[Implementation[Recurrence, Outputs, RecurrenceConfig]],
+    check: Callable[[Context[Recurrence, RecurrenceConfig], Recurrence, Outputs], None],
+) -> Op[Recurrence, Outputs, RecurrenceConfig]:
     """A recurrence; ``implementations`` in order of preference, as measured (docs/performance.md)."""
     return Op(
         name,
@@ -116,7 +115,7 @@ def triton_supports(
     return None
 
 
-def _without_tokens(x: RWKVInputs) -> Outputs:
+def _without_tokens(x: Recurrence) -> Outputs:
     """The outputs of a call with T = 0 or B = 0."""
     return Outputs(jnp.zeros_like(x.v), x.initial_state)
 

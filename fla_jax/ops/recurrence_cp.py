@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Generic, TypeVar
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
@@ -12,31 +12,29 @@ from ..core.context import Context
 from ..core.context_parallel import shard_of
 from ..core.implementation import Axes, Residuals, Rule
 from ..core.mesh import vary_alike
-from ..core.types import Outputs, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
-
-X = TypeVar("X", RWKV6Inputs, RWKV7Inputs)
+from ..core.types import Outputs, Recurrence, RecurrenceConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextParallelRule(Generic[X]):
+class ContextParallelRule(Generic[Recurrence]):
     """A rule for whole sequences that follows ``ctx.cp``.
 
     A device's tokens take the state S to ``M S + N``. It finds M and N by running the recurrence on values
-    [v, 0] from the state [0, I], which gives [N, M]. The residuals are M and the state that enters here.
+    [v, 0] from the state [0, I], which gives [N, M]. The residuals are M and the h0 of this device.
 
     Attributes:
         rule: for whole sequences.
     """
 
-    rule: Rule[X, Outputs, RecurrenceConfig]
+    rule: Rule[Recurrence, Outputs, RecurrenceConfig]
 
-    def residual_axes(self, ctx: Context[X, RecurrenceConfig]) -> Axes:
+    def residual_axes(self, ctx: Context[Recurrence, RecurrenceConfig]) -> Axes:
         """See `Rule`."""
         if ctx.cp.size == 1:
             return self.rule.residual_axes(ctx)
         return {"h0": "b split h k v", "M": "b split h k j"}
 
-    def fwd(self, ctx: Context[X, RecurrenceConfig], x: X) -> tuple[Outputs, Residuals]:
+    def fwd(self, ctx: Context[Recurrence, RecurrenceConfig], x: Recurrence) -> tuple[Outputs, Residuals]:
         """See `Rule`."""
         shard = shard_of(ctx.cp, x.segment_ids)
         if shard is None:
@@ -49,7 +47,9 @@ class ContextParallelRule(Generic[X]):
         residuals = {"h0": h0[:, None], "M": M} if ctx.save_residuals else {}
         return outputs._replace(final_state=ht), residuals
 
-    def bwd(self, ctx: Context[X, RecurrenceConfig], x: X, residuals: Residuals, dy: Outputs) -> X:
+    def bwd(
+        self, ctx: Context[Recurrence, RecurrenceConfig], x: Recurrence, residuals: Residuals, dy: Outputs
+    ) -> Recurrence:
         """See `Rule`."""
         if ctx.cp.size == 1:
             return self.rule.bwd(ctx, x, residuals, dy)
@@ -65,7 +65,9 @@ class ContextParallelRule(Generic[X]):
         dx = self.rule.bwd(ctx, x, saved, dy._replace(final_state=dht))
         return dx._replace(initial_state=jnp.where(shard.is_first, dx.initial_state, 0))
 
-    def _transition(self, ctx: Context[X, RecurrenceConfig], x: X) -> tuple[jax.Array, jax.Array]:
+    def _transition(
+        self, ctx: Context[Recurrence, RecurrenceConfig], x: Recurrence
+    ) -> tuple[jax.Array, jax.Array]:
         """(M, N) of the tokens here, [B, H, K, K] and [B, H, K, V]."""
         h0: jax.Array = x.initial_state
         V = x.v.shape[-1]
@@ -75,7 +77,7 @@ class ContextParallelRule(Generic[X]):
         both = self.rule.fwd(ctx, x._replace(v=v, initial_state=start))[0].final_state
         return both[..., V:], both[..., :V]
 
-    def _unused(self, ctx: Context[X, RecurrenceConfig], x: X) -> Residuals:
+    def _unused(self, ctx: Context[Recurrence, RecurrenceConfig], x: Recurrence) -> Residuals:
         """Residuals where one device has whole sequences after all: only their shapes matter."""
         B, H, K, V = x.initial_state.shape
         zeros = x.initial_state[0, 0, 0, 0] * 0

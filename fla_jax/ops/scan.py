@@ -1,6 +1,6 @@
 """Token by token with `jax.lax.scan`: the definitions of both recurrences, forward and backward.
 
-The state that enters each chunk is saved; the backward runs each chunk forward again, then in reverse, so
+The state at the start of each chunk is saved; the backward recomputes each chunk, then runs it in reverse, so
 memory is linear in T / chunk. Nothing is divided by a decay and no two large sums are subtracted, so every
 gradient is exact at every decay.
 """
@@ -43,7 +43,7 @@ class ScanRule(Generic[X]):
     steps: Callable[[X, RecurrenceConfig], tuple[Step, StepBack]]
 
     def residual_axes(self, ctx: Context[X, RecurrenceConfig]) -> dict[str, str]:
-        """See `Rule`: the state that enters each chunk."""
+        """See `Rule`: the state at the start of each chunk."""
         return {"h0": "chunk b h k v"}
 
     def fwd(self, ctx: Context[X, RecurrenceConfig], x: X) -> tuple[Outputs, Residuals]:

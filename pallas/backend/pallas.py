@@ -3,8 +3,8 @@
 
 Kernels are lowered through Triton (`jax.experimental.pallas.triton`), which takes every NVIDIA GPU from
 Ampere on and needs nothing but JAX. Pallas' other GPU lowering, Mosaic GPU, takes Hopper and newer only and
-hands a state to a group of four warps, where sums over K cross warps for each token; the walks here keep them
-in one warp. JAX 0.11 calls the Triton lowering deprecated, without a date (a DeprecationWarning when a kernel
+gives a state to a group of four warps, where sums over K cross warps for each token; the scans here stay in
+one warp. JAX 0.11 calls the Triton lowering deprecated, without a date (a DeprecationWarning when a kernel
 is lowered); JAX 0.12 still has it, and this file and `fma` in common/recurrent_scan.py are all that knows
 about it.
 """

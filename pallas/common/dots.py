@@ -1,5 +1,5 @@
-"""Matrix products of the chunked kernels: of operands, in float32 from TF32 parts; sums over tokens; small
-inverses.
+"""Matrix products of the chunked kernels: of operands, in float32 from TF32 parts; sums over tokens;
+A_ab_inv of a chunk.
 
 A sum over the 16 tokens of a chunk is a product with a constant matrix of 0 and +-1: a third of the
 instructions of `tl.cumsum`, and no barriers.

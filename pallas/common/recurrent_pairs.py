@@ -1,11 +1,12 @@
-"""The gradients over K of one window of tokens, by pairs of tokens, in Pallas: for both ops.
+"""The gradients over K of one interval, by pairs of its tokens, in Pallas: for both ops.
 
-Inside a window the state is what entered it, S0, and what tokens i wrote, ``x_i z_i^T``, each decayed since;
-its gradient is the D that leaves and what tokens t read, ``x_t y_t^T``. RWKV-7 writes (k, v) and (b, a^T S)
-and reads (r, do), of the state after the token, and (a, b^T D), of the state before it; RWKV-6 writes (k, v)
-and reads (r, do), of the state before. So every gradient is a sum over pairs with scores ``y_t . z_i`` and
-factors ``e_ti = exp(w_{i+1} + .. + w_t)`` (to ``w_{t-1}`` for a reader of the state before): products of
-decays, no quotient and no difference. dw_j sums all pairs that it lies between:
+The state inside an interval is the sum of S0, the state at its start, and what tokens i wrote, ``x_i z_i^T``,
+each decayed since; its gradient is the sum of D, that of the state at its end, and what tokens t read,
+``x_t y_t^T``. RWKV-7 writes (k, v) and (b, a^T S) and reads (r, do), of the state after the token, and (a,
+b^T D), of the state before it; RWKV-6 writes (k, v) and reads (r, do), of the state before. So every gradient
+is a sum over pairs with scores ``y_t . z_i`` and factors ``e_ti = exp(w_{i+1} + .. + w_t)`` (to ``w_{t-1}``
+for a reader of the state before): products of decays, no quotient and no difference. dw_j sums all pairs that
+it lies between:
 
     dx_t = sum_{i<t} e_ti (y_t . z_i) x_i + e_t S0 y_t,     dx_i = sum_{t>i} e_ti (y_t . z_i) x_t + e_i D z_i
     dw_j = sum_{i<j<=t} e_ti (y_t . z_i) x_t x_i + the pairs with S0 for a writer before the first token and D
@@ -26,8 +27,8 @@ from jax.typing import DTypeLike
 from ..backend.pallas import is_interpreting
 from .recurrent_scan import Index, Sizes, fma, positions, restarted
 
-BLOCK = 64  # rows of a state that `contract_state` takes at a time
-WIDTH = 32  # columns
+BLOCK = 64  # keys of a state that `contract_state` takes at a time
+WIDTH = 32  # values
 Arrays: TypeAlias = Sequence[jax.Array]
 Lists: TypeAlias = list[list[jax.Array]]
 Loaded = TypeVar("Loaded")
@@ -67,7 +68,7 @@ class _Carry(NamedTuple, Generic[Loaded, Total]):
 
 
 def _tile(ref: jax.Ref, rows: jax.Array, first: Index, size: int) -> jax.Array:
-    """[window, size] in float32: ``ref[rows, first : first + size]``."""
+    """[interval, size] in float32: ``ref[rows, first : first + size]``."""
     columns = first + jax.lax.broadcasted_iota(jnp.int32, (*rows.shape, size), 1)
     return ref[jnp.broadcast_to(rows[:, None], columns.shape), columns].astype(jnp.float32)
 
@@ -101,30 +102,30 @@ def _product(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...], total: jax.Arra
     return total
 
 
-def _window(sizes: Sizes) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The program's window; where its tokens are, and on line i the token before token i (itself on line
+def _interval(sizes: Sizes) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The program's interval; where its tokens are, and on line i the token before token i (itself on line
     0).
     """
     n = pl.program_id(2)
-    row, c = n // sizes.number, n % sizes.number
+    row, c = n // sizes.num_intervals, n % sizes.num_intervals
     at, t = positions(sizes.tokens), jax.lax.broadcasted_iota(jnp.int32, (sizes.save_every,), 0)
     return (
-        positions(sizes.number)(row, c),
+        positions(sizes.num_intervals)(row, c),
         at(row, c * sizes.save_every + t),
         at(row, c * sizes.save_every + jnp.maximum(t - 1, 0)),
     )
 
 
 def contract_state(*refs: jax.Ref, sizes: Sizes, values: int, scale: float) -> None:
-    """Grid (blocks of K, heads, B * windows): a state times values, summed over V.
+    """Grid (blocks of K, heads, B * intervals): a state times values, summed over V.
 
-    Takes ``values`` arrays [B * T' * H, V], a state [B * number * H, K, V] and perhaps another. Makes the
+    Takes ``values`` arrays [B * T' * H, V], a state [B * intervals * H, K, V] and perhaps another. Makes the
     state's products with the values [B * T' * H, K], the first times ``scale``, and with the other state by
-    rows [B * number * H, K].
+    key [B * intervals * H, K].
     """
     inputs = (len(refs) + 1) // 2
     values_, states_, outs = refs[:values], refs[values:inputs], refs[inputs:]
-    entry, rows, _ = _window(sizes)
+    entry, rows, _ = _interval(sizes)
     size, width = min(sizes.K, BLOCK), min(sizes.V, WIDTH)
     first = pl.program_id(0) * size
     ks = pl.ds(first, size)
@@ -152,14 +153,15 @@ def contract_state(*refs: jax.Ref, sizes: Sizes, values: int, scale: float) -> N
 
 
 def contract_values(*refs: jax.Ref, sizes: Sizes, readers: int, writers: int, scale: float) -> None:
-    """Grid (1, heads, B * windows): scores of all pairs of tokens of a window.
+    """Grid (1, heads, B * intervals): scores of all pairs of tokens of an interval.
 
     Takes y of each reader (the first, do, times ``scale``) and z of each writer [B * T' * H, V]. Makes
-    ``y_t . z_{i-1}`` [B * number * H, readers, writers, window, window] (column 0, which stands for the
-    state that enters, is of no use) and ``do . z`` of the same token [B * number * H, writers, window].
+    ``y_t . z_{i-1}`` [B * intervals * H, readers, writers, interval, interval] (column 0, which stands for
+    the state at the start, is unused) and ``do . z`` of the same token
+    [B * intervals * H, writers, interval].
     """
     ys_, zs_, (scores_, same_) = refs[:readers], refs[readers : readers + writers], refs[readers + writers :]
-    entry, rows, before = _window(sizes)
+    entry, rows, before = _interval(sizes)
     width = min(sizes.V, WIDTH)
     save_every = sizes.save_every
     zero, none = jnp.zeros((save_every, save_every), jnp.float32), jnp.zeros(save_every, jnp.float32)
@@ -187,13 +189,13 @@ def contract_values(*refs: jax.Ref, sizes: Sizes, readers: int, writers: int, sc
 
 
 class Pairs:
-    """The pairs of one window, head and block of K: references to arrays, and the loop over tokens t.
+    """The pairs of one interval, head and block of K: references to arrays, and the loop over tokens t.
 
-    Tiles are [window, rows of K] in registers of one warp; line i belongs to the writer before token i, line
-    0 to S0; lines of later tokens are zero. Tiles are made in the loop and never loaded, so that Triton gives
-    each of 32 rows of K to a lane and sums over lines stay within a thread. Which lines come before token t,
-    is its own and comes next is read from ``lines_`` [3, window, window]: comparing each time would take more
-    instructions than the sums.
+    Tiles are [interval, keys] in registers of one warp; line i belongs to the writer before token i, line 0
+    to S0; lines of later tokens are zero. Tiles are made in the loop and never loaded, so that Triton gives
+    each of 32 keys to a lane and sums over lines stay within a thread. Which lines come before token t, is
+    its own and comes next is read from ``lines_`` [3, interval, interval]: comparing each time would take
+    more instructions than the sums.
     """
 
     def __init__(
@@ -210,8 +212,8 @@ class Pairs:
         writers: int,
     ):
         n = pl.program_id(2)
-        self.row, self.c = n // sizes.number, n % sizes.number
-        self.entry, at = positions(sizes.number)(self.row, self.c), positions(sizes.tokens)
+        self.row, self.c = n // sizes.num_intervals, n % sizes.num_intervals
+        self.entry, at = positions(sizes.num_intervals)(self.row, self.c), positions(sizes.tokens)
         self.at = lambda t: at(self.row, self.c * sizes.save_every + t)
         self.first, self.size = pl.program_id(0) * size, size
         self.ks = pl.ds(self.first, size)
@@ -245,7 +247,7 @@ class Pairs:
         inclusive: bool,
         total: Total,
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, Total]:
-        """Over tokens t, then over what leaves the window. Each token's arrays are loaded while the one
+        """Over tokens t, then over what its end receives. Each token's arrays are loaded while the one
         before is worked on.
 
         Args:
@@ -303,10 +305,10 @@ class Pairs:
         )
         E, written, grads, gw, last, total, _ = jax.lax.fori_loop(0, self.sizes.save_every, step, start)
         t = jax.lax.broadcasted_iota(jnp.int32, (self.sizes.save_every,), 0)
-        leaving = [_tile(x_, self.at(jnp.maximum(t - 1, 0)), self.first, self.size) for x_ in self.writes_]
-        pairs = sum(x * y for x, y in zip(written, leaving))
+        at_end = [_tile(x_, self.at(jnp.maximum(t - 1, 0)), self.first, self.size) for x_ in self.writes_]
+        pairs = sum(x * y for x, y in zip(written, at_end))
         pairs = jnp.where(self.line == 0, self.product_[self.entry, self.ks][None], pairs)
-        return [fma(E, y, g) for g, y in zip(grads, leaving)], last, gw + jnp.cumsum(E * pairs, 0), total
+        return [fma(E, y, g) for g, y in zip(grads, at_end)], last, gw + jnp.cumsum(E * pairs, 0), total
 
     def store_writer(self, ref: jax.Ref, tile: jax.Array, last: jax.Array, writer: int) -> None:
         """Stores the gradient of a writer: all lines of ``tile`` but the first, and for the last token

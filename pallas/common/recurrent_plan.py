@@ -1,10 +1,9 @@
-"""What the launchers of the recurrent Pallas kernels share: tile sizes, padding to whole tiles, tokens in
-whole windows.
+"""What the host code of the recurrent Pallas kernels shares: tile sizes, padding to whole tiles, tokens in
+whole intervals.
 
-Tokens are walked in windows of 16 or 32; the state that enters each is kept for the backward, which works on
-one window at a time. Arrays are padded before a kernel sees them with zeros, which leave the state as it is
-(log decay 0, k = v = a = b = 0); packed sequences are spread so that each starts a window. So no kernel needs
-a mask.
+A scan saves the state at the start of each interval of 16 or 32 tokens for the backward, which computes the
+gradients of one interval at a time. Arrays are padded with zeros, which do not change the state (log decay 0,
+k = v = a = b = 0), and each packed sequence begins an interval. So no kernel needs a mask.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ class RecurrentPlan(NamedTuple):
     sizes: Sizes
     K: int
     V: int
-    array_rows: int  # B
-    rows: int  # states: B, or packed sequences
+    B: int  # batch elements
+    sequences: int  # B, or the number of packed sequences
     restart: jax.Array  # [B * T'] int32: the state is emptied before a token; [1] without segments
-    bounds: jax.Array  # [N + 1] int32: first window of each packed sequence; [1] without
+    bounds: jax.Array  # [N + 1] int32: first interval of each packed sequence; [1] without
     chunks: packing.Chunks
 
     @property
     def entries(self) -> tuple[int]:
-        """(B * number * H,): leading axis of what there is one of for each window and head."""
-        return (self.array_rows * self.sizes.number * self.sizes.heads,)
+        """(B * intervals * H,): leading axis of arrays with an entry for each interval and head."""
+        return (self.B * self.sizes.num_intervals * self.sizes.heads,)
 
-    def by_row(self, x: jax.Array) -> jax.Array:
+    def by_sequence(self, x: jax.Array) -> jax.Array:
         """[B * n * H, ...] -> [B, n, H, ...]."""
-        return x.reshape(self.array_rows, -1, self.sizes.heads, *x.shape[1:])
+        return x.reshape(self.B, -1, self.sizes.heads, *x.shape[1:])
 
     def flat(self, x: jax.Array) -> jax.Array:
         """[B, n, H, ...] -> [B * n * H, ...]."""
@@ -63,7 +62,7 @@ class RecurrentPlan(NamedTuple):
         return x.astype(like.dtype)
 
     def state(self, x: jax.Array) -> jax.Array:
-        """[N, H, K, V] -> [N * H, parts, V', width], as the walks hold it."""
+        """[N, H, K, V] -> [N * H, parts, V', width], as scans load it."""
         s = self.sizes
         x = _pad(x, (0, 0, s.K - self.K, s.V - self.V)).reshape(-1, s.scan.parts, s.scan.width, s.V)
         return jnp.swapaxes(x, 2, 3)
@@ -88,13 +87,13 @@ def scan_tile(K: int, V: int) -> ScanTile:
     return ScanTile(min(V, 32, 2048 // K), K // 16, 16)
 
 
-def make_plan(x: Recurrence, save_every: int, keep: bool = True) -> RecurrentPlan:
-    """Plans a call on ``x`` and so many tokens in a window.
+def make_plan(x: Recurrence, save_every: int, save: bool = True) -> RecurrentPlan:
+    """Plans a call on ``x`` with ``save_every`` tokens an interval.
 
-    Where no states are kept a row is one window, so that nothing is padded and no padding is walked.
+    If no states are saved, each sequence is one interval, and nothing is padded.
     """
     (B, T, H, K), V, segment_ids, cu_seqlens = x.r.shape, x.v.shape[-1], x.segment_ids, x.cu_seqlens
-    save_every = save_every if keep or cu_seqlens is not None else T
+    save_every = save_every if save or cu_seqlens is not None else T
     chunks = packing.plan(T, save_every, cu_seqlens)
     restart = bounds = jnp.zeros(1, jnp.int32)  # Pallas kernels have no absent arrays
     if segment_ids is not None:

@@ -1,8 +1,8 @@
-"""Device functions that the recurrent Pallas kernels share, and the walk over tokens.
+"""Device functions that the recurrent Pallas kernels share, and the scan over tokens.
 
-A walk's state is one tile [parts, own, width] in registers, ``width`` running fastest in memory: Triton puts
-four neighbours of that axis in a thread and four lanes to its 16, the other eight lanes to ``own``, and all
-parts in a thread. So a sum over parts and width is mostly within a thread.
+The state of a program is one tile [parts, columns, width] in registers, ``width`` running fastest in memory:
+Triton puts four neighbours of that axis in a thread and four lanes to its 16, the other eight lanes to
+``columns``, and all parts in a thread. So a sum over parts and width is mostly within a thread.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Index: TypeAlias = jax.Array | int
 
 
 class ScanTile(NamedTuple):
-    """The part of the state that a walk's program owns: ``own`` columns of it, whose elements lie in memory
-    as ``parts`` times ``width``.
+    """The part of the state that a program scans: ``columns`` values, whose keys are ``parts`` times
+    ``width`` in memory.
     """
 
     columns: int
@@ -35,8 +35,8 @@ class Sizes(NamedTuple):
     """What kernels know when they are compiled. Token arrays are [B * tokens * H, K] and [..., V]."""
 
     heads: int
-    save_every: int  # tokens between which a state is kept
-    number: int  # windows in a row
+    save_every: int  # tokens of an interval, at whose start a state is saved
+    num_intervals: int  # of a sequence
     K: int  # padded to powers of two from 16 on, like V
     V: int
     scan: ScanTile
@@ -45,8 +45,8 @@ class Sizes(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens in a row, padding included."""
-        return self.save_every * self.number
+        """Tokens of a sequence, padding included."""
+        return self.save_every * self.num_intervals
 
 
 def fma(x: jax.Array, y: jax.Array | float, z: jax.Array) -> jax.Array:
@@ -68,28 +68,28 @@ def fma(x: jax.Array, y: jax.Array | float, z: jax.Array) -> jax.Array:
 
 
 def along(x: jax.Array) -> jax.Array:
-    """[parts, width] -> float32, broadcast against a walk's state."""
+    """[parts, width] -> float32, broadcast against a scan's state."""
     return x.astype(jnp.float32)[:, None, :]
 
 
 def across(x: jax.Array) -> jax.Array:
-    """[own] -> float32, broadcast against a walk's state."""
+    """[columns] -> float32, broadcast against a scan's state."""
     return x.astype(jnp.float32)[None, :, None]
 
 
 def dot(state: jax.Array, x: jax.Array) -> jax.Array:
-    """[own]: sums of products over parts and width."""
+    """[columns]: sums of products over parts and width."""
     return jnp.sum(jnp.sum(state * x, 0), -1)
 
 
 def restarted(state: jax.Array, restart_: jax.Ref, row: Index, t: Index, sizes: Sizes) -> jax.Array:
-    """Zeros where the state restarts before token ``t`` of an array row."""
+    """Zeros where the state restarts before token ``t`` of batch element ``row``."""
     return jnp.where(restart_[row * sizes.tokens + t] == 0, state, 0.0) if sizes.segmented else state
 
 
 def positions(number: int) -> Callable[[Index, Index], jax.Array]:
-    """``at(row, t)``: where token (or window) ``t`` of an array row and of the program's head is in arrays
-    [B * number * H, ...].
+    """``at(row, t)``: where token (or interval) ``t`` of batch element ``row`` and of the program's head is
+    in arrays [B * intervals * H, ...].
 
     Asks for the program's head at once: Pallas' interpreter knows it only outside loops.
     """
@@ -106,7 +106,7 @@ def scan_tokens(
     bounds_: jax.Ref,
     sizes: Sizes,
     reverse: bool,
-    keep: bool,
+    save: bool,
     by_value: bool = False,
 ) -> jax.Array:
     """Runs ``S = token(S, load(at), at)`` over the program's sequence, axis 2 of the grid, and returns the
@@ -119,19 +119,19 @@ def scan_tokens(
         load: arrays of the token at a position in [B * T' * H, ...] arrays.
         token: the next state, from a state, a token's arrays and its position.
         start: state [parts, columns of V, width].
-        states_: [B * number * H, K, V], where the state that enters each window is stored.
+        states_: [B * intervals * H, K, V], where the state at the start of each interval is stored.
         restart_: see `RecurrentPlan`.
         bounds_: see `RecurrentPlan`.
         sizes: of the call.
         reverse: from the last token to the first.
-        keep: whether to store states.
+        save: whether to store states.
         by_value: as [.., V, K] in place of [.., K, V].
     """
     n = pl.program_id(2)
-    row, lowest, highest = (0, bounds_[n], bounds_[n + 1]) if sizes.packed else (n, 0, sizes.number)
+    row, lowest, highest = (0, bounds_[n], bounds_[n + 1]) if sizes.packed else (n, 0, sizes.num_intervals)
     part, column, element = (jax.lax.broadcasted_iota(jnp.int32, start.shape, i) for i in range(3))
     k, v = part * sizes.scan.width + element, column + pl.program_id(0) * sizes.scan.columns
-    at, entry = positions(sizes.tokens), positions(sizes.number)
+    at, entry = positions(sizes.tokens), positions(sizes.num_intervals)
 
     def one(c: jax.Array, i: jax.Array, carry: tuple[jax.Array, Loaded]) -> tuple[jax.Array, Loaded]:
         S, loaded = carry
@@ -141,11 +141,11 @@ def scan_tokens(
         S = token(S, loaded, at(row, t))
         return restarted(S, restart_, row, t, sizes) if reverse else S, following
 
-    def window(i: jax.Array, carry: tuple[jax.Array, Loaded]) -> tuple[jax.Array, Loaded]:
+    def interval(i: jax.Array, carry: tuple[jax.Array, Loaded]) -> tuple[jax.Array, Loaded]:
         c = highest - 1 - i if reverse else lowest + i
-        if keep:
+        if save:
             states_[(entry(row, c), *((v, k) if by_value else (k, v)))] = carry[0]
         return jax.lax.fori_loop(0, sizes.save_every, lambda i, carry: one(c, i, carry), carry)
 
     edge = jnp.clip((highest if reverse else lowest) * sizes.save_every - reverse, 0, sizes.tokens - 1)
-    return jax.lax.fori_loop(0, highest - lowest, window, (start, load(at(row, edge))))[0]
+    return jax.lax.fori_loop(0, highest - lowest, interval, (start, load(at(row, edge))))[0]

@@ -158,7 +158,7 @@ def state_sums_kernel(y, states, index, out, c: tl.constexpr):
 
 @triton.jit
 def store_scores(pairs, i: tl.constexpr, j: tl.constexpr, N: tl.constexpr, x, c: tl.constexpr):
-    """Stores the scores of reader ``i`` and writer ``j``, of ``N`` each."""
+    """Stores scores of reader ``i`` and writer ``j``, of ``N`` each."""
     t = tl.arange(0, c.interval)
     entry = (tl.program_id(2).to(tl.int64) * c.H + tl.program_id(1)) * (N * N) + i * N + j
     tl.store(pairs + (entry * c.interval + t[:, None]) * c.interval + t[None, :], x)

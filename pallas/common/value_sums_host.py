@@ -1,4 +1,4 @@
-"""Launchers that both ops' backward rules share: the sums over V that the gradients over K need."""
+"""Calls the Pallas kernels that sum over V what the gradients over K need, for both ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..backend.pallas import pallas_call
 from .recurrent_pairs import BLOCK, contract_state, contract_values
 from .recurrent_plan import RecurrentPlan
 
-RATES = 32  # rows of K that a program of the gradients takes, in one warp
+KEYS = 32  # that a program of the gradients takes, in one warp
 STATE_WARPS, VALUE_WARPS = 2, 1  # of programs of `contract_state` and `contract_values`
 
 
@@ -29,16 +29,16 @@ def sum_over_values(
     dstates: jax.Array,
     scale: float,
 ) -> tuple[jax.Array, ...]:
-    """All sums over V: S0 y of each reader, D z of each writer [B * T' * H, K], S0 D by rows
-    [B * number * H, K], scores, same (see `contract_values`), and which lines `Pairs` takes for earlier ones,
-    its own and the next [3, window, window].
+    """All sums over V: S0 y of each reader, D z of each writer [B * T' * H, K], S0 D by key
+    [B * intervals * H, K], scores, same (see `contract_values`), and which lines `Pairs` takes for earlier
+    ones, its own and the next [3, interval, interval].
 
     Args:
         plan: of the call.
         ys: what each reader's output meets [B * T' * H, V]: do first.
         zs: what each writer writes [B * T' * H, V].
-        states: [B * number * H, K, V], entering each window.
-        dstates: likewise, gradients of those that leave.
+        states: [B * intervals * H, K, V], at the starts of intervals.
+        dstates: likewise, gradients of those at their ends.
         scale: factor of do.
     """
     s, tokens, (entries,) = plan.sizes, ys[0].shape[0], plan.entries

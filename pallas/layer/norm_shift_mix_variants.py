@@ -118,7 +118,7 @@ class MixLaunch(NamedTuple):
 
 
 def _fp32(row: MixLaunch, max_warps: int) -> MixLaunch:
-    """The row for float32 tokens: half as many channels a thread, a pipeline that every GPU has room for."""
+    """The row for float32 tokens: half as many channels a thread, a pipeline that fits every GPU."""
     warps, stages = min(max(1, row.channels // 128), max_warps), 2 if row.channels < 4096 else 1
     return row._replace(warps=warps, block_len=64, stages=stages, tokens=1, busy=min(row.busy, 4096))
 

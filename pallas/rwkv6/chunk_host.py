@@ -78,7 +78,7 @@ def _chunk_state(ctx: Ctx, x: RWKV6Inputs, num_splits: int) -> StateOut:
             transition=shaped((B * num_splits, H, K), jnp.float32),
             update=shaped((B * num_splits, H, K, V), jnp.float32),
         ),
-        config=plan.config.replaced(unsafe_gate=True),  # exact at any decay, so the gate does not matter
+        config=plan.config.replaced(unsafe_gate=True),  # exact for every decay, so the gate does not matter
         grid=plan.grid,
         launch=plan.launch,
     )

@@ -1,5 +1,5 @@
 """RWKV-6: what a split does to the state at its start, before all splits are scanned (`state_passing_host`):
-``ht = diag(transition) h0 + update``, and ``q_entry``, the queries of h0. Exact at any decay.
+``ht = diag(transition) h0 + update``, and ``q_entry``, the queries of h0. Exact for every decay.
 
 Grid: blocks of values, heads, splits.
 """

@@ -15,14 +15,14 @@ from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ..backend.pallas import pallas_call
 from ..common.recurrent_plan import RecurrentPlan, by_key_block, make_plan
-from ..common.value_sums_host import RATES, float32, sum_over_values
+from ..common.value_sums_host import KEYS, float32, sum_over_values
 from .recurrent_kernels import rwkv6_gradients, rwkv6_scan
 
 SAVE_EVERY = 32  # with 16, states take twice the memory and the op 3 % more time on an H200
 
 
 def residual_axes(ctx: Context[RWKV6Inputs, RecurrenceConfig]) -> dict[str, str]:
-    """The states that enter each window, padded."""
+    """The states at the starts of intervals, padded."""
     return {"states": "b c h x y"}
 
 
@@ -42,19 +42,19 @@ def _scan(
     y_dtype,
     *,
     reverse: bool,
-    keep: bool,
+    save: bool,
     scale: float,
 ):
-    """(y, end, states) of a walk; ``rates`` are read, write, decay, u. Without ``keep``, states hold
+    """(y, end, states) of a scan; ``rates`` are read, write, decay, u. Without ``save``, states hold
     nothing.
     """
     s = plan.sizes
-    states = float32(*plan.entries, s.K, s.V) if keep else float32(1, 1, 1)
-    kernel = functools.partial(rwkv6_scan, sizes=s, reverse=reverse, keep=keep, scale=scale)
+    states = float32(*plan.entries, s.K, s.V) if save else float32(1, 1, 1)
+    kernel = functools.partial(rwkv6_scan, sizes=s, reverse=reverse, save=save, scale=scale)
     out = (jax.ShapeDtypeStruct(x.shape, y_dtype), float32(*start.shape), states)
     inputs = (*(by_key_block(rate, s.scan) for rate in rates), x, start, plan.restart, plan.bounds)
     return pallas_call(
-        kernel, *inputs, out=out, grid=(s.V // s.scan.columns, s.heads, plan.rows), num_warps=1
+        kernel, *inputs, out=out, grid=(s.V // s.scan.columns, s.heads, plan.sequences), num_warps=1
     )
 
 
@@ -65,10 +65,10 @@ def fwd(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs) -> tuple[Ou
     s0 = plan.state(x.initial_state)
     rates = (r, k, decay, u)
     o, final, states = _scan(
-        plan, rates, v, s0, x.v.dtype, reverse=False, keep=ctx.save_residuals, scale=ctx.settings.scale
+        plan, rates, v, s0, x.v.dtype, reverse=False, save=ctx.save_residuals, scale=ctx.settings.scale
     )
     outputs = Outputs(plan.untokens(o, x.v), plan.unstate(final, x.initial_state))
-    return outputs, {"states": plan.by_row(states)} if ctx.save_residuals else {}
+    return outputs, {"states": plan.by_sequence(states)} if ctx.save_residuals else {}
 
 
 def bwd(
@@ -77,22 +77,22 @@ def bwd(
     residuals: Residuals,
     cotangents: Outputs,
 ) -> RWKV6Inputs:
-    """Gradients of all inputs, that of u per row."""
+    """Gradients of all inputs, that of u for each batch element."""
     scale, plan = ctx.settings.scale, make_plan(x, SAVE_EVERY)
     s, states = plan.sizes, plan.flat(residuals["states"])
     r, k, v, decay, u = _padded(plan, x)
     do, ds = plan.tokens(cotangents.o, s.V), plan.state(cotangents.final_state)
     rates = (k, r, decay, u)
-    dv, ds0, dstates = _scan(plan, rates, do, ds, x.v.dtype, reverse=True, keep=True, scale=scale)
+    dv, ds0, dstates = _scan(plan, rates, do, ds, x.v.dtype, reverse=True, save=True, scale=scale)
     summed = sum_over_values(plan, (do,), (v,), states, dstates, scale)
     out = [jax.ShapeDtypeStruct(r.shape, like.dtype) for like in (x.r, x.w, x.k)]
     out.append(float32(*plan.entries, s.K))
-    size = min(s.K, RATES)
+    size = min(s.K, KEYS)
     kernel = functools.partial(rwkv6_gradients, sizes=s, size=size)
-    grid = (s.K // size, s.heads, x.r.shape[0] * s.number)
+    grid = (s.K // size, s.heads, x.r.shape[0] * s.num_intervals)
     inputs = (decay, r, k, u, *summed, plan.restart)
     dr, dw, dk, du = pallas_call(kernel, *inputs, out=out, grid=grid, num_warps=1)
-    du = jnp.sum(plan.by_row(du), 1)[..., : x.u.shape[1]]
+    du = jnp.sum(plan.by_sequence(du), 1)[..., : x.u.shape[1]]
     made = zip((dr, dk, dv, dw), (x.r, x.k, x.v, x.w))
     dr, dk, dv, dw = (plan.untokens(g, like) for g, like in made)
     ds0 = plan.unstate(ds0, x.initial_state)

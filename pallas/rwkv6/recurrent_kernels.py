@@ -1,4 +1,4 @@
-"""RWKV-6, token by token in Pallas: a walk for both directions, and the gradients over K.
+"""RWKV-6, token by token in Pallas: a scan for both directions, and the gradients over K.
 
 The state S, and its gradient D, evolve element by element: ``o = S^T r + (r . u k) v``,
 ``S <- diag(d) S + k v^T``, and backwards the same with r, k and v, do in each other's place:
@@ -30,7 +30,7 @@ def rwkv6_scan(
     *,
     sizes: Sizes,
     reverse: bool,
-    keep: bool,
+    save: bool,
     scale: float,
 ) -> None:
     """Grid (blocks of V, heads, sequences): ``y = S^T read + (read . u write) x``,
@@ -55,14 +55,14 @@ def rwkv6_scan(
 
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
     end_[state, :, vs] = scan_tokens(
-        load, token, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep
+        load, token, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, save
     )
 
 
 def rwkv6_gradients(
     decay_: jax.Ref, r_: jax.Ref, k_: jax.Ref, u_: jax.Ref, *refs: jax.Ref, sizes: Sizes, size: int
 ) -> None:
-    """Grid (blocks of K, heads, B * windows): gradients of r, w, k and of u by window, ``size`` rows of K
+    """Grid (blocks of K, heads, B * intervals): gradients of r, w, k and of u by interval, ``size`` keys
     a program.
 
     The references begin with all sums over V (`sum_over_values`).

@@ -16,17 +16,17 @@ from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ..backend import pallas, triton
 from ..common.chunk_variants import variant_key
 from ..common.recurrent_plan import RecurrentPlan, by_key_block, make_plan
-from ..common.value_sums_host import RATES, float32, sum_over_values
+from ..common.value_sums_host import KEYS, float32, sum_over_values
 from .recurrent_kernels import rwkv7_gradients, rwkv7_scan
 from .recurrent_step import has_step_kernel, step
 
-# A chunk of the chunked form, whose kernel makes gradients window by window. With 32 those by pairs of tokens
+# A chunk of the chunked form, whose kernel computes gradients. By pairs of tokens, intervals of 32 would
 # spill: the op takes 24 ms and more for 18 on an H200.
 SAVE_EVERY = 16
 
 
 def residual_axes(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> dict[str, str]:
-    """The states that enter each window and a^T S of each token, padded."""
+    """The states at the starts of intervals and a^T S of each token, padded."""
     return {"states": "b c h x y", "inner": "b s h y"}
 
 
@@ -57,25 +57,25 @@ def _scan(
     y_dtype,
     *,
     reverse: bool,
-    keep: bool,
+    save: bool,
     by_value: bool,
     scales: tuple[float, float],
 ):
-    """(y, inner, end, states) of a walk; ``rates`` are first, second, decay, write, read.
+    """(y, inner, end, states) of a scan; ``rates`` are first, second, decay, write, read.
 
-    Without ``keep``, inner and states hold nothing.
+    Without ``save``, inner and states hold nothing.
     """
     s = plan.sizes
     inner, states = float32(1, 1), float32(1, 1, 1)
-    if keep:
+    if save:
         inner, states = float32(*x.shape), float32(*plan.entries, *((s.V, s.K) if by_value else (s.K, s.V)))
     kernel = functools.partial(
-        rwkv7_scan, sizes=s, reverse=reverse, keep=keep, by_value=by_value, scales=scales
+        rwkv7_scan, sizes=s, reverse=reverse, save=save, by_value=by_value, scales=scales
     )
     out = (jax.ShapeDtypeStruct(x.shape, y_dtype), inner, float32(*start.shape), states)
     inputs = (*(by_key_block(rate, s.scan) for rate in rates), x, start, plan.restart, plan.bounds)
     return pallas.pallas_call(
-        kernel, *inputs, out=out, grid=(s.V // s.scan.columns, s.heads, plan.rows), num_warps=1
+        kernel, *inputs, out=out, grid=(s.V // s.scan.columns, s.heads, plan.sequences), num_warps=1
     )
 
 
@@ -93,12 +93,14 @@ def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Ou
         plan.state(x.initial_state),
         x.v.dtype,
         reverse=False,
-        keep=ctx.save_residuals,
+        save=ctx.save_residuals,
         by_value=_by_chunks(ctx, x),
         scales=(1.0, scale),
     )
     outputs = Outputs(plan.untokens(o, x.v), plan.unstate(final, x.initial_state))
-    return outputs, {"states": plan.by_row(states), "inner": plan.by_row(inner)} if ctx.save_residuals else {}
+    if not ctx.save_residuals:
+        return outputs, {}
+    return outputs, {"states": plan.by_sequence(states), "inner": plan.by_sequence(inner)}
 
 
 def bwd(
@@ -119,7 +121,7 @@ def bwd(
         ds,
         x.v.dtype,
         reverse=True,
-        keep=True,
+        save=True,
         by_value=by_chunks,
         scales=(scale, 1.0),
     )
@@ -141,11 +143,11 @@ def _gradients_by_pairs(
 ) -> tuple[jax.Array, ...]:
     """dr, dw, dk, da, db by the kernel that takes ``arrays``, tokens and sums over values."""
     s = plan.sizes
-    size = min(s.K, RATES)
+    size = min(s.K, KEYS)
     kernel = functools.partial(rwkv7_gradients, sizes=s, size=size)
-    shape = (plan.array_rows * s.tokens * s.heads, s.K)
+    shape = (plan.B * s.tokens * s.heads, s.K)
     out = [jax.ShapeDtypeStruct(shape, like.dtype) for like in (x.r, x.w, x.k, x.a, x.b)]
-    grid = (s.K // size, s.heads, plan.array_rows * s.number)
+    grid = (s.K // size, s.heads, plan.B * s.num_intervals)
     return pallas.pallas_call(kernel, *arrays, plan.restart, out=out, grid=grid, num_warps=1)
 
 
@@ -160,7 +162,8 @@ def _gradients_by_chunks(
 ) -> tuple[jax.Array, ...]:
     """dr, dw, dk, da, db by the chunked form's kernel, from ``values``, do, a^T S and b^T D of each token.
 
-    Windows are its chunks. What enters and leaves each is given, so packed sequences are one row for it.
+    Intervals are its chunks. The states at both ends of each are given, so packed sequences are one sequence
+    for it.
     """
     from .chunk_bwd_grads_host import bwd_grads_from_scans  # Triton is optional
     from .chunk_bwd_split import GradsSaved
@@ -168,7 +171,7 @@ def _gradients_by_chunks(
     s, ids = plan.sizes, x.segment_ids
 
     def padded(array: jax.Array, wide: int) -> jax.Array:
-        return plan.tokens(array, wide).reshape(plan.array_rows, s.tokens, s.heads, wide)
+        return plan.tokens(array, wide).reshape(plan.B, s.tokens, s.heads, wide)
 
     if ids is not None:
         ids = jnp.pad(ids, ((0, 0), (0, s.tokens - ids.shape[1])), mode="edge")

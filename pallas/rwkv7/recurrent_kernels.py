@@ -1,4 +1,4 @@
-"""RWKV-7, token by token in Pallas: a walk for both directions, and the gradients over K.
+"""RWKV-7, token by token in Pallas: a scan for both directions, and the gradients over K.
 
 The state S, and its gradient D, evolve column by column of V: ``S <- diag(d) S + b (a^T S)``, then
 ``S <- S + k v^T`` and ``o = S^T r``. Backwards the same two halves come in the other order:
@@ -33,7 +33,7 @@ def rwkv7_scan(
     *,
     sizes: Sizes,
     reverse: bool,
-    keep: bool,
+    save: bool,
     by_value: bool,
     scales: tuple[float, float],
 ) -> None:
@@ -52,7 +52,7 @@ def rwkv7_scan(
     def exchange(S: jax.Array, loaded: Arrays, at: jax.Array) -> jax.Array:
         first, second, decay = map(along, loaded[:3])
         inner = dot(S, first)
-        if keep:
+        if save:
             inner_[at, vs] = inner
         return fma(S, decay, across(inner) * second)
 
@@ -69,7 +69,7 @@ def rwkv7_scan(
 
     state = pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
     end_[state, :, vs] = scan_tokens(
-        load, both, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, keep, by_value
+        load, both, start_[state, :, vs], states_, restart_, bounds_, sizes, reverse, save, by_value
     )
 
 
@@ -83,8 +83,8 @@ def rwkv7_gradients(
     sizes: Sizes,
     size: int,
 ) -> None:
-    """Grid (blocks of K, heads, B * windows): gradients of r, w, k, a, b from all sums over V
-    (`sum_over_values`); ``size`` rows of K a program.
+    """Grid (blocks of K, heads, B * intervals): gradients of r, w, k, a, b from all sums over V
+    (`sum_over_values`); ``size`` keys a program.
     """
     *sums_, product_, scores_, same_, lines_, restart_, gr_, gw_, gk_, ga_, gb_ = refs
     pairs = Pairs(size, sizes, decay_, sums_, product_, scores_, same_, lines_, restart_, 2)

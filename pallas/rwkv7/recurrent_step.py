@@ -37,7 +37,9 @@ def rwkv7_step(
     block: int,
     scale: float,
 ) -> None:
-    """Grid (blocks of V, heads, rows): r, w, k, a, b [B, H, K], v and o [B, H, V], states [B, H, K, V]."""
+    """Grid (blocks of V, heads, batch elements). r, w, k, a, b are [B, H, K], v and o [B, H, V], states
+    [B, H, K, V].
+    """
     vs, at = pl.ds(pl.program_id(0) * block, block), (pl.program_id(2), pl.program_id(1))
     r, w, k, a, b = (x_[at].astype(jnp.float32)[:, None] for x_ in (r_, w_, k_, a_, b_))
     S = state_[(*at, slice(None), vs)]
@@ -48,7 +50,7 @@ def rwkv7_step(
 
 
 def step(scale: float, x: RWKV7Inputs) -> Outputs:
-    """One token of every row."""
+    """One token of every sequence."""
     (B, H, K), V, state = x.r[:, 0].shape, x.v.shape[-1], x.initial_state
     block = min(V, max(16, 4096 // K))
     out = (jax.ShapeDtypeStruct((B, H, V), x.v.dtype), jax.ShapeDtypeStruct(state.shape, jnp.float32))

@@ -130,7 +130,7 @@ def test_kernels_are_summed_by_name(module, tmp_path):
         json.dump({"traceEvents": events}, file)
     found = times.kernels(tmp_path)
     assert found[:2] == [("nvjet_tst", 3.0, 1), ("loop_fusion", 1.5, 2)]
-    sums = {"products": 3.0, "other fusions": 1.5, "fused pieces": 0.25, "recurrences": 0.25}
+    sums = {"products": 3.0, "other fusions": 1.5, "layer operations": 0.25, "recurrences": 0.25}
     assert times.by_kind(found) == sums and "nvjet_tst" in times.table(found, 1)
     with pytest.raises(FileNotFoundError, match="has no profile"):
         times.kernels(tmp_path / "nowhere")

@@ -39,6 +39,8 @@ OLD_WORDS_OF_PAGES = {
     r"alive|hands? (on|over)|handed (on|over)": "active, pass",
     r"columns?": "key",
 }
+CODE = ["pallas", "fla_jax/core", "fla_jax/ops", "fla_jax/parallel", "fla_jax/checkpoints", "fla_jax/models"]
+CODE += ["fla_jax/data", "tests"]
 LENGTHS = {"pallas/DESIGN.md": 1500, "docs/performance.md": 600}
 PAGES = sorted(
     str(path.relative_to(blocks.ROOT))
@@ -70,6 +72,13 @@ def prose(text: str) -> str:
 def test_pages_use_the_words_of_the_field(page):
     text = (blocks.ROOT / page).read_text()
     assert not found(text, OLD_WORDS) + found(prose(text), OLD_WORDS_OF_PAGES)
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_code_uses_the_words_of_the_field(folder):
+    files = [path for path in sorted((blocks.ROOT / folder).rglob("*.py")) if path.name != "test_words.py"]
+    wrong = {str(path.relative_to(blocks.ROOT)): found(path.read_text(), OLD_WORDS) for path in files}
+    assert not {name: said for name, said in wrong.items() if said}
 
 
 def test_old_words_are_found():

@@ -1,5 +1,5 @@
-"""RWKV-6 by chunks in plain JAX. With C tokens a chunk, S0 the state that enters it, S1 the state that leaves
-it, and products A of `intra_exact.Tree`::
+"""RWKV-6 by chunks in plain JAX. With C tokens a chunk, S0 and S1 the states at its start and
+its end, and products A of `intra_exact.Tree`::
 
     Y = Q S0 + A V,   Q = r decayed from the chunk's start, A with r . (u k) on its diagonal
     S1 = gam S0 + K'^T V,   K' = k decayed to the chunk's end
@@ -24,8 +24,8 @@ INCLUSIVE = (False,)  # r reads the state before its decay
 
 
 def _masked(x: Pairs, seg: Segments | None):
-    """Queries from the entering state, keys to the leaving one [..., C, K], and what passes through
-    [..., K, 1], cut at restarts.
+    """Queries of the chunk's h0, keys to its ht [..., C, K], and the decay from h0 to ht [..., K, 1], zero
+    beyond restarts.
     """
     start, end, passes = ends(seg)
     queries, keys, through = (

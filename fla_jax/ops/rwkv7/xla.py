@@ -1,5 +1,5 @@
-"""RWKV-7 by chunks in plain JAX. With C tokens a chunk, S0 the state that enters it, S1 the state that leaves
-it, and products A of `intra_exact.Tree`::
+"""RWKV-7 by chunks in plain JAX. With C tokens a chunk, S0 and S1 the states at its start and
+its end, and products A of `intra_exact.Tree`::
 
     U = T (A' S0 + A_ak V),   T = (I - A_ab)^-1          what the tokens write through b
     Y = Q S0 + A_qk V + A_qb U                           Q, A' = r, a decayed from the chunk's start
