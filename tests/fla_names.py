@@ -28,13 +28,19 @@ def load(folder, name="model.safetensors"):
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def _tensors6(z, layers):
+def _outer(z):
+    """What both versions have besides their blocks."""
     out = {"model.embeddings.weight": z["emb.weight"], "lm_head.weight": z["head.weight"]}
     for leaf in ("weight", "bias"):
         out |= {
             f"model.norm.{leaf}": z[f"ln_out.{leaf}"],
             f"model.layers.0.pre_norm.{leaf}": z[f"blocks.0.ln0.{leaf}"],
         }
+    return out
+
+
+def _tensors6(z, layers):
+    out = _outer(z)
     for i in range(layers):
         to, att, ffn = f"model.layers.{i}.", f"blocks.{i}.att.", f"blocks.{i}.ffn."
         for leaf in ("weight", "bias"):
@@ -67,12 +73,7 @@ def _tensors6(z, layers):
 
 
 def _tensors7(z, layers):
-    out = {"model.embeddings.weight": z["emb.weight"], "lm_head.weight": z["head.weight"]}
-    for leaf in ("weight", "bias"):
-        out |= {
-            f"model.norm.{leaf}": z[f"ln_out.{leaf}"],
-            f"model.layers.0.pre_norm.{leaf}": z[f"blocks.0.ln0.{leaf}"],
-        }
+    out = _outer(z)
     for i in range(layers):
         to, att = f"model.layers.{i}.", f"blocks.{i}.att."
         for leaf in ("weight", "bias"):

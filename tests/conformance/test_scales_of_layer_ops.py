@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import cases, places, variants
+from harness import cases, places, scales, variants
 from harness.cases import HEAD_OPS, HeadCase, Inputs, MixCase
 from harness.places import TRITON_INTERPRETER
 
@@ -41,15 +41,6 @@ def draws(names: Any, count: int) -> list[dict[str, float]]:
     return alike + [{name: float(rng.choice(SIZES)) for name in names} for _ in range(count - len(alike))]
 
 
-def errors_by_head(got: cases.Results, want: cases.Results) -> dict[str, np.ndarray]:
-    """Of outputs and gradients (``dk``, ...), [H]."""
-    return {
-        prefix + name: cases.errors_of(one[name], x, (1,) if x.ndim == 2 else (0, 1, 3))
-        for prefix, one, wanted in zip(("", "d"), got, want)
-        for name, x in wanted.items()
-    }
-
-
 @each_place(places.HEADS)
 @pytest.mark.parametrize("op", HEAD_OPS)
 @each_dtype
@@ -61,7 +52,7 @@ def test_ops_on_heads(op, dtype, place):
     powers = np.exp2(np.array(exponents, float))[:, None]
     arrays = scaled(x.arrays, lambda name: np.array([size[name] for size in sizes])[:, None])
     x = Inputs(arrays, scaled(x.cotangents, lambda name: powers), {})
-    found = errors_by_head(cases.run(case, place.implementation, x), case.oracle(x))
+    found = scales.errors(cases.run(case, place.implementation, x), case.oracle(x))
     limit = tolerance(place, dtype)
     wrong = {}
     for h, size in enumerate(sizes):
@@ -84,7 +75,7 @@ def test_gates_that_are_nearly_open_or_shut(at, place):
     x.arrays["k_a"][:2] = 1
     x.arrays["v"][:, :, ::2] *= 1e3
     x.cotangents["b"][:] = x.cotangents["a"][:] = 0
-    found = errors_by_head(cases.run(case, place.implementation, x), case.oracle(x))
+    found = scales.errors(cases.run(case, place.implementation, x), case.oracle(x))
     wrong = {name: error for name, error in found.items() if not np.max(error) <= 1e-5}
     assert not wrong, wrong
 

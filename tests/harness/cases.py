@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import layer_cases, recurrences
 from .compare import (
@@ -95,17 +97,60 @@ def check(
         compare(case, Results(alone, {}), Results(want.outputs, {}), *tol)
 
 
+def stacked(case: AnyCase, mapped: Collection[str]) -> tuple[Inputs, Inputs, tuple[Inputs, Inputs]]:
+    """Two calls that differ in what ``mapped`` names: arrays, layouts, "cotangents".
+
+    Returns:
+        The inputs for `jax.vmap`, their axes, and the inputs of each call.
+    """
+    first, other = (dataclasses.replace(case, seed=seed).build() for seed in range(2))
+    for name, ids in first.layout.items():
+        other.layout[name] = ids[-1] - ids[::-1] if name == "cu_seqlens" else ids[::-1]
+    outputs = {*first.cotangents} if "cotangents" in mapped else set()
+    differ = ({*first.arrays} & {*mapped}, outputs, {*first.layout} & {*mapped})
+    parts = [*zip(first, other, differ)]
+    second = Inputs(*({n: b[n] if n in names else a[n] for n in a} for a, b, names in parts))
+    both = Inputs(*({n: np.stack([a[n], b[n]]) if n in names else a[n] for n in a} for a, b, names in parts))
+    axes = Inputs(*({n: 0 if n in names else None for n in a} for a, _, names in parts))
+    return both, axes, (first, second)
+
+
 def check_vmap(case: AnyCase, implementation: str | None, *tol: Any, shared: tuple[str, ...] = (), **options):
-    """vmap over everything but the arrays in ``shared``, against the oracle on each slice."""
-    first, second = (build(dataclasses.replace(case, seed=seed)) for seed in range(2))
-    second = second._replace(arrays=second.arrays | {name: first.arrays[name] for name in shared})
-    axes = Inputs({name: None if name in shared else 0 for name in first.arrays}, 0, 0)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), first, second)
-    stacked = stacked._replace(arrays=stacked.arrays | {name: first.arrays[name] for name in shared})
+    """vmap over everything but the arrays in ``shared``."""
+    x = build(case)
+    mapped = {"cotangents", *x.arrays, *x.layout} - {*shared}
+    check_vmap_over(case, implementation, mapped, *tol, **options)
+
+
+def check_vmap_over(
+    case: AnyCase, implementation: str | None, mapped: Collection[str], *tol: Any, **options: Any
+) -> None:
+    """vmap of outputs and gradients over the inputs in ``mapped``, against the oracle on each slice."""
+    x, axes, slices = stacked(case, mapped)
     run = runner(case.op, implementation, **case.options(**options))
-    got = jax.device_get(jax.jit(jax.vmap(run, in_axes=tuple(axes)))(*stacked))
-    for i, x in enumerate((first, second)):
-        compare(case, jax.tree.map(lambda a, i=i: a[i], got), case.oracle(x), *tol)
+    got = jax.device_get(jax.jit(jax.vmap(run, in_axes=tuple(axes)))(*x))
+    for i, one in enumerate(slices):
+        compare(case, jax.tree.map(lambda a, i=i: a[i], got), case.oracle(one), *tol)
+
+
+def check_grad_of_vmap(
+    case: AnyCase, name: str, tol: float, implementation: str | None = None, **options: Any
+) -> None:
+    """Of a loss of all outputs: what an array shared by the slices gets is the sum of theirs."""
+    x, axes, slices = stacked(case, {name})
+    options = case.options(**options) | {"implementation": implementation}
+
+    @jax.jit
+    def one(arrays):
+        got = call(case.op, arrays, x.layout, **options)
+        return sum(jnp.vdot(c, got[output]) for output, c in x.cotangents.items())
+
+    total = lambda arrays: jnp.sum(jax.vmap(one, (axes.arrays,))(arrays))
+    wanted = [case.oracle(x).grads for x in slices]
+    for got in (jax.grad(total)(x.arrays), jax.jit(jax.grad(jax.jit(total)))(x.arrays)):
+        for of, grad in got.items():
+            want = np.stack([one[of] for one in wanted])
+            assert_close(f"d{of}", grad, want if of == name else want.sum(0), tol)
 
 
 @contextlib.contextmanager

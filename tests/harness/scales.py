@@ -70,15 +70,15 @@ def case_of(op: str, heads: Iterable[Head], **options: Any) -> Case:
     return Case(op, H=len(decays), decay=decays, sizes=sizes, exponents=exponents, **(small | options))
 
 
-def errors(got: Results, want: Results, rounded: bool) -> dict[str, np.ndarray]:
+def errors(got: Results, want: Results, rounded: bool = True) -> dict[str, np.ndarray]:
     """Errors of every head [H], by array: see `cases.errors_of`."""
     tokens, states = (0, 1, 3), (0, 2, 3)
-    axes = {"u": (1,), "initial_state": states, "ht": states}
-    found = {}
-    for prefix, one, wanted in zip(("", "d"), got, want):
-        for name, x in one.items():
-            found[prefix + name] = cases.errors_of(x, wanted[name], axes.get(name, tokens), rounded)
-    return found
+    axes = lambda name, x: (1,) if x.ndim == 2 else states if name in ("initial_state", "ht") else tokens
+    return {
+        prefix + name: cases.errors_of(x, wanted[name], axes(name, x), rounded)
+        for prefix, one, wanted in zip(("", "d"), got, want)
+        for name, x in one.items()
+    }
 
 
 def wrong(case: Case, got: Results, want: Results, tol: Tolerances, exponent: int = 0) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """Norm, token shift and mixes in plain JAX: half precision, vmap, errors."""
 
-import dataclasses
-
 import chex
 import flax.linen as nn
 import jax
@@ -80,19 +78,4 @@ def test_errors(change, error, message):
 
 @pytest.mark.parametrize("name", ["mixes", "scale", "last"])
 def test_grad_of_vmap_over_one_argument(name):
-    """Of a loss of all outputs: an argument that the slices share gets the sum of theirs."""
-    case = MixCase(B=1, T=5, C=6, M=2, y=False, normalised=True)
-    first, second = (cases.build(dataclasses.replace(case, seed=seed)) for seed in range(2))
-    slices = first, first._replace(arrays=first.arrays | {name: second.arrays[name]})
-    axes = {argument: 0 if argument == name else None for argument in first.arrays}
-    stacked = first.arrays | {name: np.stack([one.arrays[name] for one in slices])}
-
-    def loss(arrays):
-        made = cases.call(case.op, arrays, normalised=True)
-        return sum(jnp.vdot(c, made[output]) for output, c in first.cotangents.items())
-
-    got = jax.grad(lambda arrays: jnp.sum(jax.vmap(loss, (axes,))(arrays)))(stacked)
-    wanted = [case.oracle(one).grads for one in slices]
-    for argument, grad in got.items():
-        want = np.stack([one[argument] for one in wanted])
-        cases.assert_close(argument, grad, want if argument == name else want.sum(0), 1e-6)
+    cases.check_grad_of_vmap(MixCase(B=1, T=5, C=6, M=2, y=False, normalised=True), name, 1e-6)

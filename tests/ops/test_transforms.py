@@ -1,6 +1,5 @@
 """The recurrences under jit, vmap, checkpoint, scan and donation; forward mode and second derivatives."""
 
-import dataclasses
 import functools
 
 import chex
@@ -61,29 +60,6 @@ def test_second_derivatives_are_right(op, implementation):
         _numerical(f, x, ("fwd", "rev"))
 
 
-def _stacked(case: Case, mapped: frozenset[str]):
-    """Inputs of which those in ``mapped`` are two, the axes for `jax.vmap`, and the two slices."""
-    first, second = (dataclasses.replace(case, seed=seed).build() for seed in (0, 1))
-    if "segment_ids" in first.layout:
-        second.layout["segment_ids"] = np.flip(first.layout["segment_ids"], 0)
-    if "cu_seqlens" in first.layout:
-        second.layout["cu_seqlens"] = np.array([0, 0, 7, case.T], np.int32)
-    second = cases.Inputs(*({n: b[n] if n in mapped else a[n] for n in a} for a, b in zip(first, second)))
-    both = lambda name, a, b: np.stack([a, b]) if name in mapped else a
-    stacked = ({n: both(n, a[n], b[n]) for n in a} for a, b in zip(first, second))
-    axes = tuple({n: 0 if n in mapped else None for n in part} for part in first)
-    return cases.Inputs(*stacked), axes, (first, second)
-
-
-def _check_vmap(op, implementation, case: Case, mapped: frozenset[str]):
-    """vmap of outputs and vjp over the arguments in ``mapped``, against the oracle on each slice."""
-    stacked, axes, slices = _stacked(case, mapped)
-    run = cases.runner(op, implementation, chunk_size=4)
-    got = jax.device_get(jax.jit(jax.vmap(run, in_axes=axes))(*stacked))
-    for i, x in enumerate(slices):
-        cases.compare(case, jax.tree.map(lambda a, i=i: a[i], got), case.oracle(x))
-
-
 # the reference differs from others in no argument's way of being batched but these, and no JAX from another
 DIFFER = ("w", "u", "initial_state")
 ONE = [
@@ -97,32 +73,18 @@ ONE = [
 
 @pytest.mark.parametrize("op, name, implementation", ONE)
 def test_vmap_over_one_argument(op, implementation, name):
-    _check_vmap(op, implementation, Case(op, **SMALL), frozenset([name]))
+    cases.check_vmap_over(Case(op, **SMALL), implementation, {name}, chunk_size=4)
 
 
 @pytest.mark.parametrize("op, name, implementation", ONE)
 def test_grad_of_vmap_over_one_argument(op, implementation, name):
-    """Of a loss of both outputs: what an argument shared by the slices gets is the sum of theirs."""
-    case = Case(op, **SMALL)
-    stacked, (axes, *_), slices = _stacked(case, frozenset([name]))
-
-    @jax.jit
-    def one(arrays):
-        got = cases.call(op, arrays, implementation=implementation, chunk_size=4)
-        return sum(jnp.sum(got[output] * c) for output, c in stacked.cotangents.items())
-
-    total = lambda arrays: jnp.sum(jax.vmap(one, (axes,))(arrays))
-    wanted = [case.oracle(x).grads for x in slices]
-    for got in (jax.grad(total)(stacked.arrays), jax.jit(jax.grad(jax.jit(total)))(stacked.arrays)):
-        for of, grad in got.items():
-            want = np.stack([one[of] for one in wanted])
-            cases.assert_close(f"d{of}", grad, want if of == name else want.sum(0), 2e-6)
+    cases.check_grad_of_vmap(Case(op, **SMALL), name, 2e-6, implementation, chunk_size=4)
 
 
 @each_op
 @pytest.mark.parametrize("layout, name", [("segments", "segment_ids"), ("packed", "cu_seqlens")])
 def test_vmap_over_the_layout(op, layout, name):
-    _check_vmap(op, "xla", Case(op, **{**SMALL, **LAYOUTS[layout]}), frozenset([name]))
+    cases.check_vmap_over(Case(op, **{**SMALL, **LAYOUTS[layout]}), "xla", {name}, chunk_size=4)
 
 
 @each_implementation
