@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from ..core.arguments import check_integer
 from ..models import initial_params
 from ..models.causal_lm import check_layers
-from ..training.next_token import Loss, next_token_loss
+from ..training.next_token import Loss, WeightedLoss, next_token_loss
 from .accumulate import accumulated_value_and_grad, microbatches
 from .mesh import BATCH_AXES, batch_parts, is_explicit_mesh
 from .rules import axis_rules, batch_sharding, optimizer_shardings, parameter_shapes, parameter_shardings
@@ -112,7 +112,7 @@ class TrainStep:
         if unknown := sorted({*(metrics or ())} - {*METRICS}):
             raise ValueError(f"metrics must be of {', '.join(METRICS)}, got {unknown[0]!r}")
         self._optimizer, self._loss, self._has_aux = optimizer, loss or next_token_loss(model), has_aux
-        of_loss: Callable[[PyTree], jax.Array] = getattr(self._loss, "weight", _num_sequences)
+        of_loss = self._loss.weight if isinstance(self._loss, WeightedLoss) else _num_sequences
         self._weight = of_loss if weight is None else weight
         self._accumulate = check_integer("accumulate", accumulate, 1)
         self._metrics, self._rng = metrics, rng
@@ -238,11 +238,9 @@ class TrainStep:
             return self._compiled.lower(state, batch, *self._frozen)
 
     def _state(self, params: PyTree) -> TrainState:
-        opt_state, functions = (
-            self._optimizer.init(params),
-            {"apply_fn": self.model.apply, "tx": self._optimizer},
-        )
-        return TrainState(step=jnp.int32(0), params=params, opt_state=opt_state, **functions)
+        optimizer, opt_state = self._optimizer, self._optimizer.init(params)
+        stored = {"step": jnp.int32(0), "params": params, "opt_state": opt_state}
+        return TrainState(apply_fn=self.model.apply, tx=optimizer, **stored)
 
     def _check_batch(self, size: int) -> None:
         parts = batch_parts(self.mesh)

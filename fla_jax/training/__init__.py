@@ -1,6 +1,7 @@
 """Training: the official recipe, losses, long contexts, state tuning, and the parts of a training program."""
 
 from .checkpointing import TrainingCheckpoints, last_checkpoint
+from .logprobs import token_logprobs
 from .long_context import carried_loss, chunked_loss, truncated_value_and_grad, zero_carry
 from .losses import chunked_cross_entropy, cross_entropy
 from .memory import available_memory, choose_remat, estimate_memory, peak_memory
@@ -40,6 +41,7 @@ __all__ = [
     "rwkv_schedule",
     "save_states",
     "state_loss",
+    "token_logprobs",
     "truncated_value_and_grad",
     "tune_states",
     "wsd_schedule",

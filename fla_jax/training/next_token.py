@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
@@ -15,6 +16,14 @@ from ..core.mesh import is_explicit, reshard, spec_of
 from .losses import chunked_cross_entropy, label_mask
 
 Loss = Callable[..., PyTree]  # of parameters and a batch
+
+
+@runtime_checkable
+class WeightedLoss(Protocol):
+    """A loss that says how `fla_jax.parallel.TrainStep` weighs several batches."""
+
+    def weight(self, batch: PyTree) -> jax.Array:
+        """The divisor of the mean over a batch."""
 
 
 def packed_loss(
