@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import jax
 
@@ -32,7 +33,7 @@ _OLDEST = min(GPUS)
 _target = jax.make_user_context(default_value=None)
 
 
-def lowering_for(compute_capability: int):
+def lowering_for(compute_capability: int) -> AbstractContextManager[None]:
     """Context in which kernels are lowered for a GPU that need not be here, such as 90 for compute capability
     9.0.
 

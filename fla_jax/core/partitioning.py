@@ -111,7 +111,9 @@ def _partitioned(
     # jitted, so that the constants of plain implementations are its own: custom_partitioning refuses them
     automatic = custom_partitioning(lambda *args: jax.jit(on_whole)(*args))
 
-    def partition(mesh: Mesh, args: PyTree, out: PyTree):
+    def partition(
+        mesh: Mesh, args: PyTree, out: PyTree
+    ) -> tuple[Mesh, Callable[..., T], PyTree, tuple[PyTree, ...]]:
         # the partitioner only suggests shardings: an axis that must be whole would be silently wrong
         owners: Owners = {}
         given = [x.sharding for x in jax.tree.leaves((args, out))]

@@ -76,7 +76,7 @@ class Chunks(NamedTuple):
         if self.gather is None:
             tokens = [pad(x) for x in tokens]
 
-        def read(x, i):
+        def read(x: jax.Array, i: jax.Array) -> jax.Array:
             if self.gather is None:
                 x = jax.lax.dynamic_slice_in_dim(x, i * span, span, 1)
             else:
@@ -84,10 +84,10 @@ class Chunks(NamedTuple):
                 x = jnp.take(x, at, axis=1, mode="fill", fill_value=0)
             return _to_chunks(x, self.size, compute)
 
-        def write(buffer, y, i):
+        def write(buffer: jax.Array, y: jax.Array, i: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(buffer, _from_chunks(y, buffer.dtype), i * span, 1)
 
-        def body(carry, x):
+        def body(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
             (carry, buffers), (i, x) = carry, x
             carry, results, ys = step(carry, tuple(read(t, i) for t in tokens), x)
             return (carry, tuple(write(buffer, y, i) for buffer, y in zip(buffers, results))), ys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ def _once_differentiable(
     kernel = jax.custom_jvp(fn)
 
     @kernel.defjvp
-    def _(primals: PyTree, tangents: PyTree):
+    def _(primals: PyTree, tangents: PyTree) -> NoReturn:
         plain = " or ".join(repr(one.name) for one in op.implementations if not one.opaque)
         raise TypeError(
             f"{op.name}: implementation={implementation.name!r} has first derivatives only; second "

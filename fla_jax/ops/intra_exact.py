@@ -20,11 +20,13 @@ Shapes: decays [..., C, K]; p query kinds [..., p, C, K]; q key kinds [..., q, C
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 def dot(spec: str, *operands: jax.Array) -> jax.Array:
@@ -176,7 +178,9 @@ class Tree(NamedTuple):
             )
         return A
 
-    def gradients(self, dA: jax.Array, dqueries: jax.Array, dkeys: jax.Array, dg: jax.Array):
+    def gradients(
+        self, dA: jax.Array, dqueries: jax.Array, dkeys: jax.Array, dg: jax.Array
+    ) -> tuple[Arrays, Arrays, jax.Array]:
         """Gradients of the queries and keys given to `build` and of the log decays.
 
         ``dA`` [..., p * C, q * C] are the cotangents of the products (not read above the diagonal);

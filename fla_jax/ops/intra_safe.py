@@ -14,10 +14,11 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ..core.types import RecurrenceConfig
 from ..core.varlen import Chunks
-from .intra_exact import Tree, dot, flat, kinds, pick, stack, sum_kinds
+from .intra_exact import Arrays, Tree, dot, flat, kinds, pick, stack, sum_kinds
 
 T = TypeVar("T")  # a pytree
 LIMIT = 24.0  # largest sum of -w over a chunk
@@ -73,7 +74,9 @@ class SafeGate(NamedTuple):
         """[..., p * C, q * C], zero above the diagonal; on it, those of inclusive queries, undecayed."""
         return jnp.where(self._mask(), dot("...ik,...jk->...ij", flat(self.queries), flat(self.keys)), 0)
 
-    def gradients(self, dA: jax.Array, dqueries: jax.Array, dkeys: jax.Array, dg: jax.Array):
+    def gradients(
+        self, dA: jax.Array, dqueries: jax.Array, dkeys: jax.Array, dg: jax.Array
+    ) -> tuple[Arrays, Arrays, jax.Array]:
         """See `intra_exact.Tree.gradients`.
 
         Pairs with no decay between them, a query's first one, have no part in dg: it comes from a difference,
@@ -162,7 +165,7 @@ def _all(x: jax.Array) -> jax.Array:
 
 
 @_all.def_vmap
-def _(n: int, mapped: list[bool], x: jax.Array):
+def _(n: int, mapped: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
     return _all(x), False
 
 
@@ -180,7 +183,7 @@ def by_strength(cfg: RecurrenceConfig, chunks: Chunks, group: Callable[..., T], 
     if cfg.lower_bound is not None or chunks.number // chunks.group < 4 or jax.device_count() > 1:
         return functools.partial(group, False)
 
-    def step(carry, tokens, xs):
+    def step(carry: PyTree, tokens: Arrays, xs: PyTree) -> T:
         mild = _all(tokens[at] >= weakest)
         return jax.lax.cond(
             mild, functools.partial(group, True), functools.partial(group, False), carry, tokens, xs

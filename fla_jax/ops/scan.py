@@ -13,6 +13,7 @@ from typing import Generic
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ..core.context import Context, X
 from ..core.implementation import Residuals
@@ -52,7 +53,7 @@ class ScanRule(Generic[X]):
         chunks, xs = self._prepare(cfg, x)
         step, _ = self.steps(x, cfg)
 
-        def chunk(carry, xs):
+        def chunk(carry: jax.Array, xs: PyTree) -> tuple[jax.Array, PyTree]:
             sequence, xs = xs
             h0 = chunks.read(carry, sequence)
             ht, y = jax.lax.scan(step, h0, jax.tree.map(_tokens_first, xs))
@@ -69,7 +70,7 @@ class ScanRule(Generic[X]):
         step, back = self.steps(x, cfg)
         do = chunks.split(dy.o, cfg.compute) * cfg.scale
 
-        def chunk(carry, xs):
+        def chunk(carry: jax.Array, xs: PyTree) -> tuple[jax.Array, PyTree]:
             sequence, h0, xs, do = xs
             xs = jax.tree.map(_tokens_first, xs)
             _, before = jax.lax.scan(lambda S, t: (step(S, t)[0], S), h0, xs)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ...core.context import Context
 from ...core.implementation import Residuals
@@ -39,12 +40,12 @@ def _scan(
     rates: Sequence[jax.Array],
     x: jax.Array,
     start: jax.Array,
-    y_dtype,
+    y_dtype: DTypeLike,
     *,
     reverse: bool,
     save: bool,
     scale: float,
-):
+) -> tuple[jax.Array, ...]:
     """(y, end, states) of a scan; ``rates`` are read, write, decay, u. Without ``save``, states hold
     nothing.
     """

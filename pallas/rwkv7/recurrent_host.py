@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ...core.context import Context
 from ...core.implementation import Residuals
@@ -54,13 +55,13 @@ def _scan(
     rates: Sequence[jax.Array],
     x: jax.Array,
     start: jax.Array,
-    y_dtype,
+    y_dtype: DTypeLike,
     *,
     reverse: bool,
     save: bool,
     by_value: bool,
     scales: tuple[float, float],
-):
+) -> tuple[jax.Array, ...]:
     """(y, inner, end, states) of a scan; ``rates`` are first, second, decay, write, read.
 
     Without ``save``, inner and states hold nothing.

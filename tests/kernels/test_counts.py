@@ -15,15 +15,30 @@ def named(path):
     return str(path.relative_to(PALLAS))
 
 
+def functions(of_triton):
+    """All functions, either Triton's (``triton.jit``, ``triton.constexpr_function``) or the others."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                decorators = " ".join(map(ast.unparse, node.decorator_list))
+                if ("triton." in decorators) == of_triton:
+                    yield path, node
+
+
 def kernels():
     """Entries of kernels: functions of Triton whose names end so."""
-    for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            is_jit = isinstance(node, ast.FunctionDef) and "triton.jit" in map(
-                ast.unparse, node.decorator_list
-            )
-            if is_jit and node.name.endswith("_kernel"):
-                yield node
+    return [node for _, node in functions(of_triton=True) if node.name.endswith("_kernel")]
+
+
+def test_functions_of_host_code_are_annotated():
+    """Triton's values are untyped, so that mypy does not ask for this in pallas/."""
+    missing = []
+    for path, node in functions(of_triton=False):
+        parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        bare = [a.arg for a in parameters if a.annotation is None and a.arg not in ("self", "cls")]
+        if bare or (node.returns is None and node.name != "__init__"):
+            missing.append(f"{named(path)}:{node.lineno} {node.name} {bare}")
+    assert not missing
 
 
 def test_entries_have_few_parameters_and_one_config():

@@ -9,21 +9,23 @@ All but the recurrence of the state is computed for a group of chunks at once. S
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ...core.context import Context
 from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV6Inputs
 from ...core.varlen import Segments, chunk_plan, ends, segments, select, zeros
 from .. import intra_exact
-from ..intra_exact import dot
+from ..intra_exact import Arrays, dot
 from ..intra_safe import Pairs, build, by_strength
 
 INCLUSIVE = (False,)  # r reads the state before its decay
 
 
-def _masked(x: Pairs, seg: Segments | None):
+def _masked(x: Pairs, seg: Segments | None) -> Arrays:
     """Queries of the chunk's h0, keys to its ht [..., C, K], and the decay from h0 to ht [..., K, 1], zero
     beyond restarts.
     """
@@ -46,7 +48,7 @@ def fwd(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs) -> tuple[Ou
     cfg, chunks = ctx.settings, chunk_plan(ctx.settings, x.r, x.cu_seqlens)
     u = x.u.astype(cfg.compute)[:, None, :]
 
-    def group(mild, carry, tokens, xs):
+    def group(mild: bool, carry: jax.Array, tokens: Arrays, xs: PyTree) -> tuple[jax.Array, Arrays, Arrays]:
         (r, k, v, w), (sequences, seg) = tokens, xs
         r = r * cfg.scale
         decayed = build(mild, w, (r,), (k,), INCLUSIVE)
@@ -55,7 +57,7 @@ def fwd(ctx: Context[RWKV6Inputs, RecurrenceConfig], x: RWKV6Inputs) -> tuple[Ou
         queries, keys, through = _masked(decayed, seg)
         start, end, passes = ends(seg)
 
-        def step(carry, chunk):
+        def step(carry: jax.Array, chunk: PyTree) -> tuple[jax.Array, Arrays]:
             sequence, queries, keys, v, through, passes = chunk
             S = chunks.read(carry, sequence)
             new = select(passes, through * S) + dot("bhck,bhcv->bhkv", keys, v)
@@ -82,14 +84,16 @@ def bwd(
     cfg, chunks = ctx.settings, chunk_plan(ctx.settings, x.r, x.cu_seqlens)
     bonus = x.u.astype(cfg.compute)[:, None, :]
 
-    def group(mild, carry, tokens, xs):
-        (carry, du), (r, k, v, w, dy), (sequences, seg, (states, A)) = carry, tokens, xs
+    def group(
+        mild: bool, carry: tuple[jax.Array, jax.Array], tokens: Arrays, xs: PyTree
+    ) -> tuple[tuple[jax.Array, jax.Array], Arrays, None]:
+        (dS, du), (r, k, v, w, dy), (sequences, seg, (states, A)) = carry, tokens, xs
         r = r * cfg.scale
         decayed = build(mild, w, (r,), (k,), INCLUSIVE)
         queries, keys, through = _masked(decayed, seg)
         start, end, passes = ends(seg)
 
-        def step(carry, chunk):
+        def step(carry: jax.Array, chunk: PyTree) -> tuple[jax.Array, Arrays]:
             sequence, S, queries, keys, v, through, passes, dy = chunk
             dS = chunks.read(carry, sequence)
             new = select(passes, through * dS) + dot("bhck,bhcv->bhkv", queries, dy)
@@ -100,7 +104,7 @@ def bwd(
             )
 
         each = (sequences, states, queries, keys, v, through, passes, select(start, dy))
-        carry, (dv, dk, passed) = chunks.each(step, carry, each, reverse=True)
+        dS, (dv, dk, passed) = chunks.each(step, dS, each, reverse=True)
         dv = select(end, dv) + dot("...ij,...iv->...jv", A, dy)
         dA, dr = dot("...iv,...jv->...ij", dy, v), dot("...iv,...kv->...ik", dy, states)
         do_v = jnp.sum(dy * v, -1, keepdims=True)
@@ -111,7 +115,7 @@ def bwd(
         dg = jnp.broadcast_to(dg, w.shape)
         (dr,), (dk,), dw = decayed.gradients(dA, dr[..., None, :, :], dk[..., None, :, :], dg)
         dr, dk = (dr + do_v * bonus * k) * cfg.scale, dk + do_v * bonus * r
-        return (carry, du + jnp.sum(do_v * r * k, (0, 1, 3))), (dr, dk, dv, dw), None
+        return (dS, du + jnp.sum(do_v * r * k, (0, 1, 3))), (dr, dk, dv, dw), None
 
     do, ds = dy
     carry = (ds, zeros(x.u, do, cfg.compute))

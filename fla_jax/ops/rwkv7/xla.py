@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ...core.context import Context
 from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ...core.varlen import Segments, chunk_plan, ends, segments, select
 from .. import intra_exact
-from ..intra_exact import dot
+from ..intra_exact import Arrays, dot
 from ..intra_safe import Pairs, build, by_strength
 
 INCLUSIVE = (True, False)  # queries: r counts its decay, a does not
@@ -39,7 +40,16 @@ class _Intra(NamedTuple):
     readers: jax.Array  # Q, T A' [..., 2C, K]
 
 
-def _intra(cfg: RecurrenceConfig, mild: bool, r, w, k, a, b, seg: Segments | None) -> _Intra:
+def _intra(
+    cfg: RecurrenceConfig,
+    mild: bool,
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    seg: Segments | None,
+) -> _Intra:
     x = build(mild, w, (r * cfg.scale, a), (k, b), INCLUSIVE)
     A, queries, keys, through = x.pair_products(), x.queries_in, x.keys_out, jnp.swapaxes(x.total, -1, -2)
     start, end, passes = ends(seg)
@@ -78,13 +88,13 @@ def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Ou
     cfg, chunks = ctx.settings, chunk_plan(ctx.settings, x.r, x.cu_seqlens)
     C = chunks.size
 
-    def group(mild, carry, tokens, xs):
+    def group(mild: bool, carry: jax.Array, tokens: Arrays, xs: PyTree) -> tuple[jax.Array, Arrays, Arrays]:
         (r, w, k, v, a, b), (sequences, seg) = tokens, xs
         _, _, keys, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
         v_local = dot("...ij,...jv->...iv", T, dot("...ij,...jv->...iv", A[..., C:, :C], v))  # T A_ak V
         start, end, passes = ends(seg)
 
-        def step(carry, chunk):
+        def step(carry: jax.Array, chunk: PyTree) -> tuple[jax.Array, Arrays]:
             sequence, readers, v_local, v, keys, through, start, end, passes = chunk
             S = chunks.read(carry, sequence)
             y, U = jnp.split(select(start, dot("bhck,bhkv->bhcv", readers, S)), 2, -2)
@@ -123,14 +133,14 @@ def bwd(
     cfg, chunks = ctx.settings, chunk_plan(ctx.settings, x.r, x.cu_seqlens)
     C = chunks.size
 
-    def group(mild, carry, tokens, xs):
+    def group(mild: bool, carry: jax.Array, tokens: Arrays, xs: PyTree) -> tuple[jax.Array, Arrays, None]:
         (r, w, k, v, a, b, dy), (sequences, seg, (states, U)) = tokens, xs
         products, queries, keys, through, A, T, readers = _intra(cfg, mild, r, w, k, a, b, seg)
         from_y = dot("...ij,...iv->...jv", A[..., :C, :], dy)  # to v and U, within the chunk
         vu = intra_exact.flat(intra_exact.stack([v, U]))
         start, end, passes = ends(seg)
 
-        def step(carry, chunk):
+        def step(carry: jax.Array, chunk: PyTree) -> tuple[jax.Array, Arrays]:
             sequence, S, readers, keys, vu, through, dy, from_y, start, end, passes = chunk
             dS = chunks.read(carry, sequence)
             dvu = from_y + select(end, dot("bhck,bhkv->bhcv", keys, dS))
