@@ -3,6 +3,7 @@
 from .attention import Attention
 from .base import Layer
 from .feed_forward import FeedForward
+from .lora import LoRA
 from .rwkv6 import RWKV6Attention, RWKV6FeedForward
 from .rwkv7 import RWKV7Attention, RWKV7FeedForward
 from .shift import token_shift
@@ -12,6 +13,7 @@ __all__ = [
     "Attention",
     "FeedForward",
     "Layer",
+    "LoRA",
     "RWKV6Attention",
     "RWKV6FeedForward",
     "RWKV7Attention",

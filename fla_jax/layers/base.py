@@ -19,6 +19,7 @@ from ..core.types import Mixed
 from ..ops.layer import norm_shift_mix
 from .fields import check_fields
 from .init import Initializer
+from .lora import add_lora
 from .norm import Affine
 from .sharding import ActivationSharding, Axes, DotOptions, check_length
 from .shift import last_token
@@ -133,7 +134,7 @@ class LayerCall:
         return self.sharding.unshard(weight, axes)
 
     def dense(self, name: str, features: int, init: Initializer, axes: Axes, x: jax.Array) -> jax.Array:
-        """``x @ kernel``, kernel [in, out] of the submodule ``name``."""
+        """``x @ kernel``, kernel [in, out] of the submodule ``name``, plus its `LoRA` if there is one."""
 
         def dot_general(
             x: jax.Array, kernel: jax.Array, _: object, **options: Unpack[DotOptions]
@@ -149,7 +150,7 @@ class LayerCall:
             dot_general=dot_general,
             name=name,
         )
-        return name_dense(layer(x))
+        return name_dense(add_lora(self.layer, name, x, layer(x), axes, self.sharding))
 
     def project(self, name: str, features: int, init: Initializer, axes: Axes, x: jax.Array) -> jax.Array:
         """``x @ weight``, the weight [in, out] a parameter of the layer itself."""

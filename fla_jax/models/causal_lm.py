@@ -115,8 +115,8 @@ class RWKVForCausalLM(nn.Module):
             unroll = config.scan_layers == "unroll" and not self.is_initializing()
             self.blocks = nn.scan(
                 block,
-                variable_axes={"params": 0, "intermediates": 0},
-                split_rngs={"params": True},
+                variable_axes={"params": 0, "intermediates": 0, "lora": 0},
+                split_rngs={"params": True, "dropout": True},
                 in_axes=(0, 0, nn.broadcast, nn.broadcast),
                 length=config.num_layers,
                 unroll=config.num_layers if unroll else 1,

@@ -3,6 +3,7 @@
 from .checkpointing import TrainingCheckpoints, last_checkpoint
 from .logprobs import token_logprobs
 from .long_context import carried_loss, chunked_loss, truncated_value_and_grad, zero_carry
+from .lora import init_lora, lora_loss, merge_lora
 from .losses import chunked_cross_entropy, cross_entropy
 from .memory import available_memory, choose_remat, estimate_memory, peak_memory
 from .metrics import MetricWriter, Throughput
@@ -28,10 +29,13 @@ __all__ = [
     "chunked_loss",
     "cross_entropy",
     "estimate_memory",
+    "init_lora",
     "initial_state",
     "last_checkpoint",
     "load_states",
+    "lora_loss",
     "matrix_mask",
+    "merge_lora",
     "muon_dimension_numbers",
     "next_token_loss",
     "packed_loss",

@@ -18,8 +18,12 @@ def token_logprobs(
     lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     block_tokens: int = 4096,
+    *,
+    lora: PyTree = None,
 ) -> Float[Array, "B T-1"]:
-    """The log-probability of every token but the first, given those before it; differentiable in ``params``.
+    """The log-probability of every token but the first, given those before it.
+
+    Differentiable in ``params`` and ``lora``.
 
     Logits are computed block by block and again in the backward pass, so that no array [B, T, V] is in
     memory. A mesh axis that splits T is gathered before the head.
@@ -32,6 +36,7 @@ def token_logprobs(
             ``segment_ids``.
         segment_ids: [B, T] integers, for packed documents: the state restarts where the number changes.
         block_tokens: positions whose logits a device computes at once; at least one of each sequence.
+        lora: see `init_lora`; None for the parameters alone.
 
     Returns:
         [B, T - 1] in float32, or float64 for a model of that dtype: position t is the log-probability of
@@ -59,7 +64,10 @@ def token_logprobs(
         )
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be positive, got {block_tokens}")
-    variables, labels = {"params": params}, tokens[:, 1:]
+    variables, labels = (
+        {"params": params} if lora is None else {"params": params, "lora": lora},
+        tokens[:, 1:],
+    )
     ids = None if segment_ids is None else segment_ids[:, :-1]
     inputs = None if lengths is None else jnp.maximum(lengths - 1, 0)
     hidden, _ = model.apply(variables, tokens[:, :-1], segment_ids=ids, lengths=inputs, method="hidden")

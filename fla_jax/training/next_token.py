@@ -37,6 +37,8 @@ def packed_loss(
     l2wrap: float = 1e-4,
     block_tokens: int = 4096,
     ignore_index: int | None = None,
+    lora: PyTree = None,
+    dropout_key: jax.Array | None = None,
 ) -> Float[Array, ""]:
     """Next-token loss of packed documents: mean cross-entropy with L2Wrap, without all logits in memory.
 
@@ -48,6 +50,8 @@ def packed_loss(
         segment_ids: [B, T]; the state restarts where the number changes. None for one document a sequence.
         mask: [B, T] booleans, or weights of the labels; None for all.
         l2wrap, block_tokens, ignore_index: see `chunked_cross_entropy`, also for the result and errors.
+        lora: see `init_lora`; None for the parameters alone.
+        dropout_key: of LoRA's dropout; None for none.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -61,7 +65,9 @@ def packed_loss(
         ()
     """
     ids = None if segment_ids is None else over_sequence(segment_ids)
-    hidden, _ = model.apply({"params": params}, over_sequence(tokens), segment_ids=ids, method="hidden")
+    variables = {"params": params} if lora is None else {"params": params, "lora": lora}
+    rngs = None if dropout_key is None else {"dropout": dropout_key}
+    hidden, _ = model.apply(variables, over_sequence(tokens), segment_ids=ids, method="hidden", rngs=rngs)
     head = params["head"]["kernel"]
     return chunked_cross_entropy(
         hidden, head, labels, mask, l2wrap, block_tokens=block_tokens, ignore_index=ignore_index
@@ -77,8 +83,10 @@ class NextTokenLoss:
     block_tokens: int
     ignore_index: int | None
 
-    def __call__(self, params: PyTree, batch: PyTree) -> jax.Array:
-        """The mean over the labels of a batch."""
+    def __call__(
+        self, params: PyTree, batch: PyTree, *, lora: PyTree = None, key: jax.Array | None = None
+    ) -> jax.Array:
+        """The mean over the labels of a batch, with LoRA's pairs and the key of their dropout."""
         return packed_loss(
             self.model,
             params,
@@ -86,6 +94,8 @@ class NextTokenLoss:
             l2wrap=self.l2wrap,
             block_tokens=self.block_tokens,
             ignore_index=self.ignore_index,
+            lora=lora,
+            dropout_key=key,
         )
 
     def weight(self, batch: PyTree) -> jax.Array:
