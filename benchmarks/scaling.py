@@ -25,7 +25,7 @@ import runner
 from records import Record
 from steps.kernel_times import profiled
 from steps.sizes import PEAK
-from timing import finite, queued_steps
+from timing import queued_steps, require_finite
 
 KEY = records.key_of("op", "mode", "devices")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -160,7 +160,7 @@ def measure(name: str, count: int, options: argparse.Namespace) -> Record:
     with jax.set_mesh(mesh):
         losses = [float(start_step()) for _ in range(3)]
         times, more = queued_steps(start_step, options.steps)
-    losses = finite(losses + more)
+    losses = require_finite(losses + more)
     ms, kind, planned = statistics.median(times), jax.devices()[0].device_kind, compiled.memory_analysis()
     stats = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.devices()[:count]]
     peak = max(stats) or planned.temp_size_in_bytes + planned.argument_size_in_bytes

@@ -96,7 +96,7 @@ def queued_steps(start: Callable[[], Any], steps: int, groups: int = 3) -> tuple
     return times, losses
 
 
-def finite(losses: list[float]) -> list[float]:
+def require_finite(losses: list[float]) -> list[float]:
     """The losses; raises a RuntimeError if one is not finite."""
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"the loss is not finite: {losses}")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runner import Job
-from timing import finite, queued_steps
+from timing import queued_steps, require_finite
 
 from steps.sizes import PEAK, Size
 
@@ -27,7 +27,7 @@ def measure(step: Callable[[], Any], size: Size, job: Job) -> dict[str, Any]:
         losses.append(float(step()))
         alone.append(1e3 * (time.perf_counter() - began))
     times, more = queued_steps(step, job["steps"])
-    losses = finite(losses + more)
+    losses = require_finite(losses + more)
     ms = statistics.median(times)
     return {
         "ms": ms,

@@ -125,12 +125,14 @@ class Layer7(struct.PyTreeNode):
     value: Matrix
     ranks: tuple[int, ...] = struct.field(pytree_node=False)
 
-    def low(self, made: jax.Array) -> jax.Array:
+    def low(self, projections: jax.Array) -> jax.Array:
         """What `into` gave the second stages: [B, 4, R] in their dtype, zeros behind each rank."""
         C, R = self.second.shape[1:]
         at, parts = 3 * C, []
         for rank in self.ranks:
-            parts.append(jnp.pad(made[:, at : at + rank].astype(self.second.dtype), ((0, 0), (0, R - rank))))
+            parts.append(
+                jnp.pad(projections[:, at : at + rank].astype(self.second.dtype), ((0, 0), (0, R - rank)))
+            )
             at += rank
         return jnp.stack(parts, 1)
 

@@ -75,6 +75,7 @@ def triton_call(
 
 
 def _run(call: TritonCall, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Binds the call's primitive, or runs the interpreter."""
     if INTERPRET:
         from .interpreter import run_interpreted
 

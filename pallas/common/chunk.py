@@ -148,7 +148,7 @@ class Offsets(NamedTuple):
 
 @triton.jit
 def token_offsets(axes, c: tl.constexpr):
-    """The offsets, equal in all chunks."""
+    """Offsets from a chunk's first token (kernels call that `k_start` and `v_start`), equal in all chunks."""
     key = axes.token[:, None] * (c.H * c.K) + axes.key[None, :]
     batched16 = axes.token[None, :, None] * (c.H * c.K) + batched16_keys(c)
     value = axes.token[:, None] * (c.H * c.V) + axes.value[None, :]

@@ -17,7 +17,7 @@ from ..backend.triton import INTERPRET, Launch, triton_call
 from .chunk import C, Index
 from .chunk_config import Config
 from .chunk_variants import SAFE_GATE_BOUND, BlockLaunch
-from .cotangent_scale import Cotangents, Scaled, cotangent_scale_kernel
+from .cotangent_scale import Cotangents, ScaledGates, cotangent_scale_kernel
 from .gate import UNSAFE_GATE
 from .shapes import like, shaped, tile
 
@@ -197,7 +197,7 @@ def with_cotangent_scale(plan: ChunkPlan, x: Recurrence, do: jax.Array, dht: jax
         cotangent_scale_kernel,
         Cotangents(do, dht_max, x.r, x.k, x.v),
         plan.index,
-        out=Scaled(like(gates)),
+        out=ScaledGates(like(gates)),
         config=c.replaced(BK=tile(c.K), BV=tile(c.V)),
         grid=(1, *plan.grid[1:]),
         launch=Launch(num_warps=4),

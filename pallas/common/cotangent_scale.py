@@ -36,7 +36,7 @@ class Cotangents(NamedTuple):
     v: Tensor
 
 
-class Scaled(NamedTuple):
+class ScaledGates(NamedTuple):
     """Output of the kernel: `Index.gates` with the exponent of the scale added to unsafe gates."""
 
     gates: Tensor

@@ -86,10 +86,10 @@ def _shapes(tree: Tree) -> Tree:
 
 def rwkv7_step(
     p: Layer7,
-    made: jax.Array,
-    first: jax.Array,
+    projections: jax.Array,
+    first_projections: jax.Array,
     state: State,
-    new: Shifts,
+    shifts: Shifts,
     layer: int,
     active: jax.Array,
     rate_scale: float,
@@ -97,12 +97,12 @@ def rwkv7_step(
 ) -> tuple[jax.Array, State]:
     """See `fla_jax.ops.decode.plain.rwkv7_step`; the state is written in place."""
     R, (B, H, N) = p.second.shape[2], state.wkv.shape[1:4]
-    second, (att_shift, ffn_shift), has_first = None, new, layer > 0
+    second, (att_shift, ffn_shift), has_first = None, shifts, layer > 0
     if B > MAX_GEMV:
-        second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
+        second = jnp.einsum("bpr,pcr->pbc", p.low(projections), p.second, preferred_element_type=jnp.float32)
     x = StepInputs(
-        projections=made,
-        first_projections=first if has_first else None,
+        projections=projections,
+        first_projections=first_projections if has_first else None,
         second=second,
         att_shift=att_shift,
         ffn_shift=att_shift if ffn_shift is None else ffn_shift,
@@ -127,13 +127,13 @@ def rwkv7_step(
         N=N,
         R=R,
         BR=CODE_ROWS,
-        width=made.shape[1],
+        width=projections.shape[1],
         norm_eps=GROUP_EPS,
         decay_rank=decay_rank,
         rate_rank=rate_rank,
         mix_rank=mix_rank,
         gate_rank=gate_rank,
-        first_width=first.shape[1],
+        first_width=first_projections.shape[1],
         decay_scale=DECAY_SCALE,
         rate_scale=float(rate_scale),
         key_eps=KEY_EPS,
@@ -164,21 +164,21 @@ def rwkv6_mix(
 
 def rwkv6_step(
     p: Layer6,
-    made: jax.Array,
+    projections: jax.Array,
     state: State,
-    new: Shifts,
+    shifts: Shifts,
     layer: int,
     active: jax.Array,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, State]:
     """See `fla_jax.ops.decode.plain.rwkv6_step`; the state is written in place."""
     (C, R), (B, H, N) = p.second.shape, state.wkv.shape[1:4]
-    second, (att_shift, ffn_shift) = None, new
+    second, (att_shift, ffn_shift) = None, shifts
     if B > MAX_GEMV:
-        low = made[:, 4 * C :].astype(p.second.dtype)
+        low = projections[:, 4 * C :].astype(p.second.dtype)
         second = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32)
     x = StepInputs(
-        projections=made,
+        projections=projections,
         first_projections=None,
         second=second,
         att_shift=att_shift,
@@ -187,7 +187,7 @@ def rwkv6_step(
         layer=layer_code(layer),
     )
     params = RWKV6Params(p.second if second is None else None, p.base, p.bonus, *p.group_norm)
-    config = StepConfig(B, H, N, R, CODE_ROWS, made.shape[1], GROUP_EPS)
+    config = StepConfig(B, H, N, R, CODE_ROWS, projections.shape[1], GROUP_EPS)
     return _step(rwkv6_kernel, x, params, state, config, _step_launch(B, H, few=4), dtype)
 
 

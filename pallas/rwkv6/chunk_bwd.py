@@ -75,20 +75,20 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr):
         grad_scale = 1.0
     offsets = token_offsets(axes, c)
     count = tl.cdiv(split.length, C)
-    pk = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
-    pv = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
+    k_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
+    v_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
     part = partial_sums(block, index.T, c)
     buffer = state_pointers(saved.states, 0, axes, c.num_buffers, c)
     for i in range(0, count):
         n = count - 1 - i
         left = split.length - n * C
         mask = chunk_mask(left, axes)
-        w = load_tokens(x.w + pk, offsets.key, mask.key, c.unmasked)
-        r = load_tokens(x.r + pk, offsets.key, mask.key, c.unmasked)
-        k = load_tokens(x.k + pk, offsets.key, mask.key, c.unmasked)
-        v = load_tokens(x.v + pv, offsets.value, mask.value, c.unmasked).to(c.operand)
-        do = load_tokens(saved.do + pv, offsets.value, mask.value, c.unmasked).to(c.operand)
-        at = state_offset(index, split, n, pk, c.num_buffers, c)
+        w = load_tokens(x.w + k_start, offsets.key, mask.key, c.unmasked)
+        r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked)
+        k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked)
+        v = load_tokens(x.v + v_start, offsets.value, mask.value, c.unmasked).to(c.operand)
+        do = load_tokens(saved.do + v_start, offsets.value, mask.value, c.unmasked).to(c.operand)
+        at = state_offset(index, split, n, k_start, c.num_buffers, c)
         h = tl.load(buffer + at, mask=tile.mask, other=0.0).to(c.operand)
         if c.unsafe_gate:
             do *= do_scale.to(c.operand)
@@ -109,7 +109,7 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr):
         dstate = dh.to(c.operand)
         dv = dot(do_t, A, c)
         dv = dot(dstate, tl.trans(kg), c, dv)
-        store_gradient(grads.v + pv, offsets.transposed, dv, grad_scale, transposed_mask(mask, axes), c)
+        store_gradient(grads.v + v_start, offsets.transposed, dv, grad_scale, transposed_mask(mask, axes), c)
 
         dA = dot(do, vt, c)
         diagonal = tl.sum(where_or_zero(dA, t == j), 1)[:, None]  # do_t . v_t
@@ -132,7 +132,7 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr):
         dr += diagonal * (u * kf * c.scale)
         if c.unsafe_gate:
             dr += dot(undecayed_pairs, k.to(c.operand), c) * c.scale
-        store_gradient(grads.r + part + pk, offsets.key, dr, grad_scale, mask.key, c)
+        store_gradient(grads.r + part + k_start, offsets.key, dr, grad_scale, mask.key, c)
         by_state = dot(v, dstate, c)
         if c.segments:
             by_state = where_or_zero(by_state, reaches_ht)
@@ -147,7 +147,7 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr):
             dk_low = decays.first_half * by_pairs
             undecayed = dot(tl.trans(undecayed_pairs), r.to(c.operand), c)
             dk += dk_low + undecayed * c.scale
-        store_gradient(grads.k + part + pk, offsets.key, dk, grad_scale, mask.key, c)
+        store_gradient(grads.k + part + k_start, offsets.key, dk, grad_scale, mask.key, c)
         du += tl.sum(diagonal * rf * kf, 0)
 
         # the part of the state that passes through the chunk
@@ -164,10 +164,10 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr):
         else:
             dg = token_sums_f32(from_here, q_terms - k_terms, dg - q_terms, c)
             dg = token_sums_f32(earlier, dg_state, dg, c)
-        store_gradient(grads.w + part + pk, offsets.key, dg, grad_scale, mask.key, c)
+        store_gradient(grads.w + part + k_start, offsets.key, dg, grad_scale, mask.key, c)
         dh = dot(do_t, qg, c, dh)
-        pk -= C * c.H * c.K
-        pv -= C * c.H * c.V
+        k_start -= C * c.H * c.K
+        v_start -= C * c.H * c.V
     if c.unsafe_gate:
         du *= grad_scale
     store_state(grads.initial_state, head, dh, tile, gate, c, GRADIENT=True)

@@ -89,8 +89,8 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
     at_v = axes.token[:, None] * (c.H * c.V) + axes.value[None, :]
     at_vt = axes.token[None, :] * (c.H * c.V) + axes.value[:, None]
     count = tl.cdiv(split.length, C)
-    pk = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
-    pv = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
+    k_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
+    v_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
     part = partial_sums(block, index.T, c)
     buffer = state_pointers(saved.states, 0, axes, c.num_buffers, c)
     mask_state = axes.has_key[None, :] & axes.has_value[:, None]
@@ -101,12 +101,12 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         mask_k = axes.has_key[:, None] & is_token[None, :]
         mask_v = is_token[:, None] & axes.has_value[None, :]
         mask_vt = is_token[None, :] & axes.has_value[:, None]
-        w = load_tokens(x.w + pk, at_k, mask_k, c.unmasked)
-        r = load_tokens(x.r + pk, at_k, mask_k, c.unmasked)
-        k = load_tokens(x.k + pk, at_k, mask_k, c.unmasked)
-        v = load_tokens(x.v + pv, at_v, mask_v, c.unmasked).to(c.operand)
-        do = load_tokens(saved.do + pv, at_v, mask_v, c.unmasked).to(c.operand)
-        at = state_offset(index, split, n, pk, c.num_buffers, c)
+        w = load_tokens(x.w + k_start, at_k, mask_k, c.unmasked)
+        r = load_tokens(x.r + k_start, at_k, mask_k, c.unmasked)
+        k = load_tokens(x.k + k_start, at_k, mask_k, c.unmasked)
+        v = load_tokens(x.v + v_start, at_v, mask_v, c.unmasked).to(c.operand)
+        do = load_tokens(saved.do + v_start, at_v, mask_v, c.unmasked).to(c.operand)
+        at = state_offset(index, split, n, k_start, c.num_buffers, c)
         h = tl.trans(tl.load(buffer + at, mask=mask_state, other=0.0).to(c.operand))
 
         if c.unsafe_gate:
@@ -158,7 +158,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         dh = dot(qg, do, c, dh)
         dv = dot(tl.trans(do), A, c)
         dv = dot(tl.trans(dstate), kg, c, dv)
-        store_gradient(grads.v + pv, at_vt, dv, grad_scale, mask_vt, c)
+        store_gradient(grads.v + v_start, at_vt, dv, grad_scale, mask_vt, c)
 
         dA = dot(do, tl.trans(v), c)
         if c.unsafe_gate:
@@ -192,7 +192,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
             q_terms = score_r.to(tl.float32) * by_pairs
             dr = score_excl * by_pairs * c.scale
         dr += diagonal * (u * kf) * c.scale
-        store_gradient(grads.r + part + pk, at_k, dr, grad_scale, mask_k, c)
+        store_gradient(grads.r + part + k_start, at_k, dr, grad_scale, mask_k, c)
         by_state = dot(dstate, tl.trans(v), c) * second_half
         if c.segments:
             by_state = masked(by_state, reaches_ht, segments)
@@ -206,7 +206,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         else:
             k_terms = high_k.to(tl.float32) * by_pairs
             dk = by_state + second_half * by_pairs + u * (diagonal * rf)
-        store_gradient(grads.k + part + pk, at_k, dk, grad_scale, mask_k, c)
+        store_gradient(grads.k + part + k_start, at_k, dk, grad_scale, mask_k, c)
         du += tl.sum(diagonal * rf * kf, 1)
 
         dg, pairs = -k_terms, q_terms - k_terms
@@ -217,9 +217,9 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
             # replace the clamped decay by the exact one
             dg *= tl.exp2((plain - counted) * LOG2E)
             dg = sums_of_reads(state_terms, dg + dg_pass, of_reads, c)
-        store_gradient(grads.w + part + pk, at_k, dg, grad_scale, mask_k, c)
-        pk -= C * c.H * c.K
-        pv -= C * c.H * c.V
+        store_gradient(grads.w + part + k_start, at_k, dg, grad_scale, mask_k, c)
+        k_start -= C * c.H * c.K
+        v_start -= C * c.H * c.V
     if c.unsafe_gate:
         du *= grad_scale
     tl.store(grads.initial_state + head + at_state, dh * inverse_state_scale(gate, c), mask=has_both)

@@ -65,19 +65,21 @@ def chunk_fwd(x, index, gate, out, c: tl.constexpr):
     u = tl.load(x.u + (split.row * c.H + i_h) * c.K + axes.key, mask=axes.has_key, other=0.0)
     u = u.to(tl.float32)[None, :]
     offsets = token_offsets(axes, c)
-    pk, pv = (split.first * c.H + i_h) * c.K, (split.first * c.H + i_h) * c.V
+    k_start, v_start = (split.first * c.H + i_h) * c.K, (split.first * c.H + i_h) * c.V
     if out.states is not None:
         buffer = state_pointers(out.states, 0, axes, c.num_buffers, c)
     for n in range(0, count):
         left = split.length - n * C
         mask = chunk_mask(left, axes)
         if c.unsafe_gate:
-            w = load_tokens(x.w + pk, offsets.batched16, batched16_mask(mask, c), c.unmasked)
+            w = load_tokens(x.w + k_start, offsets.batched16, batched16_mask(mask, c), c.unmasked)
         else:
-            w = load_tokens(x.w + pk, offsets.key, mask.key, c.unmasked)
-        r = load_tokens(x.r + pk, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
-        k = load_tokens(x.k + pk, offsets.key, mask.key, c.unmasked).to(tl.float32)
-        vt = load_tokens(x.v + pv, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(c.operand)
+            w = load_tokens(x.w + k_start, offsets.key, mask.key, c.unmasked)
+        r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
+        k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
+        vt = load_tokens(x.v + v_start, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(
+            c.operand
+        )
         last = n + 1 == count
         decays = (
             decay_factors(w, gate, c, DELTA=False, BATCHED16=True)
@@ -96,7 +98,7 @@ def chunk_fwd(x, index, gate, out, c: tl.constexpr):
             kg = masked(kg, tokens_reaching_ht(segments), segments)
         state = h.to(c.operand)
         if out.states is not None:
-            at = state_offset(index, split, n, pk, c.num_buffers, c)
+            at = state_offset(index, split, n, k_start, c.num_buffers, c)
             tl.store(buffer + at, state.to(out.states[0].dtype.element_ty), mask=tile.mask)
         o = dot(state, tl.trans(qg), c)
         if c.segments:
@@ -107,9 +109,9 @@ def chunk_fwd(x, index, gate, out, c: tl.constexpr):
         if c.unsafe_gate:
             h *= decays.decay_pre[None, :]
         h = dot(vt, kg, c, h) * decays.decay_post[None, :]
-        store_tokens(out.o + pv, offsets.transposed, o, transposed_mask(mask, axes), c.unmasked)
-        pk += C * c.H * c.K
-        pv += C * c.H * c.V
+        store_tokens(out.o + v_start, offsets.transposed, o, transposed_mask(mask, axes), c.unmasked)
+        k_start += C * c.H * c.K
+        v_start += C * c.H * c.V
     store_state(out.ht, head, h, tile, gate, c)
 
 

@@ -46,16 +46,18 @@ def rwkv6_chunk_state_kernel(x, index, out, c: tl.constexpr):
     earlier, later = tl.where(j < t, 1.0, 0.0), tl.where(j > t, 1.0, 0.0)
     up_to = tl.where(j <= t, 1.0, 0.0)
     offsets = token_offsets(axes, c)
-    pk, pv = (split.first * c.H + i_h) * c.K, (split.first * c.H + i_h) * c.V
+    k_start, v_start = (split.first * c.H + i_h) * c.K, (split.first * c.H + i_h) * c.V
     h = tl.full([c.BV, c.BK], 0.0, tl.float32)
     g = tl.full([c.BK], 0.0, tl.float32)  # log decays summed from the split's start
     for n in range(0, tl.cdiv(split.length, C)):
         left = split.length - n * C
         mask = chunk_mask(left, axes)
-        w = load_tokens(x.w + pk, offsets.batched16, batched16_mask(mask, c), c.unmasked)
+        w = load_tokens(x.w + k_start, offsets.batched16, batched16_mask(mask, c), c.unmasked)
         w = at_least(w, LOG_ZERO)
-        k = load_tokens(x.k + pk, offsets.key, mask.key, c.unmasked).to(tl.float32)
-        vt = load_tokens(x.v + pv, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(c.operand)
+        k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
+        vt = load_tokens(x.v + v_start, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(
+            c.operand
+        )
         total = tl.sum(tl.where(t == C - 1, token_sums(up_to, w, c, BATCHED16=True), 0.0), 0)
         kg = k * tl.exp2(token_sums(later, w, c, BATCHED16=True) * LOG2E)
         qg = tl.exp2((token_sums(earlier, w, c, BATCHED16=True) + g[None, :]) * LOG2E)
@@ -67,12 +69,12 @@ def rwkv6_chunk_state_kernel(x, index, out, c: tl.constexpr):
             )
             total = tl.where(does_h0_reach_ht(segments), total, float("-inf"))
         if block == 0:
-            r = load_tokens(x.r + pk, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
-            store_tokens(out.q_entry + pk, offsets.key, r * qg, mask.key, c.unmasked)
+            r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
+            store_tokens(out.q_entry + k_start, offsets.key, r * qg, mask.key, c.unmasked)
         h = dot(vt, kg.to(c.operand), c, h * tl.exp2(total * LOG2E)[None, :])
         g += total
-        pk += C * c.H * c.K
-        pv += C * c.H * c.V
+        k_start += C * c.H * c.K
+        v_start += C * c.H * c.V
     head = (tl.program_id(2) * c.H + i_h).to(tl.int64)
     mask = axes.has_key[None, :] & axes.has_value[:, None]
     at = out.update + head * (c.K * c.V) + axes.key[None, :] * c.V + axes.value[:, None]

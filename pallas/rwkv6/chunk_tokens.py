@@ -8,7 +8,7 @@ import triton.language as tl
 from ..common.decay import Keys, Queries
 
 
-class Scaled(NamedTuple):
+class ScaledTokens(NamedTuple):
     """The q side and the k side of a chunk, as operands of products."""
 
     r: Queries
@@ -26,4 +26,4 @@ def scaled_tokens(r, k, factors, c: tl.constexpr):
         low_k, state_r = (k * factors.first_half).to(c.operand), (r * factors.state_ge).to(c.operand)
     else:
         low_k, state_r = high_k, score_r
-    return Scaled(r=Queries(state=state_r, score=score_r), k=Keys(first_half=low_k, second_half=high_k))
+    return ScaledTokens(r=Queries(state=state_r, score=score_r), k=Keys(first_half=low_k, second_half=high_k))

@@ -42,14 +42,14 @@ def rwkv6_scan(
     """
     vs = pl.ds(pl.program_id(0) * sizes.scan.columns, sizes.scan.columns)
     u = along(u_[pl.program_id(1)])
-    scales = (1.0, scale) if reverse else (scale, 1.0)
+    read_scale, write_scale = (1.0, scale) if reverse else (scale, 1.0)
 
     def load(at: jax.Array) -> tuple[jax.Array, ...]:
         return read_[at], write_[at], decay_[at], x_[at, vs]
 
     def token(S: jax.Array, loaded: Arrays, at: jax.Array) -> jax.Array:
         read, write, decay, x = loaded
-        read, write, x = along(read) * scales[0], along(write) * scales[1], x.astype(jnp.float32)
+        read, write, x = along(read) * read_scale, along(write) * write_scale, x.astype(jnp.float32)
         y_[at, vs] = fma(dot(read * u, write), x, dot(S, read)).astype(y_.dtype)
         return fma(S, along(decay), across(x) * write)
 

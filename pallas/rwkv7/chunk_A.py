@@ -98,7 +98,7 @@ def chunk_A(x, index, gate, A, c: tl.constexpr):
     i_h = tl.program_id(1)
     split, n = chunks_of_program(tl.program_id(0), index, c)
     if split.length > n * C:
-        pk = ((split.first + n * C) * c.H + i_h) * c.K
+        k_start = ((split.first + n * C) * c.H + i_h) * c.K
         axes = tile_axes(0, 0, c)
         causal, strict = causal_masks(axes)
         if c.segments:
@@ -109,11 +109,11 @@ def chunk_A(x, index, gate, A, c: tl.constexpr):
         for block in range(0, tl.cdiv(c.K, c.BK)):
             axes = tile_axes(block, 0, c)
             offsets, mask = token_offsets(axes, c), chunk_mask(split.length - n * C, axes)
-            w = load_tokens(x.w + pk, offsets.key, mask.key, c.unmasked)
-            r = load_tokens(x.r + pk, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
-            k = load_tokens(x.k + pk, offsets.key, mask.key, c.unmasked)
-            a = load_tokens(x.a + pk, offsets.key, mask.key, c.unmasked)
-            b = load_tokens(x.b + pk, offsets.key, mask.key, c.unmasked)
+            w = load_tokens(x.w + k_start, offsets.key, mask.key, c.unmasked)
+            r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
+            k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked)
+            a = load_tokens(x.a + k_start, offsets.key, mask.key, c.unmasked)
+            b = load_tokens(x.b + k_start, offsets.key, mask.key, c.unmasked)
             scaled = scaled_tokens(r, k, a, b, decay_factors(w, gate, c, DELTA=True), c)
             A_ab += masked_A(scaled.a, scaled.b, strict, c, EXCLUSIVE=1)
             A_ak += masked_A(scaled.a, scaled.k, strict, c, EXCLUSIVE=1)

@@ -94,8 +94,8 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr, FUSED: tl.constexpr
         grad_scale = 1.0
     offsets = token_offsets(axes, c)
     count = tl.cdiv(split.length, C)
-    pk = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
-    pv = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
+    k_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
+    v_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
     part = partial_sums(block, index.T, c)
     if FUSED:
         buffer = state_pointers(saved.states, 0, axes, c.num_buffers, c)
@@ -107,23 +107,23 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr, FUSED: tl.constexpr
         mask = chunk_mask(left, axes)
         chunk = (split.first_chunk + n) * c.H + i_h
         if FUSED:
-            w = load_tokens(x.w + pk, offsets.key, mask.key, c.unmasked)
+            w = load_tokens(x.w + k_start, offsets.key, mask.key, c.unmasked)
         else:
-            w = load_tokens(x.w + pk, offsets.batched16, batched16_mask(mask, c), c.unmasked)
-        r = load_tokens(x.r + pk, offsets.key, mask.key, c.unmasked)
-        k = load_tokens(x.k + pk, offsets.key, mask.key, c.unmasked)
-        a = load_tokens(x.a + pk, offsets.key, mask.key, c.unmasked)
-        b = load_tokens(x.b + pk, offsets.key, mask.key, c.unmasked)
+            w = load_tokens(x.w + k_start, offsets.batched16, batched16_mask(mask, c), c.unmasked)
+        r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked)
+        k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked)
+        a = load_tokens(x.a + k_start, offsets.key, mask.key, c.unmasked)
+        b = load_tokens(x.b + k_start, offsets.key, mask.key, c.unmasked)
         if FUSED:
-            do = load_tokens(saved.do + pv, offsets.value, mask.value, c.unmasked).to(c.operand)
+            do = load_tokens(saved.do + v_start, offsets.value, mask.value, c.unmasked).to(c.operand)
             do_t = tl.trans(do)
-            v = load_tokens(x.v + pv, offsets.value, mask.value, c.unmasked).to(c.operand)
-            at = buffer + state_offset(index, split, n, pk, c.num_buffers, c)
+            v = load_tokens(x.v + v_start, offsets.value, mask.value, c.unmasked).to(c.operand)
+            at = buffer + state_offset(index, split, n, k_start, c.num_buffers, c)
             h = tl.load(at, mask=tile.mask, other=0.0).to(c.operand)
         else:
-            do_t = load_tokens(saved.do + pv, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(
-                c.operand
-            )
+            do_t = load_tokens(
+                saved.do + v_start, offsets.transposed, transposed_mask(mask, axes), c.unmasked
+            ).to(c.operand)
         A = load_A(saved.A, chunk, c)
         decays = decay_factors(w, gate, c, DELTA=True, BATCHED16=not FUSED)
         scaled = scaled_tokens(r.to(tl.float32) * c.scale, k, a, b, decays, c)
@@ -147,16 +147,16 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr, FUSED: tl.constexpr
         dv = dot(do_t, A.A_qk, c)
         dv = dot(dstate, tl.trans(kg), c, dv)
         dv = dot(da_read, A.A_ak, c, dv)
-        store_gradient(grads.v + pv, offsets.transposed, dv, grad_scale, transposed_mask(mask, axes), c)
+        store_gradient(grads.v + v_start, offsets.transposed, dv, grad_scale, transposed_mask(mask, axes), c)
         if FUSED:
             a_read = dot(h, tl.trans(ag), c)
             a_read = dot(tl.trans(v), tl.trans(A.A_ak), c, a_read)
             v_new = dot(a_read.to(c.operand), tl.trans(A.A_ab_inv), c).to(c.operand)
         else:
             store_tokens(
-                grads.da_read + pv, offsets.transposed, da_read, transposed_mask(mask, axes), c.unmasked
+                grads.da_read + v_start, offsets.transposed, da_read, transposed_mask(mask, axes), c.unmasked
             )
-            at = buffer + state_offset(index, split, n, pk, c.num_buffers, c)
+            at = buffer + state_offset(index, split, n, k_start, c.num_buffers, c)
             last = ((n + 1) % c.chunks_per_state == 0) | (i == 0)
             tl.store(at, dstate.to(grads.dstates[0].dtype.element_ty), mask=tile.mask & last)
         # the part of the state that passes through the chunk
@@ -165,7 +165,7 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr, FUSED: tl.constexpr
         if c.segments:
             dh = tl.where(does_h0_reach_ht(segments), dh, 0.0)
         if FUSED:
-            at, values = part + pk, Values(v, do, v_new, da_read)
+            at, values = part + k_start, Values(v, do, v_new, da_read)
             token_gradients(
                 TokenTiles(r, k, a, b),
                 decays,
@@ -186,8 +186,8 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr, FUSED: tl.constexpr
             )
         dh = dot(do_t, qg, c, dh)
         dh = dot(da_read, ag, c, dh)
-        pk -= C * c.H * c.K
-        pv -= C * c.H * c.V
+        k_start -= C * c.H * c.K
+        v_start -= C * c.H * c.V
     store_state(grads.initial_state, head, dh, tile, gate, c, GRADIENT=True)
 
 

@@ -138,8 +138,8 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
     at_v = t * (c.H * c.V) + axes.value[None, :]
     at_vt = j * (c.H * c.V) + axes.value[:, None]
     count = tl.cdiv(split.length, C)
-    pk = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
-    pv = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
+    k_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
+    v_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
     part = partial_sums(block, index.T, c)
     buffer = state_pointers(saved.states, 0, axes, c.num_buffers, c)
     mask_state = axes.has_key[None, :] & axes.has_value[:, None]
@@ -150,12 +150,12 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         mask_w = axes.has_key[:, None] & (axes.token < left)[None, :]
         mask_v = (axes.token < left)[:, None] & axes.has_value[None, :]
         mask_vt = (axes.token < left)[None, :] & axes.has_value[:, None]
-        w = load_tokens(x.w + pk, at_w, mask_w, c.unmasked)
-        ra = load_tokens(select_row(is_r, x.r + pk, x.a + pk, c.K), at_k, mask_k, c.unmasked)
-        kb = load_tokens(select_row(is_r, x.k + pk, x.b + pk, c.K), at_k, mask_k, c.unmasked)
-        v = load_tokens(x.v + pv, at_v, mask_v, c.unmasked).to(c.operand)
-        do = load_tokens(saved.do + pv, at_v, mask_v, c.unmasked).to(c.operand)
-        at = state_offset(index, split, n, pk, c.num_buffers, c)
+        w = load_tokens(x.w + k_start, at_w, mask_w, c.unmasked)
+        ra = load_tokens(select_row(is_r, x.r + k_start, x.a + k_start, c.K), at_k, mask_k, c.unmasked)
+        kb = load_tokens(select_row(is_r, x.k + k_start, x.b + k_start, c.K), at_k, mask_k, c.unmasked)
+        v = load_tokens(x.v + v_start, at_v, mask_v, c.unmasked).to(c.operand)
+        do = load_tokens(saved.do + v_start, at_v, mask_v, c.unmasked).to(c.operand)
+        at = state_offset(index, split, n, k_start, c.num_buffers, c)
         h = tl.trans(tl.load(buffer + at, mask=mask_state, other=0.0).to(c.operand))
         A_ab_inv, Aak, Aq = load_A_tiles(saved.A, (split.first_chunk + n) * c.H + i_h, c)
 
@@ -220,7 +220,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         do_pair = select_concat(do_t * do_scale.to(c.operand) if c.unsafe_gate else do_t, da_read)
         dh = dot(read, tl.trans(do_pair), c, dh)
         dv = dot(da_read, Aak, c, dv)
-        store_gradient(grads.v + pv, at_vt, dv, grad_scale, mask_vt, c)
+        store_gradient(grads.v + v_start, at_vt, dv, grad_scale, mask_vt, c)
 
         # the q side: through the state
         by_state = dot(h, do_pair, c)
@@ -259,7 +259,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
             by_pairs = dot(high_kb, dA_high, c, by_state)
             terms_r, terms_a = split2(score_ra.to(tl.float32) * by_pairs)
             grad = rows * by_pairs
-        at = select_row(is_r, grads.r + part + pk, grads.a + part + pk, c.K)
+        at = select_row(is_r, grads.r + part + k_start, grads.a + part + k_start, c.K)
         store_gradient(at, at_k, grad, grad_scale, mask_k, c)
 
         # the k side: through the state, then through the pairs
@@ -278,7 +278,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
             by_pairs = dot(score_ra, tl.trans(dA_high), c)
             k_terms = high_kb.to(tl.float32) * by_pairs
             grad = tile2(second_half) * (by_state + by_pairs)
-        at = select_row(is_r, grads.k + part + pk, grads.b + part + pk, c.K)
+        at = select_row(is_r, grads.k + part + k_start, grads.b + part + k_start, c.K)
         store_gradient(at, at_k, grad, grad_scale, mask_k, c)
 
         # decays: each token's terms, then the sums over tokens
@@ -291,7 +291,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         if c.unsafe_gate:
             # replace the clamped decay by the exact one
             dg = dg * clamp_ratio + state_terms
-        store_gradient(grads.w + part + pk, at_w, dg, grad_scale, mask_w, c)
-        pk -= C * c.H * c.K
-        pv -= C * c.H * c.V
+        store_gradient(grads.w + part + k_start, at_w, dg, grad_scale, mask_w, c)
+        k_start -= C * c.H * c.K
+        v_start -= C * c.H * c.V
     tl.store(grads.initial_state + head + at_state, dh * inverse_state_scale(gate, c), mask=has_both)

@@ -79,17 +79,19 @@ def load_chunk(x, saved, index, gate, split, n, axes, offsets, c: tl.constexpr):
     """The split's chunk ``n``; tokens beyond its end are zero and do not decay."""
     left = split.length - n * C
     mask = chunk_mask(left, axes)
-    pk = ((split.first + n * C) * c.H + tl.program_id(1)) * c.K
-    pv = ((split.first + n * C) * c.H + tl.program_id(1)) * c.V
-    w = load_tokens(x.w + pk, offsets.key, mask.key, c.unmasked)
-    r = load_tokens(x.r + pk, offsets.key, mask.key, c.unmasked)
-    k = load_tokens(x.k + pk, offsets.key, mask.key, c.unmasked)
-    a = load_tokens(x.a + pk, offsets.key, mask.key, c.unmasked)
-    b = load_tokens(x.b + pk, offsets.key, mask.key, c.unmasked)
-    v = load_tokens(x.v + pv, offsets.value, mask.value, c.unmasked).to(c.operand)
-    do = load_tokens(saved.do + pv, offsets.value, mask.value, c.unmasked).to(c.operand)
-    v_new = tl.trans(load_tokens(saved.v_new + pv, offsets.value, mask.value, c.unmasked).to(c.operand))
-    da_read = tl.trans(load_tokens(saved.da_read + pv, offsets.value, mask.value, c.unmasked).to(c.operand))
+    k_start = ((split.first + n * C) * c.H + tl.program_id(1)) * c.K
+    v_start = ((split.first + n * C) * c.H + tl.program_id(1)) * c.V
+    w = load_tokens(x.w + k_start, offsets.key, mask.key, c.unmasked)
+    r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked)
+    k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked)
+    a = load_tokens(x.a + k_start, offsets.key, mask.key, c.unmasked)
+    b = load_tokens(x.b + k_start, offsets.key, mask.key, c.unmasked)
+    v = load_tokens(x.v + v_start, offsets.value, mask.value, c.unmasked).to(c.operand)
+    do = load_tokens(saved.do + v_start, offsets.value, mask.value, c.unmasked).to(c.operand)
+    v_new = tl.trans(load_tokens(saved.v_new + v_start, offsets.value, mask.value, c.unmasked).to(c.operand))
+    da_read = tl.trans(
+        load_tokens(saved.da_read + v_start, offsets.value, mask.value, c.unmasked).to(c.operand)
+    )
     decays = decay_factors(
         w, gate, c, DELTA=True
     )  # gradients of states have the decay after the writes in them
@@ -279,11 +281,11 @@ def block_gradients(x, saved, index, gate, grads, c: tl.constexpr):
         else:
             axes = tile_axes(block, 0, c)
             offsets = token_offsets(axes, c)
-            pk = ((split.first + n * C) * c.H + tl.program_id(1)) * c.K
+            k_start = ((split.first + n * C) * c.H + tl.program_id(1)) * c.K
             h_ = state_pointers((saved.states,), 0, axes, 0, c)
-            h_ += state_offset(index, split, n, pk, 0, c)
+            h_ += state_offset(index, split, n, k_start, 0, c)
             dh_ = state_pointers(saved.dstates, 0, axes, c.num_buffers, c)
-            dh_ += state_offset(index, split, n, pk, c.num_buffers, c)
+            dh_ += state_offset(index, split, n, k_start, c.num_buffers, c)
             if c.pair_tile and not c.unsafe_gate:
                 safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, grads, c)
             else:

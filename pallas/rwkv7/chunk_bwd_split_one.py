@@ -28,7 +28,7 @@ from .chunk_tokens import chunk_grads, scaled_tokens
 
 
 @triton.jit
-def sums_over_values(x, saved, index, gate, split, n, key_block, pk, pv, c: tl.constexpr):
+def sums_over_values(x, saved, index, gate, split, n, key_block, k_start, v_start, c: tl.constexpr):
     """`A_gradients`; the products of do and da_read with the state at the start, and of v and v_new with the
     state gradient at the end; and the sum of the products of both, [K].
     """
@@ -39,16 +39,16 @@ def sums_over_values(x, saved, index, gate, split, n, key_block, pk, pv, c: tl.c
     for block in range(0, tl.cdiv(c.V, c.BV)):
         axes = tile_axes(key_block, block, c)
         at, mask = token_offsets(axes, c).value, chunk_mask(split.length - n * C, axes).value
-        v = load_tokens(x.v + pv, at, mask, c.unmasked).to(c.operand)
-        do = load_tokens(saved.do + pv, at, mask, c.unmasked).to(c.operand)
-        v_new = tl.trans(load_tokens(saved.v_new + pv, at, mask, c.unmasked).to(c.operand))
-        da_read = tl.trans(load_tokens(saved.da_read + pv, at, mask, c.unmasked).to(c.operand))
+        v = load_tokens(x.v + v_start, at, mask, c.unmasked).to(c.operand)
+        do = load_tokens(saved.do + v_start, at, mask, c.unmasked).to(c.operand)
+        v_new = tl.trans(load_tokens(saved.v_new + v_start, at, mask, c.unmasked).to(c.operand))
+        da_read = tl.trans(load_tokens(saved.da_read + v_start, at, mask, c.unmasked).to(c.operand))
         if c.unsafe_gate and c.from_scans:
             da_read *= state_scale(gate, c, True)
         both = axes.has_value[:, None] & axes.has_key[None, :]
-        h_ = state_pointers((saved.states,), block, axes, 0, c) + state_offset(index, split, n, pk, 0, c)
+        h_ = state_pointers((saved.states,), block, axes, 0, c) + state_offset(index, split, n, k_start, 0, c)
         dh_ = state_pointers(saved.dstates, block, axes, c.num_buffers, c)
-        dh_ += state_offset(index, split, n, pk, c.num_buffers, c)
+        dh_ += state_offset(index, split, n, k_start, c.num_buffers, c)
         h, dh = tl.load(h_, mask=both, other=0.0), tl.load(dh_, mask=both, other=0.0)
         dA = A_gradients(Values(v, do, v_new, da_read), gate, c)
         qk, qb, ak, ab = qk + dA[0], qb + dA[1], ak + dA[2], ab + dA[3]
@@ -71,17 +71,19 @@ def one_chunk_gradients(x, saved, index, gate, split, n, key_block, grads, c: tl
     Gradients may overwrite stored state gradients: all warps have read them before the first store.
     """
     i_h = tl.program_id(1)
-    pk = ((split.first + n * C) * c.H + i_h) * c.K
-    pv = ((split.first + n * C) * c.H + i_h) * c.V
-    dA, read, written, dg_pass = sums_over_values(x, saved, index, gate, split, n, key_block, pk, pv, c)
+    k_start = ((split.first + n * C) * c.H + i_h) * c.K
+    v_start = ((split.first + n * C) * c.H + i_h) * c.V
+    dA, read, written, dg_pass = sums_over_values(
+        x, saved, index, gate, split, n, key_block, k_start, v_start, c
+    )
     tl.debug_barrier()
     axes = tile_axes(key_block, 0, c)
     offsets, mask = token_offsets(axes, c), chunk_mask(split.length - n * C, axes)
-    w = load_tokens(x.w + pk, offsets.key, mask.key, c.unmasked)
-    r = load_tokens(x.r + pk, offsets.key, mask.key, c.unmasked)
-    k = load_tokens(x.k + pk, offsets.key, mask.key, c.unmasked)
-    a = load_tokens(x.a + pk, offsets.key, mask.key, c.unmasked)
-    b = load_tokens(x.b + pk, offsets.key, mask.key, c.unmasked)
+    w = load_tokens(x.w + k_start, offsets.key, mask.key, c.unmasked)
+    r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked)
+    k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked)
+    a = load_tokens(x.a + k_start, offsets.key, mask.key, c.unmasked)
+    b = load_tokens(x.b + k_start, offsets.key, mask.key, c.unmasked)
     decays = decay_factors(
         w, gate, c, DELTA=True
     )  # gradients of states have the decay after the writes in them
@@ -119,7 +121,7 @@ def one_chunk_gradients(x, saved, index, gate, split, n, key_block, grads, c: tl
         read,
         written,
         dg_pass=dg_pass,
-        grads=chunk_grads(grads, pk),
+        grads=chunk_grads(grads, k_start),
         gate=gate,
         offsets=offsets.key,
         mask=mask.key,

@@ -39,8 +39,8 @@ def safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, gra
     (`Config.late_loads`) take no registers and no shared memory before, but are waited for.
     """
     left = split.length - n * C
-    pk = ((split.first + n * C) * c.H + tl.program_id(1)) * c.K
-    pv = ((split.first + n * C) * c.H + tl.program_id(1)) * c.V
+    k_start = ((split.first + n * C) * c.H + tl.program_id(1)) * c.K
+    v_start = ((split.first + n * C) * c.H + tl.program_id(1)) * c.V
     o, o2 = tl.arange(0, 32), tl.arange(0, 64)
     token, half = o2 % 32, o2 // 32
     mask = axes.has_value[:, None] & axes.has_key[None, :]
@@ -55,13 +55,17 @@ def safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, gra
     h, dh = tl.load(h_, mask=mask, other=0.0), tl.load(dh_, mask=mask, other=0.0)
     h, dh = h.to(c.operand), dh.to(c.operand)
     dg_pass = sums_over_values(h, dh, c)
-    do_pair = load_tokens(select_row(is_dy, saved.do + pv, saved.da_read + pv, c.V), at_v, mask_v, c.unmasked)
-    v_pair = load_tokens(select_row(is_dy, x.v + pv, saved.v_new + pv, c.V), at_v, mask_v, c.unmasked)
+    do_pair = load_tokens(
+        select_row(is_dy, saved.do + v_start, saved.da_read + v_start, c.V), at_v, mask_v, c.unmasked
+    )
+    v_pair = load_tokens(
+        select_row(is_dy, x.v + v_start, saved.v_new + v_start, c.V), at_v, mask_v, c.unmasked
+    )
     do_pair, v_pair = do_pair.to(c.operand), v_pair.to(c.operand)
     if not c.late_loads:
-        w = load_tokens(x.w + pk, at_w, mask_w, c.unmasked)
-        ra = load_tokens(select_row(is_r, x.r + pk, x.a + pk, c.K), at_k, mask_k, c.unmasked)
-        kb = load_tokens(select_row(is_r, x.k + pk, x.b + pk, c.K), at_k, mask_k, c.unmasked)
+        w = load_tokens(x.w + k_start, at_w, mask_w, c.unmasked)
+        ra = load_tokens(select_row(is_r, x.r + k_start, x.a + k_start, c.K), at_k, mask_k, c.unmasked)
+        kb = load_tokens(select_row(is_r, x.k + k_start, x.b + k_start, c.K), at_k, mask_k, c.unmasked)
     if c.segments:
         # of both chunks as of one; the second may be beyond the end
         segments = chunk_segments(index.segment_bits, split, n)
@@ -80,9 +84,9 @@ def safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, gra
 
     # decays from each chunk's start, of r with and of a without its token's own, and back, of k and b
     if c.late_loads:  # in a function of its own the loads get another layout: 3054 instructions, not 2142
-        w = load_tokens(x.w + pk, at_w, mask_w, c.unmasked)
-        ra = load_tokens(select_row(is_r, x.r + pk, x.a + pk, c.K), at_k, mask_k, c.unmasked)
-        kb = load_tokens(select_row(is_r, x.k + pk, x.b + pk, c.K), at_k, mask_k, c.unmasked)
+        w = load_tokens(x.w + k_start, at_w, mask_w, c.unmasked)
+        ra = load_tokens(select_row(is_r, x.r + k_start, x.a + k_start, c.K), at_k, mask_k, c.unmasked)
+        kb = load_tokens(select_row(is_r, x.k + k_start, x.b + k_start, c.K), at_k, mask_k, c.unmasked)
     j, s = o[:, None], token[None, :]
     upto = tl.where((j // C == s // C) & (j % C + half[None, :] <= s % C), 1.0, 0.0)
     G = sums_over_tokens(w, upto, c) * LOG2E + gate
@@ -114,7 +118,7 @@ def safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, gra
     read = dot(kb, tl.trans(across), c, read)
     read = dot(kb, tl.trans(within), c, tl.where(second, read * decay_post, read))
     terms_r, terms_a = split2(ra.to(tl.float32) * read)
-    out = select_row(is_r, grads.r + pk, grads.a + pk, c.K)
+    out = select_row(is_r, grads.r + k_start, grads.a + k_start, c.K)
     store_tokens(out, at_k, read * rows, mask_k, c.unmasked)
 
     # the k side
@@ -127,7 +131,7 @@ def safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, gra
     through_k, through_b = split2(kb.to(tl.float32) * written)
     pairs = dot(ra, within, c)
     pairs_k, pairs_b = split2(kb.to(tl.float32) * pairs)
-    out = select_row(is_r, grads.k + pk, grads.b + pk, c.K)
+    out = select_row(is_r, grads.k + k_start, grads.b + k_start, c.K)
     store_tokens(out, at_k, (pairs + written) * columns, mask_k, c.unmasked)
 
     # decays of token j: pairs from j on, and what tokens before j write to the state at the end
@@ -136,4 +140,4 @@ def safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, gra
     counted = tl.where(counted & (i // C == j // C), 1.0, 0.0)
     both = concat(terms_r + terms_a - (pairs_k + pairs_b), through_k + through_b)
     dg = (dg_pass + tl.where(o[None, :] < C, pass_second, pass_first)) * decay_post - terms_a
-    store_tokens(grads.w + pk, at_w, sums_over_tokens_f32(both, counted, dg, c), mask_w, c.unmasked)
+    store_tokens(grads.w + k_start, at_w, sums_over_tokens_f32(both, counted, dg, c), mask_w, c.unmasked)

@@ -84,19 +84,19 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
     count = tl.cdiv(split.length, C)
     h = tl.where(count > 0, h, h * state_scale(gate, c, True))
     offsets = token_offsets(axes, c)
-    pk, pv = (split.first * c.H + i_h) * c.K, (split.first * c.H + i_h) * c.V
+    k_start, v_start = (split.first * c.H + i_h) * c.K, (split.first * c.H + i_h) * c.V
     if out.states is not None:
         buffer = state_pointers(out.states, 0, axes, c.num_buffers, c)
     for n in range(0, count):
         left = split.length - n * C
         mask = chunk_mask(left, axes)
-        w = load_tokens(x.w + pk, offsets.batched16, batched16_mask(mask, c), c.unmasked)
-        r = load_tokens(x.r + pk, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
-        k = load_tokens(x.k + pk, offsets.key, mask.key, c.unmasked).to(tl.float32)
-        a = load_tokens(x.a + pk, offsets.key, mask.key, c.unmasked).to(tl.float32)
-        b = load_tokens(x.b + pk, offsets.key, mask.key, c.unmasked).to(tl.float32)
+        w = load_tokens(x.w + k_start, offsets.batched16, batched16_mask(mask, c), c.unmasked)
+        r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
+        k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
+        a = load_tokens(x.a + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
+        b = load_tokens(x.b + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
         if x.v is not None:
-            vt = load_tokens(x.v + pv, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(
+            vt = load_tokens(x.v + v_start, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(
                 c.operand
             )
         decays = decay_factors(w, gate, c, DELTA=True, BATCHED16=True, last=n + 1 == count)
@@ -116,7 +116,7 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
             kg, bg = masked(kg, reaches_ht, segments), masked(bg, reaches_ht, segments)
         state = h.to(c.operand)
         if out.states is not None:
-            at = buffer + state_offset(index, split, n, pk, c.num_buffers, c)
+            at = buffer + state_offset(index, split, n, k_start, c.num_buffers, c)
             tl.store(
                 at, state.to(out.states[0].dtype.element_ty), mask=tile.mask & (n % c.chunks_per_state == 0)
             )
@@ -129,7 +129,9 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
             a_read = dot(vt, tl.trans(tiles.A_ak), c, a_read)
         v_new = dot(a_read.to(c.operand), tl.trans(tiles.A_ab_inv), c).to(c.operand)
         if out.v_new is not None:
-            store_tokens(out.v_new + pv, offsets.transposed, v_new, transposed_mask(mask, axes), c.unmasked)
+            store_tokens(
+                out.v_new + v_start, offsets.transposed, v_new, transposed_mask(mask, axes), c.unmasked
+            )
         if out.o is not None:
             o = dot(state, tl.trans(qg), c)
             if c.segments:
@@ -137,7 +139,7 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
             if x.v is not None:
                 o = dot(vt, tl.trans(tiles.A_qk), c, o)
             o = dot(v_new, tl.trans(tiles.A_qb), c, o)
-            store_tokens(out.o + pv, offsets.transposed, o, transposed_mask(mask, axes), c.unmasked)
+            store_tokens(out.o + v_start, offsets.transposed, o, transposed_mask(mask, axes), c.unmasked)
         if c.segments:
             h = masked(h, does_h0_reach_ht(segments), segments)
         if c.unsafe_gate:
@@ -145,8 +147,8 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
         if x.v is not None:
             h = dot(vt, kg, c, h)
         h = dot(v_new, bg, c, h) * decays.decay_post[None, :]
-        pk += C * c.H * c.K
-        pv += C * c.H * c.V
+        k_start += C * c.H * c.K
+        v_start += C * c.H * c.V
     store_state(out.ht, head, h, tile, gate, c)
 
 

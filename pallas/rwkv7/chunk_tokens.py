@@ -38,7 +38,7 @@ def chunk_grads(grads, at):
     return KeyGrads(grads.r + at, grads.w + at, grads.k + at, grads.a + at, grads.b + at)
 
 
-class Scaled(NamedTuple):
+class ScaledTokens(NamedTuple):
     """The q side (r, a) and the k side (k, b) of a chunk, as operands of products."""
 
     r: Queries
@@ -64,7 +64,7 @@ def scaled_tokens(r, k, a, b, factors, c: tl.constexpr):
         state_a = (a.to(tl.float32) * factors.state_ge).to(c.operand)
     else:
         low_k, low_b, state_r, state_a = high_k, high_b, score_r, score_a
-    return Scaled(
+    return ScaledTokens(
         r=Queries(state=state_r, score=score_r),
         a=Queries(state=state_a, score=score_a),
         k=Keys(first_half=low_k, second_half=high_k),

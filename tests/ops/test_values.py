@@ -82,8 +82,8 @@ def test_pairs_without_a_decay_do_not_drown_the_rest(op):
     assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
 
 
-def two_kinds(op, seed):
-    """T = 1024 makes four groups of chunks; the decays of the first half are mild."""
+def half_mild(op, seed):
+    """Inputs of four groups of chunks, of which the first two have mild decays."""
     x = Case(op, B=2, T=1024, H=2, K=8, V=4, decay="layer", seed=seed).build()
     second = x.arrays["w"][:, 512:]
     second[:] = cases.log_decay(np.random.default_rng(seed), "mixed", second.shape)
@@ -97,7 +97,7 @@ def compare(op, x, got):
 
 @each_op
 def test_groups_go_by_their_own_decays(op):
-    x, run = two_kinds(op, 0), cases.runner(op, "xla", chunk_size=8)
+    x, run = half_mild(op, 0), cases.runner(op, "xla", chunk_size=8)
     assert "stablehlo.case" in run.lower(*x).as_text()
     compare(op, x, run(*x))
 
@@ -105,7 +105,7 @@ def test_groups_go_by_their_own_decays(op):
 @each_op
 def test_mapped_groups_stay_one_branch(op):
     """One entry with strong decays, one with mild ones at first: no group takes one product for both."""
-    xs = [two_kinds(op, 0), cases.build(Case(op, B=2, T=1024, H=2, K=8, V=4, decay="mixed"))]
+    xs = [half_mild(op, 0), cases.build(Case(op, B=2, T=1024, H=2, K=8, V=4, decay="mixed"))]
     stacked = jax.tree.map(lambda *a: jnp.stack(a), *xs)
     run = jax.jit(jax.vmap(cases.runner(op, "xla", chunk_size=8)))
     assert "stablehlo.case" in run.lower(*stacked).as_text()  # and not both branches and a selection

@@ -104,10 +104,10 @@ def _group_norm(o: jax.Array, norm: Norm) -> jax.Array:
     return o.reshape(o.shape[0], -1) * _float32(norm[0]) + _float32(norm[1])
 
 
-def _written(wkv: jax.Array, state: State, new: Shifts, layer: int, active: jax.Array) -> State:
+def _written(wkv: jax.Array, state: State, shifts: Shifts, layer: int, active: jax.Array) -> State:
     """``state`` of all layers with a layer's new one, where active, and the shifts that are known."""
     wkv = jnp.where(active[:, None, None, None] != 0, wkv.astype(state.wkv.dtype), state.wkv[layer])
-    shift, before = new
+    shift, before = shifts
     ffn = state.ffn_shift
     return state.replace(
         wkv=state.wkv.at[layer].set(wkv),
@@ -118,10 +118,10 @@ def _written(wkv: jax.Array, state: State, new: Shifts, layer: int, active: jax.
 
 def rwkv7_step(
     p: Layer7,
-    made: jax.Array,
-    first: jax.Array,
+    projections: jax.Array,
+    first_projections: jax.Array,
     state: State,
-    new: Shifts,
+    shifts: Shifts,
     layer: int,
     active: jax.Array,
     rate_scale: float,
@@ -131,11 +131,11 @@ def rwkv7_step(
 
     Args:
         p: the layer.
-        made: [B, 3 C and the ranks] float32, what ``p.into`` gave.
-        first: the same of layer 0.
+        projections: [B, 3 C and the ranks] float32, the product of ``p.into``.
+        first_projections: the same of layer 0.
         state: an `RWKVState` of all layers, ``wkv`` [L, B, H, N, N] in any floating-point dtype.
-        new: the shift [B, C] of this layer's attention and of the feed-forward of the layer before, None for
-            layer 0: nobody reads the old ones any more, and they are put into their place.
+        shifts: new token shifts [B, C] of this layer's attention and of the feed-forward of the layer below
+            (None for layer 0), which replace those in ``state``.
         layer: which of them.
         active: [B] int32.
         rate_scale: see `fla_jax.layers.RWKV7Attention`.
@@ -146,13 +146,13 @@ def rwkv7_step(
     """
     C, (H, N) = p.second.shape[1], state.wkv.shape[2:4]
     heads = lambda x: x.reshape(-1, H, N)
-    r, k, v = (made[:, i * C : (i + 1) * C] for i in range(3))
-    second = jnp.einsum("bpr,pcr->pbc", p.low(made), p.second, preferred_element_type=jnp.float32)
+    r, k, v = (projections[:, i * C : (i + 1) * C] for i in range(3))
+    second = jnp.einsum("bpr,pcr->pbc", p.low(projections), p.second, preferred_element_type=jnp.float32)
     decay, rate, share, gate = second
     decay = jnp.exp(DECAY_SCALE * jax.nn.sigmoid(_float32(p.w0) + decay))
     rate = jax.nn.sigmoid(_float32(p.a0) + rate)
     if layer:
-        v = v + (first[:, 2 * C : 3 * C] - v) * jax.nn.sigmoid(_float32(p.v0) + share)
+        v = v + (first_projections[:, 2 * C : 3 * C] - v) * jax.nn.sigmoid(_float32(p.v0) + share)
     kk = heads(k * _float32(p.k_k))
     square = jnp.sum(kk * kk, -1, keepdims=True)
     kk = kk * jnp.where(square > KEY_EPS**2, jax.lax.rsqrt(jnp.maximum(square, 1e-38)), 1 / KEY_EPS)
@@ -164,7 +164,7 @@ def rwkv7_step(
     S = S - (kk * heads(rate) * rate_scale)[..., None] * read[..., None, :]
     o = _group_norm(jnp.einsum("bhk,bhkv->bhv", r, S), p.group_norm)
     bonus = jnp.sum(r * k * _float32(p.r_k).reshape(H, N), -1, keepdims=True) * v
-    return ((o + bonus.reshape(o.shape)) * gate).astype(dtype), _written(S, state, new, layer, active)
+    return ((o + bonus.reshape(o.shape)) * gate).astype(dtype), _written(S, state, shifts, layer, active)
 
 
 def rwkv6_mix(
@@ -179,14 +179,20 @@ def rwkv6_mix(
 
 
 def rwkv6_step(
-    p: Layer6, made: jax.Array, state: State, new: Shifts, layer: int, active: jax.Array, dtype: DTypeLike
+    p: Layer6,
+    projections: jax.Array,
+    state: State,
+    shifts: Shifts,
+    layer: int,
+    active: jax.Array,
+    dtype: DTypeLike,
 ) -> tuple[jax.Array, State]:
-    """RWKV-6's decay, step and readout; ``made`` [B, 4 C + D] is what ``p.into`` gave. Else as
+    """RWKV-6's decay, step and readout; ``projections`` [B, 4 C + D] is the product of ``p.into``. Else as
     `rwkv7_step`."""
     (C, _), (H, N) = p.second.shape, state.wkv.shape[2:4]
     heads = lambda x: x.reshape(-1, H, N)
-    r, k, v, gate = (made[:, i * C : (i + 1) * C] for i in range(4))
-    low = made[:, 4 * C :].astype(p.second.dtype)
+    r, k, v, gate = (projections[:, i * C : (i + 1) * C] for i in range(4))
+    low = projections[:, 4 * C :].astype(p.second.dtype)
     decay = jnp.einsum("br,cr->bc", low, p.second, preferred_element_type=jnp.float32) + _float32(p.base)
     decay = heads(jnp.exp(-jnp.exp(jnp.minimum(decay, 20))))
     r, k, v = heads(r), heads(k), heads(v)
@@ -195,5 +201,5 @@ def rwkv6_step(
     o = o + jnp.sum(r * k * _float32(p.bonus).reshape(H, N), -1, keepdims=True) * v
     S = S * decay[..., None] + k[..., None] * v[..., None, :]
     return (_group_norm(o, p.group_norm) * jax.nn.silu(gate)).astype(dtype), _written(
-        S, state, new, layer, active
+        S, state, shifts, layer, active
     )
