@@ -4,6 +4,7 @@ from .checkpointing import TrainingCheckpoints, last_checkpoint
 from .logprobs import token_logprobs
 from .long_context import carried_loss, chunked_loss, truncated_value_and_grad, zero_carry
 from .lora import init_lora, lora_loss, merge_lora
+from .lora_files import load_lora, save_lora
 from .losses import chunked_cross_entropy, cross_entropy
 from .memory import available_memory, choose_remat, estimate_memory, peak_memory
 from .metrics import MetricWriter, Throughput
@@ -32,6 +33,7 @@ __all__ = [
     "init_lora",
     "initial_state",
     "last_checkpoint",
+    "load_lora",
     "load_states",
     "lora_loss",
     "matrix_mask",
@@ -43,6 +45,7 @@ __all__ = [
     "peak_memory",
     "rwkv_optimizer",
     "rwkv_schedule",
+    "save_lora",
     "save_states",
     "state_loss",
     "token_logprobs",

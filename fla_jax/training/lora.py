@@ -65,7 +65,7 @@ def init_lora(
     if dropout >= 1:
         raise ValueError(f"dropout must be below 1, got {dropout}")
     scale = (2 * rank if alpha is None else check_number("alpha", alpha, 0)) / rank
-    kernels = _kernels(params)
+    kernels = projections(params)
     chosen = {path for pattern in targets for path in _matching(pattern, kernels)}
     made = {}
     for path in sorted(chosen):
@@ -155,7 +155,7 @@ def lora_pairs(lora: PyTree) -> dict[str, LoRA]:
     return dict(flatten_dict(lora, sep="/"))
 
 
-def _kernels(params: PyTree) -> dict[str, jax.Array]:
+def projections(params: PyTree) -> dict[str, jax.Array]:
     """The kernels of the layers' dense projections by the paths of these."""
     flat = flatten_dict(nn.meta.unbox(params), sep="/")
     return {
