@@ -125,7 +125,7 @@ def token_times(
     import jax
     import numpy as np
 
-    from fla_jax.generation import Decoder, Sampling
+    from fla_jax.generation import Decoder, SamplingParams
     from fla_jax.generation.loop import STEPS_PER_CALL, begin, decode, row_keys
     from fla_jax.generation.prompts import prefill
 
@@ -136,7 +136,7 @@ def token_times(
     )
     logits, state = prefill(model, params, [[1 + i % 7, 2, 3] for i in range(batch)])
     carry = begin(params, logits, decoder.state(state), row_keys(range(batch)), 2**30)
-    rules = Sampling().arrays(model.config.vocab_size)
+    rules = SamplingParams().arrays(model.config.vocab_size)
     arguments = (decoder.step, decoder.weights, rules)
     fixed = decoder.step.per_call
     count = np.int32(fixed or STEPS_PER_CALL)

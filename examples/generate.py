@@ -27,7 +27,7 @@ from typing import Any, Literal
 from _cli import compute_dtype, parse, program
 
 from fla_jax.checkpoints import load_checkpoint
-from fla_jax.generation import Sampling, decode_stream, load_tokenizer, stream, uncounted
+from fla_jax.generation import SamplingParams, decode_stream, load_tokenizer, stream, uncounted
 from fla_jax.training import TrainingCheckpoints, initial_state, load_states
 
 
@@ -93,8 +93,9 @@ def run(options: Options) -> None:
     tokenizer = load_tokenizer(tokenizer, vocab_size=vocab_size)
     stop = ((0,) if vocab_size > 65000 else ()) if options.stop is None else options.stop
     names = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "penalty_decay")
-    given = {name: getattr(options, name) for name in names}
-    sampling = Sampling(**given, banned=options.ban, stop=stop, uncounted=uncounted(tokenizer, vocab_size))
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    given |= {"banned": options.ban, "stop_tokens": stop}
+    sampling = SamplingParams(**given, uncounted=uncounted(tokenizer, vocab_size))
     prompts = [tokenizer.encode(text) for text in options.prompt]
     if not all(prompts):
         raise ValueError("--prompt must not be empty")

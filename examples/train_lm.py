@@ -17,7 +17,7 @@ import numpy as np
 from _cli import check_numbers, claimed, compute_dtype, first_device, noted_interrupts, parse, program
 from _text import read_text
 
-from fla_jax.generation import Sampling, generate
+from fla_jax.generation import SamplingParams, generate
 from fla_jax.parallel import TrainStep, make_mesh
 from fla_jax.training import chunked_loss, rwkv_optimizer, rwkv_schedule
 
@@ -127,7 +127,7 @@ def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
     # 4. a sample, and the curve
     if options.sample_bytes:
         prompt = held_out[3, :100].tolist() if options.prompt is None else [*options.prompt.encode()] or [10]
-        sampling = Sampling(options.temperature, top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        sampling = SamplingParams(options.temperature, top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0)
         sample = generate(model, state.params, [prompt], options.sample_bytes, sampling, seed=options.seed)
         print(f"---- sample, after the prompt {bytes(prompt).decode(errors='replace')!r}")
         print(bytes(sample.tokens[0].tolist()).decode(errors="replace"), end="\n----\n")

@@ -17,7 +17,7 @@ import small_models
 from harness import cases, lowering, processes
 from harness.cases import Case, HeadCase, MixCase
 
-from fla_jax.generation import Sampling, generate
+from fla_jax.generation import SamplingParams, generate
 from fla_jax.ops import chunk_rwkv7
 
 pytestmark = pytest.mark.one_python
@@ -65,7 +65,7 @@ def generated(version):
     params = small_models.draw(small_models.shapes(model, jnp.zeros((1, 1), jnp.int32)))
     loss = lambda params: jnp.mean(model.apply({"params": params}, jnp.array([[1, 2, 3]]))[0] ** 2)
     grads = jax.jit(jax.grad(loss))(params)
-    (tokens,), _ = generate(model, params, [[1, 2, 3]], max_tokens=3, sampling=Sampling(temperature=0))
+    (tokens,), _ = generate(model, params, [[1, 2, 3]], max_tokens=3, sampling=SamplingParams(temperature=0))
     text = [1, 2, 3]
     for _ in range(3):
         text.append(int(model.apply({"params": params}, jnp.array([text]))[0][0, -1].argmax()))

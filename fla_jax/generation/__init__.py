@@ -4,7 +4,8 @@ from .decoder import Decoder
 from .decoding import Generation, generate, stream
 from .engine import Engine, Finished
 from .prompts import prefill
-from .sampling import Sampling
+from .sampling import TokenCounts, sample
+from .sampling_params import SamplingArrays, SamplingParams, sampling_arrays
 from .tokenizer import Tokenizer, decode_stream, load_tokenizer, uncounted
 
 __all__ = [
@@ -12,12 +13,16 @@ __all__ = [
     "Engine",
     "Finished",
     "Generation",
-    "Sampling",
+    "SamplingArrays",
+    "SamplingParams",
+    "TokenCounts",
     "Tokenizer",
     "decode_stream",
     "generate",
     "load_tokenizer",
     "prefill",
+    "sample",
+    "sampling_arrays",
     "stream",
     "uncounted",
 ]

@@ -15,9 +15,10 @@ from ..models.config import check_model
 from .decoder import Decoder, check_decoder
 from .deleted import check_deleted, explain_deleted
 from .engine import Engine
-from .loop import STEPS_PER_CALL, DecodeState, Results, begin, decode, row_keys, row_seeds, undefined
-from .prompts import check_prompts, prefill
-from .sampling import UNDEFINED, Sampling, SamplingParams
+from .loop import OVER, STEPS_PER_CALL, DecodeState, Results, begin, decode, row_keys, undefined
+from .prompts import check_prompts, prefill, put_like
+from .sampling import UNDEFINED
+from .sampling_params import SamplingArrays, SamplingParams, row_seeds, sampling_arrays
 
 _FEW_TOKENS = 16
 
@@ -52,7 +53,7 @@ def generate(
     params: Any,
     prompts: Sequence[Any],
     max_tokens: int,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     *,
     seed: int | Sequence[int] = 0,
     state: RWKVState | None = None,
@@ -71,7 +72,7 @@ def generate(
         prompts: B sequences of at least one token each, of any lengths: lists or integer arrays. A row's
             result does not depend on the other rows. How they are read: `fla_jax.generation.prefill`.
         max_tokens: largest number of new tokens a row.
-        sampling: how tokens are chosen, and which ones end a row; None for `Sampling`'s default values.
+        sampling: how tokens are chosen, and which ones end a row; None for `SamplingParams`'s default values.
         seed: one for each row; a single one stands for ``seed, seed + 1, ...``. Row i of a batch equals the
             row alone with its own seed. From -2**63 to 2**64 - 1; all 64 bits count, with and without
             ``jax_enable_x64`` (a negative one is the one 2**64 above it).
@@ -97,10 +98,10 @@ def generate(
         >>> import jax, jax.numpy as jnp
         >>> from fla_jax.generation import generate
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> from fla_jax.generation import Sampling
+        >>> from fla_jax.generation import SamplingParams
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
         >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        >>> result = generate(model, params, [[1, 2, 3], [4]], 5, Sampling(temperature=0.8))
+        >>> result = generate(model, params, [[1, 2, 3], [4]], 5, SamplingParams(temperature=0.8))
         >>> [len(row) for row in result.tokens]
         [5, 5]
     """
@@ -118,10 +119,10 @@ def generate(
         count = fixed or min(STEPS_PER_CALL, max_tokens - start)
         carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(count), fixed)
         results.add(out, count, start)
-        parts += [_checked(*call) for call in results.ready(late=1)]
+        parts += [_checked(np.asarray(out.tokens), about) for out, about in results.ready(late=1)]
         if (parts[-1] < 0).all(1).any():  # all rows are over
             break
-    parts += [_checked(*call) for call in results.ready(late=0)]
+    parts += [_checked(np.asarray(out.tokens), about) for out, about in results.ready(late=0)]
     tokens = np.concatenate([*parts, np.full_like(parts[0], -1, shape=(1, len(rows)))])
     return Generation([row[: np.argmax(row < 0)] for row in tokens.T], carry.state)
 
@@ -131,7 +132,7 @@ def stream(
     params: Any,
     prompts: Sequence[Any],
     max_tokens: int,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     *,
     seed: int | Sequence[int] = 0,
     state: RWKVState | None = None,
@@ -166,8 +167,8 @@ def stream(
             with explain_deleted(params=params):  # the caller may donate them between two tokens
                 carry, out = decode(decoder.step, decoder.weights, rules, carry, np.int32(1), None)
             results.add(out, 1, i)
-        for call in results.ready(late=int(i < max_tokens)):
-            tokens = _checked(*call)[0]
+        for out, start in results.ready(late=int(i < max_tokens)):
+            tokens = np.maximum(_checked(np.asarray(out.tokens), start)[0], OVER)
             if (tokens < 0).all():
                 return
             yield tokens
@@ -180,8 +181,8 @@ def _check(model: Any, params: Any, sampling: Any, state: Any) -> None:
             "tokens come depends on their values. What they run is compiled, and NaN is an error in any case"
         )
     check_model(model)
-    if not isinstance(sampling, Sampling | None):
-        raise TypeError(f"sampling must be a Sampling or None, got {shown(sampling)}")
+    if not isinstance(sampling, SamplingParams | None):
+        raise TypeError(f"sampling must be a SamplingParams or None, got {shown(sampling)}")
     check_deleted(state=state)
 
 
@@ -190,17 +191,17 @@ def _start(
     params: Any,
     rows: list[np.ndarray],
     max_tokens: int,
-    sampling: Sampling | None,
+    sampling: SamplingParams | None,
     seed: Any,
     state: Any,
     decoder: Any,
-) -> tuple[DecodeState, Decoder, SamplingParams]:
+) -> tuple[DecodeState, Decoder, SamplingArrays]:
     """Reads the prompts: the loop's carry, and what else it is called with."""
-    rules = (sampling or Sampling()).arrays(model.config.vocab_size)
     keys = row_keys(row_seeds(seed, len(rows)))
+    rules = sampling_arrays([sampling or SamplingParams()] * len(rows), model.config.vocab_size)
     decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model, params)
     logits, state = prefill(model, params, rows, state)
-    return begin(params, logits, decoder.state(state), keys, max_tokens), decoder, rules
+    return begin(params, logits, decoder.state(state), keys, max_tokens), decoder, put_like(params, rules)
 
 
 def _in_slots(
@@ -208,7 +209,7 @@ def _in_slots(
     params: Any,
     rows: list[np.ndarray],
     max_tokens: int,
-    sampling: Sampling | None,
+    sampling: SamplingParams | None,
     seed: Any,
     state: Any,
     slots: int,

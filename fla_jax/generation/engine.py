@@ -17,9 +17,10 @@ from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
 from .decoder import Decoder, check_decoder
 from .deleted import check_deleted, deleted, explain_deleted, is_deleted
-from .loop import STEPS_PER_CALL, DecodeState, Results, begin, decode, row_keys, row_seeds, undefined
+from .loop import STEPS_PER_CALL, DecodeState, Results, begin, decode, row_keys, undefined
 from .prompts import check_params, check_prompts, prefill_chunks, put_like, take_rows
-from .sampling import UNDEFINED, Sampling
+from .sampling import UNDEFINED
+from .sampling_params import SamplingArrays, SamplingParams, row_seeds, sampling_arrays
 
 # Steps of a call while prompts wait, where their number is not fixed: a slot whose row ends inside a call
 # stays empty for the rest of it, and one whose row has chosen a stop token for one call more. With four a row
@@ -120,7 +121,7 @@ class Engine:
         model: Any,
         params: Any,
         slots: int,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
         states: bool = False,
         decoder: Decoder | None = None,
@@ -131,19 +132,20 @@ class Engine:
             model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
             params: its parameters.
             slots: number of rows that decode together.
-            sampling: how tokens are chosen, of all rows; None for `Sampling`'s default values.
+            sampling: how tokens are chosen, of all rows; None for `SamplingParams`'s default values.
             states: whether results come with their row's state, which takes memory until they are dropped.
             decoder: made with this ``model`` and these very arrays ``params``; None to make one.
         """
         check_params(model, params)
-        if not isinstance(sampling, Sampling | None):
-            raise TypeError(f"sampling must be a Sampling or None, got {shown(sampling)}")
+        if not isinstance(sampling, SamplingParams | None):
+            raise TypeError(f"sampling must be a SamplingParams or None, got {shown(sampling)}")
         self.slots = check_integer("slots", slots, 1)
         self.started = self.chosen = 0
         self._decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model, params)
         self._params = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
         self._model, self._states = model, states
-        self._rules = (sampling or Sampling()).arrays(model.config.vocab_size)
+        rules = sampling_arrays([sampling or SamplingParams()] * self.slots, model.config.vocab_size)
+        self._rules: SamplingArrays = put_like(params, rules)
         self._waiting: collections.deque[_Row] = collections.deque()
         self._rows: list[_Row | None] = [None] * self.slots
         self._reading: tuple[Iterator[Any], list[_Row]] | None = None
@@ -228,8 +230,8 @@ class Engine:
         decoding = any(self._rows)
         if decoding:
             self._decode()
-        for tokens, rows in self._results.ready(late=int(decoding)):
-            self._take(tokens, rows)
+        for out, rows in self._results.ready(late=int(decoding)):
+            self._take(np.asarray(out.tokens), rows)
 
     def _next_rows(self, free: int) -> list[_Row]:
         """Prompts to be read next, taken from those that wait: the first, and others of similar lengths."""

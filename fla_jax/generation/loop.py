@@ -25,13 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from ..core.arguments import as_integer, as_integers, shown
 from ..layers.state import RWKVState
 from .prompts import put_like
-from .sampling import UNDEFINED, SamplingParams, TokenCounts, sample
+from .sampling import UNDEFINED, TokenCounts, choose, of_tokens, token_logprobs, top_logprobs
+from .sampling_params import MAX_LOGPROBS, Rows, SamplingArrays
 
 STEPS_PER_CALL = 32
-_SEEDS = -(2**63), 2**64 - 1
+# What a call returns beside tokens. Each is a program; `PLAIN` computes nothing that is not asked for.
+PLAIN, SCORED, RANKED = None, 0, MAX_LOGPROBS
+Scores = int | None
+OVER = -1  # instead of a token, where a row is over
+_STOPPED = -3  # minus the stop token, where a row has chosen one
 
 
 class Step(Hashable, Protocol):
@@ -40,7 +44,7 @@ class Step(Hashable, Protocol):
     Rows that are not ``alive`` keep their state to the last bit; their logits mean nothing.
 
     Attributes:
-        sampling: the implementation of `sample` that goes with it.
+        sampling: the implementation of `choose` that goes with it.
         per_call: how many steps a call has; None where the loop itself looks whether there is another one.
     """
 
@@ -79,15 +83,42 @@ def begin(params: Any, logits: jax.Array, state: RWKVState, keys: jax.Array, lim
     return DecodeState(logits, state, *put_like(params, new))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)
-def decode(
-    step: Step, weights: Any, rules: SamplingParams, carry: DecodeState, most: jax.Array, fixed: int | None
-) -> tuple[DecodeState, jax.Array]:
-    """More tokens a row: as many steps as are ``fixed``, or with None up to ``most`` <= STEPS_PER_CALL, until
-    all rows are over.
+class Chosen(struct.PyTreeNode):
+    """What a call of the loop chose; n steps.
 
-    [``fixed`` or STEPS_PER_CALL, B]: -1 where a row is over, and after the last step; `UNDEFINED` where a row
-    has no logits to choose from, which ends that row.
+    Attributes:
+        tokens: [n, B]; `OVER`, `UNDEFINED` or that of `stopped_by` where there is no new token.
+        logprobs: [n, B], the model's log-probabilities of the chosen tokens, stop tokens among them; None in
+            `PLAIN`.
+        top_tokens, top_logprobs: [n, B, k], the most probable tokens; None but in `RANKED`.
+    """
+
+    tokens: Rows
+    logprobs: Rows | None = None
+    top_tokens: Rows | None = None
+    top_logprobs: Rows | None = None
+
+
+def stopped_by(code: int) -> int | None:
+    """The stop token that a number in place of a token stands for."""
+    return _STOPPED - code if code <= _STOPPED else None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=3)
+def decode(
+    step: Step,
+    weights: Any,
+    rules: SamplingArrays,
+    carry: DecodeState,
+    most: jax.Array,
+    fixed: int | None,
+    scores: Scores = PLAIN,
+) -> tuple[DecodeState, Chosen]:
+    """More tokens a row: as many steps as are ``fixed``, or with None up to ``most`` <= STEPS_PER_CALL, until
+    all rows are over; the result has ``fixed`` or STEPS_PER_CALL steps.
+
+    In `PLAIN` the logits and the counts of rows that are over become undefined; else they remain, so that
+    the row can continue.
     """
     rows = STEPS_PER_CALL if fixed is None else fixed
 
@@ -100,26 +131,30 @@ def decode(
         # not keys[i]: that slice would be an operation of its own, or one with the kernel that reads it
         mine = jnp.sum(jnp.where((jnp.arange(rows) == i)[:, None, None], keys, 0), 0, dtype=keys.dtype)
         own = jax.random.wrap_key_data(mine, impl=jax.random.key_impl(carry.keys))
-        tokens, token_counts = sample(rules, carry.logits, carry.token_counts, own, step.sampling)
-        tokens = jnp.where(carry.done, 0, tokens)
-        over = carry.done | rules.stop[tokens] | (tokens == UNDEFINED)
+        chosen, token_counts = choose(rules, carry.logits, carry.token_counts, own, step.sampling)
+        tokens = jnp.where(carry.done, 0, chosen)
+        stops = of_tokens(rules.stop, tokens) & ~carry.done & (tokens != UNDEFINED)
+        over = carry.done | stops | (tokens == UNDEFINED)
         logits, state = step(weights, tokens, carry.state, ~over)
-        new = carry.step + 1
-        carry = carry.replace(
-            logits=logits,
-            state=state,
-            token_counts=token_counts,
-            step=new,
-            done=over | (new >= carry.limit),
-        )
-        tokens = jnp.where(over & (tokens != UNDEFINED), -1, tokens)
+        number = carry.step + 1
+        done = over | (number >= carry.limit)
+        found = _scored(carry.logits, tokens, scores)
+        if scores is not PLAIN:
+            kept = lambda new, old: jnp.where(over.reshape(-1, *(1,) * (new.ndim - 1)), old, new)
+            old = carry.logits.astype(logits.dtype), carry.token_counts, carry.step
+            logits, token_counts, number = jax.tree.map(kept, (logits, token_counts, number), old)
+        carry = carry.replace(logits=logits, state=state, token_counts=token_counts, step=number, done=done)
+        tokens = jnp.where(over & (tokens != UNDEFINED), jnp.where(stops, _STOPPED - tokens, OVER), tokens)
         # i is one of its rows: at[i].set would look whether it is, in a kernel of its own
-        return i + 1, carry, jax.lax.dynamic_update_index_in_dim(out, tokens, i, 0)
+        put = lambda all_steps, new: jax.lax.dynamic_update_index_in_dim(all_steps, new, i, 0)
+        return i + 1, carry, jax.tree.map(put, out, found.replace(tokens=tokens))
 
     # all at once: for one token these are many kernels that do next to nothing
     numbers = carry.step + jnp.arange(rows, dtype=jnp.int32)[:, None]
     keys = jax.random.key_data(jax.vmap(jax.vmap(jax.random.fold_in), (None, 0))(carry.keys, numbers))
-    loop = jnp.int32(0), carry, jnp.full((rows, carry.done.shape[0]), -1, jnp.int32)
+    empty = jax.eval_shape(lambda: _scored(carry.logits, carry.step, scores))
+    out = jax.tree.map(lambda x: jnp.full((rows, *x.shape), OVER, x.dtype), empty)
+    loop = jnp.int32(0), carry, out
     if fixed is None:
         _, carry, out = jax.lax.while_loop(more, one, loop)
     else:
@@ -127,25 +162,34 @@ def decode(
     return carry, out
 
 
+def _scored(logits: jax.Array, tokens: jax.Array, scores: Scores) -> Chosen:
+    """The chosen tokens with the log-probabilities that a program returns."""
+    if scores is PLAIN:
+        return Chosen(tokens)
+    top = top_logprobs(logits, scores) if scores > SCORED else (None, None)
+    return Chosen(tokens, token_logprobs(logits, tokens), *top)
+
+
 class Results:
     """The tokens of calls of `decode` that are under way, read in order, one call late."""
 
     def __init__(self) -> None:
-        self._calls: collections.deque[tuple[jax.Array, int, Any]] = collections.deque()
+        self._calls: collections.deque[tuple[Chosen, int, Any]] = collections.deque()
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(self, out: jax.Array, count: int, about: Any) -> None:
+    def add(self, out: Chosen, count: int, about: Any) -> None:
         """A call for ``count`` steps; what is said ``about`` it comes back with its tokens."""
-        out.copy_to_host_async()
+        for array in jax.tree.leaves(out):
+            array.copy_to_host_async()
         self._calls.append((out, count, about))
 
-    def ready(self, late: int) -> Iterator[tuple[np.ndarray, Any]]:
-        """The tokens [count, B] of all calls but the last ``late`` ones; waits for them."""
+    def ready(self, late: int) -> Iterator[tuple[Chosen, Any]]:
+        """What all calls but the last ``late`` ones chose, in NumPy arrays of their steps; waits for them."""
         while len(self._calls) > late:
             out, count, about = self._calls.popleft()
-            yield np.asarray(out)[:count], about
+            yield jax.tree.map(lambda x, n=count: np.asarray(x)[:n], out), about
 
 
 def undefined(row: int, token: int) -> FloatingPointError:
@@ -155,22 +199,6 @@ def undefined(row: int, token: int) -> FloatingPointError:
         "state hold NaN or infinity, or an activation has overflowed; fla_jax.checked around model.apply "
         "names the op"
     )
-
-
-def row_seeds(seed: Any, batch: int) -> tuple[int, ...]:
-    """The seed of each row.
-
-    Raises:
-        ValueError: ``seed`` is neither an integer nor one for each row, or not from -2**63 to 2**64 - 1.
-    """
-    first = as_integer(seed)
-    seeds = as_integers(seed) if first is None else tuple(range(first, first + batch))
-    if seeds is None or len(seeds) != batch:
-        raise ValueError(f"seed must be an integer or one for each of the {batch} prompts, got {shown(seed)}")
-    wrong = [row for row in seeds if not _SEEDS[0] <= row <= _SEEDS[1]]
-    if wrong:
-        raise ValueError(f"seed must be from -2**63 to 2**64 - 1 for every row, got {shown(wrong[0])}")
-    return seeds
 
 
 def row_keys(seeds: Sequence[int]) -> jax.Array:

@@ -212,13 +212,13 @@ def _single(token: Any) -> int:
 
 
 def uncounted(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that PIPELINE's frequency penalty does not count, for `Sampling.uncounted`.
+    """Tokens that PIPELINE's frequency penalty does not count, for `SamplingParams.uncounted`.
 
     They are those below ``vocab_size`` whose text is a part of ``" \\t0123456789"``.
 
     Example:
-        >>> from fla_jax.generation import Sampling, load_tokenizer, uncounted
-        >>> sampling = Sampling(uncounted=uncounted(load_tokenizer("bytes"), 256))
+        >>> from fla_jax.generation import SamplingParams, load_tokenizer, uncounted
+        >>> sampling = SamplingParams(uncounted=uncounted(load_tokenizer("bytes"), 256))
         >>> "".join(map(chr, sampling.uncounted))
         '\\t 0123456789'
     """

@@ -197,7 +197,7 @@ def sample_tokens(
     """The next token of each batch element, see `sample`. All arrays [B, V] are written in place.
 
     Args:
-        rules: a `fla_jax.generation.sampling.SamplingParams`.
+        rules: a `fla_jax.generation.sampling_params.SamplingArrays`.
         logits: [B, V] float32.
         seen: [B, V] booleans, the tokens that have occurred.
         count: [B, V] float32, how often; 0 where they have not.
@@ -207,7 +207,8 @@ def sample_tokens(
     Returns:
         ``(tokens [B] int32, seen, count)``.
     """
-    (B, V), scalar = logits.shape, lambda x: jnp.asarray(x).reshape(1)
+    B, V = logits.shape
+    of_rows = lambda x: jnp.broadcast_to(jnp.asarray(x), (B, *x.shape[1:]))
     # a token for every thread: two threads with one token would apply its penalties twice
     part = min(PART, max(128, 1 << (V - 1).bit_length()))
     P = -(-V // part)
@@ -221,10 +222,12 @@ def sample_tokens(
             logits=logits,
             seen=seen,
             counts=count,
-            banned=jnp.asarray(rules.banned),
-            presence=scalar(rules.presence_penalty),
-            frequency=scalar(rules.frequency_penalty),
-            decay=scalar(rules.penalty_decay),
+            bias=None if rules.bias is None else of_rows(rules.bias),
+            repetition=of_rows(rules.repetition),
+            inverse_repetition=of_rows(rules.inverse_repetition),
+            presence=of_rows(rules.presence_penalty),
+            frequency=of_rows(rules.frequency_penalty),
+            decay=of_rows(rules.penalty_decay),
         ),
         out=SurveyOut(PartSums(floats, floats, floats), *_shapes((logits, count))),
         config=config,
@@ -232,14 +235,15 @@ def sample_tokens(
         launch=Launch(4),
         aliases={"x.logits": "logits", "x.counts": "counts"},
     )
-    top_p = scalar(rules.top_p)
+    top_p = of_rows(rules.top_p)
     drawn = triton_call(
         sample_draw_kernel,
         SampleInputs(
             logits=survey.logits,
             keys=jax.lax.bitcast_convert_type(keys, jnp.int32),
             top_p=top_p,
-            temperature=scalar(rules.temperature),
+            min_logit=of_rows(rules.min_logit),
+            temperature=of_rows(rules.temperature),
         ),
         survey.parts,
         out=DrawOut(Candidates(*map(of_tokens, ("int32", "float32", "float32"))), ints, floats, floats, ints),
@@ -252,9 +256,9 @@ def sample_tokens(
         SampleInputs(
             seen=seen,
             counts=survey.counts,
-            uncounted=jnp.asarray(rules.uncounted),
+            uncounted=of_rows(rules.uncounted),
             top_p=top_p,
-            top_k=scalar(rules.top_k),
+            top_k=of_rows(rules.top_k),
         ),
         drawn,
         survey.parts,

@@ -51,23 +51,28 @@ class SampleInputs(NamedTuple):
     Attributes:
         logits: [B, V]; the survey subtracts penalties in place.
         seen: [B, V] booleans, the tokens that have occurred, and counts: [B, V], how often; written in place.
-        banned: [V], tokens that are forbidden, and uncounted: [V], those that are not counted.
-        presence, frequency, decay: [1] each, penalties and what they decay by.
+        bias: [B, V], added to logits, -inf for forbidden tokens; uncounted: [B, V] booleans, tokens that are
+            not counted.
+        repetition, inverse_repetition: [B] each, factors of negative and positive logits of seen tokens.
+        presence, frequency, decay: [B] each, penalties and what they decay by.
         keys: [B, 2] int32, Threefry keys.
-        top_p, top_k, temperature: [1] each.
+        top_p, top_k, min_logit, temperature: [B] each; min_logit is relative to the largest logit.
     """
 
     logits: jax.Array | None = None
     seen: jax.Array | None = None
     counts: jax.Array | None = None
-    banned: jax.Array | None = None
+    bias: jax.Array | None = None
     uncounted: jax.Array | None = None
+    repetition: jax.Array | None = None
+    inverse_repetition: jax.Array | None = None
     presence: jax.Array | None = None
     frequency: jax.Array | None = None
     decay: jax.Array | None = None
     keys: jax.Array | None = None
     top_p: jax.Array | None = None
     top_k: jax.Array | None = None
+    min_logit: jax.Array | None = None
     temperature: jax.Array | None = None
 
 
@@ -190,14 +195,19 @@ def sample_survey_kernel(x, out, c: tl.constexpr):
     here, start = b * c.P + part, b.to(tl.int64) * V
     logits = tokens_at(x.logits + start, tokens, V, UNMASKED, -float("inf"))
     seen = tokens_at(x.seen + start, tokens, V, UNMASKED, 0) != 0
-    banned = tokens_at(x.banned, tokens, V, UNMASKED, 0) != 0
+    changed = seen
+    if x.bias is not None:
+        bias = tokens_at(x.bias + start, tokens, V, UNMASKED, 0.0)
+        logits = tl.where(bias > -float("inf"), logits + bias, -float("inf"))
+        changed = seen | (bias != 0.0)
     count = tl.load(x.counts + start + tokens, mask=seen, other=0.0)
-    penalties = tl.load(x.presence) + count * tl.load(x.frequency)
+    factor = tl.where(logits > 0.0, tl.load(x.inverse_repetition + b), tl.load(x.repetition + b))
+    penalties = tl.load(x.presence + b) + count * tl.load(x.frequency + b)
     # -inf is for forbidden tokens, so penalties stay finite
     penalties = tl.clamp(penalties, -3.4028234663852886e38, 3.4028234663852886e38)
-    logits = tl.where(banned, -float("inf"), tl.where(seen, logits - penalties, logits))
-    tl.store(x.logits + start + tokens, logits, mask=seen | banned)
-    tl.store(x.counts + start + tokens, count * tl.load(x.decay), mask=seen)
+    logits = tl.where(seen, logits * factor - penalties, logits)
+    tl.store(x.logits + start + tokens, logits, mask=changed)
+    tl.store(x.counts + start + tokens, count * tl.load(x.decay + b), mask=seen)
     high = max_of(logits)
     # e^((logit - high) / 2)
     root = tl.exp2(0.7213475204444817 * (logits - tl.where(high > -float("inf"), high, 0.0)))
@@ -222,12 +232,13 @@ def sample_draw_kernel(x, sums, out, c: tl.constexpr):
     high = tl.load(sums.high + parts, exists, other=none)
     mass = tl.load(sums.mass + parts, exists, other=0.0)
     root_mass = tl.load(sums.root_mass + parts, exists, other=0.0)
-    temperature = tl.load(x.temperature)
+    temperature = tl.load(x.temperature + b)
     largest = tl.max(high, 0)
     root = tl.where(high > none, tl.exp(0.5 * (high - largest)), 0.0)
     ratio = tl.sum(mass * root * root, 0) / tl.sum(root_mass * root, 0)
     # 0.999 covers the rounding of the sums
-    threshold = largest + 2.0 * tl.log((1.0 - tl.load(x.top_p)) * ratio * 0.999)
+    threshold = largest + 2.0 * tl.log((1.0 - tl.load(x.top_p + b)) * ratio * 0.999)
+    threshold = tl.maximum(threshold, largest + tl.load(x.min_logit + b))
     threshold = tl.maximum(tl.where(temperature == 0.0, largest, threshold), -3.4028234663852886e38)
     best_score, best_logit = tl.full((BK,), none, tl.float32), tl.full((BK,), none, tl.float32)
     best_token, number = tl.full((BK,), V, tl.int32), tl.full((), 0, tl.int32)
@@ -277,7 +288,7 @@ def sample_choose_kernel(x, drawn, sums, out, c: tl.constexpr):
     best_tokens = tl.load(drawn.best_token + part, exists, other=V)
     best_logits = tl.load(drawn.best_logit + part, exists, other=none)
     numbers = tl.load(drawn.number + part, exists, other=0)
-    top_p, top_k = tl.load(x.top_p), tl.load(x.top_k)
+    top_p, top_k = tl.load(x.top_p + b), tl.load(x.top_k + b)
     largest, longest = tl.max(high, 0), tl.max(numbers, 0)
     total = tl.sum(tl.where(high > none, tl.exp(high - largest), 0.0) * mass, 0)
     first = tl.min(tl.where(best == tl.max(best, 0), best_tokens, V), 0)
@@ -317,6 +328,6 @@ def sample_choose_kernel(x, drawn, sums, out, c: tl.constexpr):
             found = max_of(tl.where(best_token == first, best_logit, none))
     tl.store(out.token + b, chosen)
     if chosen >= 0:
-        counted = tl.where(tl.load(x.uncounted + chosen) != 0, 0.0, 1.0)
+        counted = tl.where(tl.load(x.uncounted + start + chosen) != 0, 0.0, 1.0)
         tl.store(x.counts + start + chosen, tl.load(x.counts + start + chosen) + counted)
         tl.store(x.seen + start + chosen, 1)

@@ -17,7 +17,7 @@ import small_models as small
 from harness.compare import assert_same_bits as same
 
 from fla_jax.checkpoints import load_checkpoint, save_checkpoint
-from fla_jax.generation import Decoder, Sampling, generate
+from fla_jax.generation import Decoder, SamplingParams, generate
 
 INDEX = "model.safetensors.index.json"
 
@@ -103,7 +103,7 @@ def test_without_a_norm_of_the_embedding(version, tmp_path):
     small.assert_close(logits[1], logits[0])
     if version == 6:  # the table of a decoder is made alike
         return
-    greedy = Sampling(temperature=0, presence_penalty=0, frequency_penalty=0)
+    greedy = SamplingParams(temperature=0, presence_penalty=0, frequency_penalty=0)
     rows = [
         generate(m, p, [[1, 2, 3]], 6, greedy, decoder=Decoder(m, p))[0][0]
         for m, p in ((model, params), (got, got_params))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import small_models as small
 
-from fla_jax.generation import Decoder, Sampling, generate
+from fla_jax.generation import Decoder, SamplingParams, generate
 
 RULES = (
     ("heads", "model"),
@@ -29,7 +29,7 @@ def report(version: int) -> dict:
     shared = jax.device_put(params, shardings)
     key = shared["blocks_0"]["att"]["key"]["kernel"]
     assert len(key.sharding.device_set) == 2 and not key.sharding.is_fully_replicated
-    prompts, greedy = [[3, 1, 4, 1, 5], [9], [2, 6, 5]], Sampling(temperature=0.0)
+    prompts, greedy = [[3, 1, 4, 1, 5], [9], [2, 6, 5]], SamplingParams(temperature=0.0)
     want = generate(model, params, prompts, 6, greedy)
     got = generate(model, shared, prompts, 6, greedy)
     slots = generate(model, shared, prompts, 6, greedy, slots=2)

@@ -10,11 +10,11 @@ import numpy as np
 import small_models as small
 from jax.sharding import PartitionSpec as P
 
-from fla_jax.generation import Sampling, generate
+from fla_jax.generation import SamplingParams, generate
 from fla_jax.parallel import axis_rules, make_mesh, parameter_shardings
 from fla_jax.training import chunked_loss, truncated_value_and_grad, tune_states
 
-GREEDY = Sampling(temperature=0.0, presence_penalty=0.0, frequency_penalty=0.0)
+GREEDY = SamplingParams(temperature=0.0, presence_penalty=0.0, frequency_penalty=0.0)
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8]]
 
 

@@ -14,12 +14,12 @@ import pytest
 import small_models as small
 from harness import tiers, variants
 
-from fla_jax.generation import Decoder, Engine, Sampling, decoder, generate, prefill, stream
+from fla_jax.generation import Decoder, Engine, SamplingParams, decoder, generate, prefill, stream
 from fla_jax.models import stack_layers
 from fla_jax.ops.decode import Matrix
 from fla_jax.pallas.backend import triton
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 SLOW = (pytest.mark.slow, pytest.mark.one_python)
 PROMPTS = [[3, 1, 4, 1, 5], [9]]
 
@@ -90,7 +90,7 @@ def test_kernels(version, B, interpreted):
     params = small.params(model)
     prompts = [[3, 1, 4], [9], [2, 6], [5], [3, 5]][:B]
     plain = generate(model, params, prompts, 3, GREEDY)
-    stop = Sampling(temperature=0.0, stop=(int(plain.tokens[-1][1]),))
+    stop = SamplingParams(temperature=0.0, stop_tokens=(int(plain.tokens[-1][1]),))
     want = generate(model, params, prompts, 3, stop)
     got = generate(model, params, prompts, 3, stop, decoder=Decoder(model, params, implementation="triton"))
     for a, b in zip(want.tokens, got.tokens, strict=True):

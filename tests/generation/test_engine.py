@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.generation import Decoder, Engine, Sampling, generate
+from fla_jax.generation import Decoder, Engine, SamplingParams, generate
 from fla_jax.generation import engine as module
 
-SAMPLING = Sampling(temperature=1.3, top_p=0.9, stop=(0,))
+SAMPLING = SamplingParams(temperature=1.3, top_p=0.9, stop_tokens=(0,))
 LENGTHS = (21, 1, 9, 30, 5, 17, 2)
 
 
@@ -82,7 +82,7 @@ def test_the_slots_are_used(setup, monkeypatch, known, fixed):
     decoder.step = Countdown()
     lengths = np.random.default_rng(0).integers(16, 1025, 128)
     zeros = model.init_state(1)
-    sampling = Sampling(temperature=0.0, presence_penalty=0, frequency_penalty=0, stop=(23,))
+    sampling = SamplingParams(temperature=0.0, presence_penalty=0, frequency_penalty=0, stop_tokens=(23,))
     engine = Engine(model, params, 16, sampling, decoder=decoder)
     for length in lengths:
         state = zeros.replace(att_shift=jnp.full_like(zeros.att_shift, length))
@@ -106,7 +106,7 @@ def test_nothing_waits_for_the_device(setup, monkeypatch):
 
     monkeypatch.setattr(module, "decode", started)
     monkeypatch.setattr(module.Results, "ready", read)
-    engine = Engine(*setup, 1, Sampling(temperature=0.0))
+    engine = Engine(*setup, 1, SamplingParams(temperature=0.0))
     engine.put([1], 32 * 3)
     list(engine.results())
     assert events == ["start", "start", "read", "start", "read", "read"]
@@ -144,7 +144,7 @@ def test_a_request_that_becomes_nan_fails_alone(setup, alone):
 def test_a_request_that_becomes_nan_later_keeps_its_tokens(setup, implementation):
     """A token whose embedding is NaN: requests that choose it end with the next one, other requests go on."""
     model = setup[0] if implementation == "model" else small.model(7, hidden_size=64)
-    params, greedy = small.params(model), Sampling(temperature=0.0, presence_penalty=2.0)
+    params, greedy = small.params(model), SamplingParams(temperature=0.0, presence_penalty=2.0)
     prompts = [[1], [2], [4], [5]]
     decoder = Decoder(model, params, implementation=implementation)
     whole = generate(model, params, prompts, 12, greedy, slots=3, decoder=decoder).tokens
@@ -166,28 +166,28 @@ def test_a_request_that_becomes_nan_later_keeps_its_tokens(setup, implementation
 
 def test_a_request_whose_state_was_donated_fails_alone(setup):
     model, params = setup
-    engine, state = Engine(*setup, 2, Sampling(temperature=0.0)), small.random_state(model, 1)
+    engine, state = Engine(*setup, 2, SamplingParams(temperature=0.0)), small.random_state(model, 1)
     numbers = [engine.put([1, 2], 3), engine.put([1, 2], 3, state=state)]
     jax.tree.map(lambda x: x.delete(), state)
     with pytest.raises(ValueError, match=r"^state contains deleted arrays: they were donated to an earlier"):
         engine.put([1], 3, state=state)
     done = {result.number: result for result in engine.results()}
     assert "row 1: state contains deleted arrays" in str(done[numbers[1]].error)
-    want = generate(model, params, [[1, 2]], 3, Sampling(temperature=0.0)).tokens[0]
+    want = generate(model, params, [[1, 2]], 3, SamplingParams(temperature=0.0)).tokens[0]
     np.testing.assert_array_equal(done[numbers[0]].tokens, want)
 
 
 def test_parameters_of_an_engine_stay(setup):
     model, params = setup
     mine = jax.tree.map(jnp.copy, params)
-    engine = Engine(model, mine, 1, Sampling(temperature=0.0))
+    engine = Engine(model, mine, 1, SamplingParams(temperature=0.0))
     with pytest.raises(AttributeError, match=r"params of an Engine cannot be replaced.* Engine\(model"):
         engine.params = params
     assert engine.params["emb"]["embedding"] is mine["emb"]["embedding"]
     mine["head"] = jax.tree.map(jnp.zeros_like, mine["head"])
     engine.put([1, 2], 6)
     (result,) = engine.results()
-    want = generate(model, params, [[1, 2]], 6, Sampling(temperature=0.0)).tokens[0]
+    want = generate(model, params, [[1, 2]], 6, SamplingParams(temperature=0.0)).tokens[0]
     np.testing.assert_array_equal(result.tokens, want)
     engine.put([1, 2], 6)
     jax.tree.map(lambda x: x.delete(), engine.params)
@@ -216,7 +216,7 @@ def test_errors(setup):
     model, params = setup
     with pytest.raises(ValueError, match="slots must be an integer >= 1, got 0"):
         Engine(model, params, 0)
-    with pytest.raises(TypeError, match="sampling must be a Sampling or None"):
+    with pytest.raises(TypeError, match="sampling must be a SamplingParams or None"):
         Engine(model, params, 1, {"temperature": 1})
     with pytest.raises(ValueError, match="params must be the parameters alone"):
         Engine(model, {"params": params}, 1)

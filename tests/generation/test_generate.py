@@ -13,12 +13,13 @@ import small_models as small
 from sampling_reference import reference
 
 import fla_jax
-from fla_jax.generation import Sampling, decoding, generate, loop, prefill, stream
+from fla_jax.generation import SamplingParams, decoding, generate, loop, prefill, stream
 from fla_jax.generation import prompts as reading
+from fla_jax.generation.sampling_params import row_seeds
 
 V = 24
 PROMPTS = [[int(t) for t in small.tokens(1, n, seed=n)[0]] for n in (21, 1, 9)]
-SAMPLING = Sampling(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,))
+SAMPLING = SamplingParams(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def test_equals_the_official_model_step_by_step(version):
     """Greedy with penalties: every step depends on those before. Model and choice in float64 NumPy."""
     model = small.model(version, num_layers=2 if version == 7 else 1)
     params = small.params(model)
-    settings = Sampling(
+    settings = SamplingParams(
         temperature=0.0,
         presence_penalty=0.5,
         frequency_penalty=0.8,
@@ -77,7 +78,7 @@ def test_every_step_draws_anew(setup):
     model, params = setup
     params = {**params, "head": jax.tree.map(jnp.zeros_like, params["head"])}
     requests = generate(
-        model, params, PROMPTS, 40, Sampling(top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        model, params, PROMPTS, 40, SamplingParams(top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0)
     ).tokens
     assert all(len(set(request.tolist())) > 12 for request in requests)
 
@@ -90,7 +91,7 @@ def test_stop_and_ban(setup, batch):
         *setup,
         PROMPTS,
         40,
-        Sampling(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,), stop=(stop,)),
+        SamplingParams(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,), stop_tokens=(stop,)),
         seed=3,
     )
     for request, whole in zip(got.tokens, batch.tokens):
@@ -103,7 +104,7 @@ def test_stop_and_ban(setup, batch):
 
 def test_streaming(setup, batch):
     stop = int(batch.tokens[0][6])
-    settings = Sampling(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,), stop=(stop,))
+    settings = SamplingParams(temperature=1.3, top_p=0.9, banned=(0,), uncounted=(5,), stop_tokens=(stop,))
     want = generate(*setup, PROMPTS, 40, settings, seed=3).tokens
     requests = np.stack(list(stream(*setup, PROMPTS, 40, settings, seed=3)))
     assert requests.shape == (max(map(len, want)), 3)
@@ -126,7 +127,7 @@ def test_one_program_for_all_settings_and_lengths(setup, batch):
     """What is compiled depends on the batch size alone."""
     before = loop.decode._cache_size(), reading._read._cache_size()
     prompts = [PROMPTS[0][:9], PROMPTS[0][:18], PROMPTS[2]]
-    generate(*setup, prompts, 7, Sampling(temperature=0.0, top_k=2, stop=(9,)), seed=2**40)
+    generate(*setup, prompts, 7, SamplingParams(temperature=0.0, top_k=2, stop_tokens=(9,)), seed=2**40)
     assert (loop.decode._cache_size(), reading._read._cache_size()) == before
 
 
@@ -153,7 +154,7 @@ def test_all_bits_of_a_seed_count(setup, batch):
     )
     more = generate(*setup, [PROMPTS[0]] * 3, 12, SAMPLING, seed=np.array([0, -1, 2**63 - 1])).tokens
     assert len({request.tobytes() for request in (*requests, *more)}) == 6
-    data = lambda seed, batch: np.asarray(jax.random.key_data(loop.row_keys(loop.row_seeds(seed, batch))))
+    data = lambda seed, batch: np.asarray(jax.random.key_data(loop.row_keys(row_seeds(seed, batch))))
     for seed in (0, 3, 2**31, 2**32 - 1):
         np.testing.assert_array_equal(data(seed, 1)[0], jax.random.key_data(jax.random.key(np.uint32(seed))))
     with jax.enable_x64(True):  # JAX's own keys of 64 bits, and the same ones here
@@ -176,14 +177,14 @@ def test_not_a_number_is_an_error(setup):
     with pytest.raises(FloatingPointError, match="row 1: the logits for new token 0"):
         generate(model, params, PROMPTS, 3, state=state.replace(wkv=state.wkv.at[0, 1, 0, 0, 0].set(jnp.nan)))
     # a token whose embedding is NaN: nothing happens until it is read, and never in a request that it ends
-    prompts, greedy = [[1], [2], [4]], Sampling(temperature=0.0, presence_penalty=2.0)
+    prompts, greedy = [[1], [2], [4]], SamplingParams(temperature=0.0, presence_penalty=2.0)
     whole = [request.tolist() for request in generate(model, params, prompts, 5, greedy).tokens]
     token = whole[0][0]
     assert token not in (1, 2, 4) and any(token not in request for request in whole)
     broken = {**params, "emb": {"embedding": params["emb"]["embedding"].at[token].set(jnp.nan)}}
     with pytest.raises(FloatingPointError, match="row 0: the logits for new token 1"):
         generate(model, broken, prompts, 5, greedy)
-    stopped = generate(model, broken, prompts, 5, dataclasses.replace(greedy, stop=(token,))).tokens
+    stopped = generate(model, broken, prompts, 5, dataclasses.replace(greedy, stop_tokens=(token,))).tokens
     assert [request.tolist() for request in stopped] == [
         request[: [*request, token].index(token)] for request in whole
     ]
@@ -219,7 +220,12 @@ def test_no_tokens(setup):
         ([[1]], {"max_tokens": -1}, ValueError, "max_tokens must be"),
         ([[1]], {"max_tokens": True}, ValueError, "max_tokens must be an integer >= 0, got True"),
         ([[1]], {"max_tokens": 1.0}, ValueError, "max_tokens must be an integer >= 0, got 1.0"),
-        ([[1]], {"sampling": {"temperature": 1}}, TypeError, "sampling must be a Sampling or None, got {'t"),
+        (
+            [[1]],
+            {"sampling": {"temperature": 1}},
+            TypeError,
+            "sampling must be a SamplingParams or ",
+        ),
         ([[1]], {"seed": [1, 2]}, ValueError, "seed must be an integer or one for each of the 1 prompts"),
         ([[1]], {"seed": "1"}, ValueError, "seed must be an integer or one for each .*, got '1'"),
         ([[1]], {"seed": True}, ValueError, "seed must be an integer or one for each .*, got True"),
@@ -227,7 +233,7 @@ def test_no_tokens(setup):
         ([[1]], {"seed": 2**64}, ValueError, r"seed must be from -2\*\*63 to 2\*\*64 - 1 .*, got 18"),
         ([[1], [1]], {"seed": 2**64 - 1}, ValueError, "seed must be from .* got 18446744073709551616"),
         ([[1]], {"seed": [-(2**63) - 1]}, ValueError, "seed must be from .* got -9223372036854775809"),
-        ([[1]], {"sampling": Sampling(stop=(24,))}, ValueError, "stop must hold tokens"),
+        ([[1]], {"sampling": SamplingParams(stop_tokens=(24,))}, ValueError, "stop_tokens must hold tokens"),
         ([[1]], {"state": small.model(7).init_state(2)}, ValueError, "state.att_shift must have shape"),
     ],
 )

@@ -9,10 +9,10 @@ import pytest
 import small_models as small
 from harness import tiers
 
-from fla_jax.generation import Sampling, generate, prefill, stream
+from fla_jax.generation import SamplingParams, generate, prefill, stream
 
 PROMPTS = [[3, 5, 7, 1], [2]]
-SAMPLING = Sampling(temperature=0.9, top_p=0.9, top_k=12, banned=(0,), stop=(4,))
+SAMPLING = SamplingParams(temperature=0.9, top_p=0.9, top_k=12, banned=(0,), stop=(4,))
 
 
 def model_and_params(version, dtype):
@@ -43,7 +43,7 @@ def test_every_precision(version, dtype):
             _, want = official.run(z, version, [*PROMPTS[i], *request], heads=small.HEADS)
             for x, y in zip((state.att_shift, state.ffn_shift, state.wkv), want):
                 assert small.error(x[:, i], y) < tolerance
-        greedy = Sampling(temperature=0.0, presence_penalty=1.5)
+        greedy = SamplingParams(temperature=0.0, presence_penalty=1.5)
         whole = generate(model, params, PROMPTS, 6, greedy).tokens
         logits, state = prefill(model, params, PROMPTS)
         assert logits.dtype == ("float64" if dtype == "float64" else "float32")

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.generation import Decoder, Engine, Sampling, generate, sampling
+from fla_jax.generation import Decoder, Engine, SamplingParams, generate, sampling
 from fla_jax.pallas.backend.triton import INTERPRET
 
 if jax.default_backend() != "gpu" or INTERPRET:
     pytest.skip("no NVIDIA GPU is visible to JAX, or Triton's interpreter is on", allow_module_level=True)
 
 ROOT = pathlib.Path(__file__).parents[2]
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @functools.cache
@@ -120,15 +120,15 @@ def test_choice_without_sorting(V):
     before = sampling.TokenCounts(jnp.asarray(seen), jnp.asarray(seen * rng.random((64, V)), jnp.float32))
     first = sampling.TokenCounts(before.seen[:1], before.count[:1])
     keys = jax.random.split(jax.random.key(0), 64)
-    every, banned = Sampling(top_p=1.0), tuple(range(0, V, 2))
+    every, banned = SamplingParams(top_p=1.0), tuple(range(0, V, 2))
     for settings in (
-        Sampling(),
-        Sampling(top_k=50, temperature=2.0),
-        Sampling(top_p=0.1, banned=banned),
+        SamplingParams(),
+        SamplingParams(top_k=50, temperature=2.0),
+        SamplingParams(top_p=0.1, banned=banned),
         every,
         GREEDY,
     ):
-        sample = jax.jit(sampling.sample, static_argnums=4)
+        sample = jax.jit(sampling.choose, static_argnums=4)
         rules = settings.arrays(V)
         want, after = sample(rules, logits, before, keys, "xla")
         got, counts = sample(rules, logits, before, keys, "triton")
@@ -155,7 +155,7 @@ def test_the_state_is_never_copied():
 
 def test_continuous_batching():
     model, params = setup(7, dtype="bfloat16")
-    engine = Engine(model, params, 4, Sampling(temperature=0.8))
+    engine = Engine(model, params, 4, SamplingParams(temperature=0.8))
     lengths = [5, 40, 17, 3, 64, 20, 9, 33]
     for i, length in enumerate(lengths):
         engine.put([1 + i, 2, 3][: 1 + i % 3], length, seed=i)

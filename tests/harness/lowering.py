@@ -275,8 +275,10 @@ def decode(
 
 
 def choose(logits: jax.Array) -> jax.Array:
-    from fla_jax.generation.sampling import Sampling, TokenCounts, sample
+    from fla_jax.generation import SamplingParams, TokenCounts
+    from fla_jax.generation.sampling import choose as choose_tokens
 
     B, V = logits.shape
     keys = jax.random.split(jax.random.key(0), B)
-    return sample(Sampling().arrays(V), logits, TokenCounts.none(B, V), keys, "triton")[0]
+    rules = SamplingParams().arrays(V)
+    return choose_tokens(rules, logits, TokenCounts.none(B, V), keys, "triton")[0]

@@ -16,7 +16,7 @@ from fla_jax.checkpoints import PARAM_MAPS, ParamMap, load_checkpoint, save_chec
 from fla_jax.checkpoints.param_maps import TensorRef
 from fla_jax.checkpoints.param_maps.official import NAMES, PREFIX
 from fla_jax.checkpoints.param_maps.param_map import UNIT_AXES, dense, model_refs
-from fla_jax.generation import Decoder, Sampling, generate
+from fla_jax.generation import Decoder, SamplingParams, generate
 from fla_jax.layers import Attention, RWKV7FeedForward
 from fla_jax.layers.init import computed, orthogonal
 from fla_jax.models import (
@@ -127,7 +127,11 @@ def test_a_family_trains_saves_loads_and_generates(tmp_path):
     # the model itself decodes: greedy tokens are those of a call on the whole text
     assert Decoder(model, params).implementation == "model"
     rows, _ = generate(
-        scanned, stacked, [[1, 2, 3]], 4, Sampling(temperature=0, presence_penalty=0, frequency_penalty=0)
+        scanned,
+        stacked,
+        [[1, 2, 3]],
+        4,
+        SamplingParams.policy(0),
     )
     text = [1, 2, 3]
     for _ in range(4):
