@@ -47,7 +47,7 @@ def compiled(op: str, decay: str, size: dict[str, int]) -> tuple[Call, float]:
 
 
 def compile_seconds(op: str, size: dict[str, int]) -> float:
-    """Of two attempts if the first is too slow."""
+    """Compile time, the lower of two if the first is too slow."""
     import jax
     from harness import cases
 

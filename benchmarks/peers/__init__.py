@@ -1,1 +1,1 @@
-"""How peers are called. Nothing of a peer is here but its name and its arguments."""
+"""Calls of peers: their names and arguments only, none of their code."""

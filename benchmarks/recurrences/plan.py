@@ -1,4 +1,4 @@
-"""What ops.py measures, in the order in which it runs, and the time that memory traffic alone would take."""
+"""The measurements of ops.py, in the order in which they run, and the time of their memory traffic alone."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def orbax() -> types.ModuleType:
 
 
 def mismatch(saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> str | None:
-    """What the first array is that has another name or shape than wanted; None if there is none."""
+    """A message about the first array that has another name or shape than wanted; None if there is none."""
     for name in (*wanted, *saved):
         if saved.get(name) != wanted.get(name):
             got, want = saved.get(name, "none"), wanted.get(name, "none")

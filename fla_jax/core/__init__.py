@@ -1,1 +1,1 @@
-"""What ops and kernels both stand on: descriptions of calls, sharding, the checked mode, names, chunks."""
+"""The foundation of ops and kernels: descriptions of calls, sharding, the checked mode, names, chunks."""

@@ -38,7 +38,7 @@ class Context(Generic[X, S]):
         settings: the op's settings.
         platform: where the call runs: ``"cpu"``, ``"gpu"``, ``"tpu"``, ...
         gpu: the GPU that kernels are made for: see `fla_jax.core.gpu.current_gpu`.
-        num_devices: number of devices that split batch and heads, as far as the mesh in context tells.
+        num_devices: number of devices that split batch and heads, by the mesh in context.
         save_residuals: whether a backward pass will follow.
         cp: how devices split the tokens.
     """

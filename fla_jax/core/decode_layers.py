@@ -1,5 +1,5 @@
-"""What the steps of a decoded token in plain JAX and their kernels share: the weights of layers, matrices
-[N, K] with their output channels in memory order, the states that steps write, constants.
+"""Types and constants of a decoded token, for plain JAX and for kernels: the weights of layers, matrices
+[N, K] with their output channels in memory order, the states that steps write.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class States(Protocol):
 
 
 def layer_norm(x: jax.Array, norm: Norm) -> jax.Array:
-    """Of x [..., C], float32."""
+    """The layer norm of x [..., C], in float32."""
     x = x.astype(jnp.float32)
     x = x - jnp.mean(x, -1, keepdims=True)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + NORM_EPS)
@@ -126,7 +126,9 @@ class Layer7(struct.PyTreeNode):
     ranks: tuple[int, ...] = struct.field(pytree_node=False)
 
     def low(self, projections: jax.Array) -> jax.Array:
-        """What `into` gave the second stages: [B, 4, R] in their dtype, zeros behind each rank."""
+        """Inputs of the second stages, from the product of `into`: [B, 4, R] in their dtype, zeros beyond
+        each rank.
+        """
         C, R = self.second.shape[1:]
         at, parts = 3 * C, []
         for rank in self.ranks:

@@ -1,4 +1,4 @@
-"""The GPUs that kernels are made for, and where a call runs. No other file knows GPU generations."""
+"""The GPUs that kernels are compiled for, and where a call runs. No other file names GPU generations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """What the choice and the launch of a kernel depend on. A new generation is a row of `GPUS`.
+    """The facts of a GPU that select and launch kernels. A new generation is a row of `GPUS`.
 
     Attributes:
         capability: compute capability, 90 for 9.0.
@@ -37,7 +37,7 @@ def lowering_for(compute_capability: int) -> AbstractContextManager[None]:
     """Context in which kernels are lowered for a GPU that need not be here, such as 90 for compute capability
     9.0.
 
-    For `jax.export` and tests. Pallas kernels also want an abstract mesh whose ``abstract_device`` is that
+    For `jax.export` and tests. Pallas kernels also need an abstract mesh whose ``abstract_device`` is that
     GPU.
     """
     return _target(compute_capability)

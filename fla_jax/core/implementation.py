@@ -34,7 +34,7 @@ class Unsupported:
 
 
 class Rule(Protocol[X, Y, S]):
-    """What an implementation's module offers: plain functions of one device's arrays.
+    """The functions of an implementation's module, on the arrays of one device.
 
     ``ctx.cp.axis`` names a mesh axis where devices split the tokens: the implementation then communicates
     over it (core/context_parallel.py), returns outputs without tokens alike on all devices and gradients of
@@ -192,7 +192,9 @@ class Registry(Generic[I]):
         raise ValueError(f"{self.name}: implementation must be one of {names} or None, got {name!r}")
 
     def explain(self, ctx: object) -> str:
-        """What is selected for a call and in which variant, what else can run it, and what cannot and why."""
+        """The implementation and variant that a call takes, the others that can run it, and why the rest
+        cannot.
+        """
         said, is_selected = [], False
         for one in self.implementations:
             refused = one.refusal(ctx)

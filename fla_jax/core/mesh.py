@@ -91,7 +91,7 @@ def vary_alike(tree: T, *others: PyTree) -> T:
     """``tree`` with every array typed as varying over each axis of a checked `jax.shard_map` that an array of
     ``tree`` or ``others`` varies over.
 
-    A scan wants one type for what it carries, and a custom gradient one for each input and its gradient.
+    A scan needs one type for its carry, a custom gradient one for each input and its gradient.
     JAX's transpose of this sums cotangents over the axes that an array did not vary over.
     """
     axes = varying_axes(*jax.tree.leaves((tree, others)))

@@ -105,7 +105,7 @@ def _partitioned(
         return on_whole
     can_split = any(one.context_parallel for one in op.implementations)
     is_told = ctx.cp.axis is None and can_split and TOKENS not in shardable
-    # where tokens are split without a name the caller is told, so they need not be gathered before that
+    # tokens that are split without a name are an error, so they need not be gathered before that
     free = (*shardable, *((TOKENS,) if is_told else () if ctx.cp.axis is None else SEQUENCE_AXES))
     fixed = tuple(dict.fromkeys(axis for axes in left + right for axis in axes if axis not in free))
     # jitted, so that the constants of plain implementations are its own: custom_partitioning refuses them

@@ -139,7 +139,7 @@ def _once_differentiable(
         plain = " or ".join(repr(one.name) for one in op.implementations if not one.opaque)
         raise TypeError(
             f"{op.name}: implementation={implementation.name!r} has first derivatives only; second "
-            f"derivatives, by reverse mode or by forward mode over it, want implementation={plain}"
+            f"derivatives, by reverse mode or by forward mode over it, need implementation={plain}"
         )
 
     return kernel

@@ -106,7 +106,7 @@ class SafeGate(NamedTuple):
         )
 
     def _undecayed_gradients(self, dA: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the pairs with no decay between them give to the queries and to the keys."""
+        """Gradients of the queries and of the keys from pairs without a decay between them."""
         C, q = self.prefix.shape[-2], self.keys.shape[-3]
         numbers = dA.reshape(*dA.shape[:-2], -1)
         queries, keys = [jnp.zeros_like(self.prefix)] * len(self.inclusive), [jnp.zeros_like(self.prefix)] * q

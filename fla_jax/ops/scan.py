@@ -87,7 +87,7 @@ class ScanRule(Generic[X]):
         return self.inputs._make(dx.get(name) for name in self.inputs._fields)
 
     def _prepare(self, cfg: RecurrenceConfig, x: X) -> tuple[Chunks, Tokens]:
-        """How the call is cut, its token arrays in chunks, and where the state restarts."""
+        """The chunks of the call, its token arrays in chunks, and where the state restarts."""
         arrays = x._asdict()
         T = arrays[self.tokens[0]].shape[1]
         chunks = plan(T, min(cfg.chunk_size or CHUNK, T), arrays["cu_seqlens"])

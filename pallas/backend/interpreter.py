@@ -22,7 +22,7 @@ _LOCK = threading.Lock()
 
 
 class _Storage:
-    """What the interpreter asks of a torch storage."""
+    """A NumPy array with the methods of a torch storage that the interpreter calls."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
@@ -38,7 +38,7 @@ class _Storage:
 
 
 class _HostTensor:
-    """What the interpreter asks of a torch tensor."""
+    """A NumPy array with the methods of a torch tensor that the interpreter calls."""
 
     def __init__(self, array: np.ndarray | None):
         self.array = array

@@ -97,7 +97,7 @@ def _leaves(tree: Signature, path: Path) -> Iterator[tuple[Path, Leaf]]:
 
 
 def _triton_type(leaf: Leaf) -> str:
-    """Of a pointer type's name, an int or None; 1 is compiled in, as Triton does by default."""
+    """Triton's type of a leaf; None and 1 are compiled in, as Triton does by default."""
     if isinstance(leaf, str):
         return leaf
     return "constexpr" if leaf is None or leaf == 1 else _int_type(leaf)
@@ -110,7 +110,7 @@ def _int_type(value: int) -> str:
 def triton_source(
     kernel: Kernel, signature: Mapping[str, Signature], constants: Mapping[str, Hashable]
 ) -> tuple[ASTSource, list[int | None]]:
-    """What Triton compiles, and the arguments that the compiled kernel has: an int, or None for an array.
+    """Triton's input, and the arguments of the compiled kernel: an int, or None for an array.
 
     Args:
         kernel: a `triton.jit` function.
@@ -164,7 +164,7 @@ def _compile_to_ptx(source: ASTSource, call: TritonCall) -> gpu_triton.TritonKer
 
 
 def triton_options(call: TritonCall) -> dict[str, int | bool | None]:
-    """What Triton compiles with; values that are Triton's defaults in some versions only are set."""
+    """Triton's compile options. Values that are defaults in some versions of Triton only are set."""
     return {
         "num_warps": call.launch.num_warps,
         "num_stages": call.launch.num_stages,
@@ -180,7 +180,7 @@ def _target(capability: int) -> GPUTarget:
 
 
 def _key(call: TritonCall, signature: dict[str, Signature]) -> str:
-    """Of everything that the compiled kernel and its call depend on."""
+    """A digest of everything that the compiled kernel and its call depend on."""
     versions = [package.__version__ for package in (triton, jax, jaxlib)]
     environment = sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT))
     described = repr(
@@ -203,7 +203,7 @@ def _cache_file(key: str) -> pathlib.Path:
 
 
 def _cached(key: str) -> bytes | None:
-    """What `_cache` has stored, if it can be read."""
+    """The call that `_cache` has stored under ``key``, or None."""
     try:
         opaque = _cache_file(key).read_bytes()
         zlib.decompress(opaque)
@@ -213,6 +213,7 @@ def _cached(key: str) -> bytes | None:
 
 
 def _cache(key: str, opaque: bytes) -> None:
+    """Stores a compiled call for other processes."""
     path = _cache_file(key)
     with contextlib.suppress(OSError):  # no folder to write to: the next process compiles it again
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,8 @@ Kernels are lowered through Triton (`jax.experimental.pallas.triton`), which tak
 Ampere on and needs nothing but JAX. Pallas' other GPU lowering, Mosaic GPU, takes Hopper and newer only and
 gives a state to a group of four warps, where sums over K cross warps for each token; the scans here stay in
 one warp. JAX 0.11 calls the Triton lowering deprecated, without a date (a DeprecationWarning when a kernel
-is lowered); JAX 0.12 still has it, and this file and `fma` in common/recurrent_scan.py are all that knows
-about it.
+is lowered); JAX 0.12 still has it. Only this file and `fma` in common/recurrent_scan.py depend on
+it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def is_interpreting() -> bool:
 
 
 def supports(ctx: Context) -> Unsupported | None:
-    """None where Pallas kernels can serve ``call``, else the reason."""
+    """None where Pallas kernels can serve the call, else the reason."""
     return why_not(ctx.platform) or unfit_inputs(ctx)
 
 
 def preferred(ctx: Context) -> bool:
-    """Whether the op may take them unasked: the interpreter is for tests, which ask for it by name."""
+    """Whether an op selects Pallas kernels by default: not in the interpreter, which tests select by name."""
     return not is_interpreting()
 
 

@@ -24,7 +24,7 @@ def why_not_compiled() -> str | None:
 
 
 def plugin_missing() -> str:
-    """The error where jaxlib has no CUDA plugin, which knows how Triton kernels are called."""
+    """The error where jaxlib has no CUDA plugin, which describes calls of Triton kernels."""
     jax = _version("jax")
     return (
         f"JAX's CUDA plugin is not installed: run {_install_command()}, or without a GPU, to lower programs "

@@ -1,5 +1,5 @@
-"""What the chunked Triton kernels of RWKV-6 and RWKV-7 share: the index of their tokens, and
-the tiles and masks of a chunk.
+"""Functions of the chunked kernels of RWKV-6 and RWKV-7: the index of their tokens, the tiles and masks of a
+chunk.
 
 A program takes one block of values of one head of one split: a sequence, or one of the pieces of equal length
 into which sequences are cut. It scans the split's chunks of 16 tokens with the state [V, K] in registers.
@@ -25,7 +25,7 @@ class Index(NamedTuple):
         chunk_offsets: [N + 1] int32, the first chunk of each packed sequence.
         chunk_indices: [programs] int32, the packed sequence of each program of `chunks_of_program`.
         gates: [splits, H] int32, see `load_gate`.
-        T: tokens of a row of the batch.
+        T: tokens of a batch element.
         split_len: tokens of a split.
     """
 
@@ -221,7 +221,7 @@ def chunk_segments(segment_bits_, split, n):
 
 @triton.jit
 def has_no_restart(segments, i, t, pairs):
-    """Those of ``pairs`` of tokens i <= t between which no segment begins: no bit of the tokens after i up to
+    """The ``pairs`` of tokens i <= t between which no segment begins: no bit of the tokens after i up to
     t is set. Other pairs test the bit that is always set.
     """
     return (segments.bits & tl.where(pairs, (2 << t) - (2 << i), 0x10000)) == 0
@@ -229,7 +229,7 @@ def has_no_restart(segments, i, t, pairs):
 
 @triton.jit
 def in_one_segment(segments, pairs):
-    """Those of ``pairs`` t, i with i <= t in one segment, [16, 16]."""
+    """The ``pairs`` t, i with i <= t in one segment, [16, 16]."""
     return has_no_restart(segments, tl.arange(0, C)[None, :], tl.arange(0, C)[:, None], pairs)
 
 

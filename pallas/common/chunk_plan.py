@@ -1,4 +1,4 @@
-"""What the chunked ops' host code shares: splits, one planned pass, the scale of cotangents."""
+"""Host code that the chunked ops share: splits, one planned pass, the scale of cotangents."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ChunkPlan:
 
     @property
     def store_dtype(self) -> DTypeLike:
-        """Of stored states and of operands."""
+        """The dtype of stored states and operands."""
         return jnp.bfloat16 if self.config.operand == tl.bfloat16 else jnp.float32
 
 

@@ -1,4 +1,4 @@
-"""How a chunked call selects its kernels: the first `Variant` of a table whose predicate holds for the call's
+"""Selection of a chunked call's kernels: the first `Variant` of a table whose predicate holds for the call's
 `VariantKey`. The tables are in rwkv6/variants.py and rwkv7/variants.py.
 """
 
@@ -62,7 +62,7 @@ class VariantKey:
 
     @property
     def store_dtype(self) -> DTypeLike:
-        """Of stored states and operands."""
+        """The dtype of stored states and operands."""
         return jnp.bfloat16 if self.bf16_dots else jnp.float32
 
 
@@ -104,7 +104,7 @@ def variant_key(ctx: Context[Recurrence, RecurrenceConfig], x: Recurrence) -> Va
 
 
 def describe(variants: Sequence[Variant], key: VariantKey) -> str:
-    """Which variant a call takes and why, for messages."""
+    """The variant that a call takes, and why, for messages."""
     variant = select(variants, key)
     return f"variant {variant.name} for {variant.serves}"
 

@@ -1,4 +1,4 @@
-"""How kernels that treat every token and head separately are launched, and the sums over their programs."""
+"""Launches of kernels that treat every token and head separately, and the sums over their programs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class HeadwisePlan(NamedTuple):
         )
 
     def sums_shape(self, count: int) -> jax.Array:
-        """Of the blocks' sums for the gradients of ``count`` vectors."""
+        """The shape of the blocks' sums for the gradients of ``count`` vectors."""
         return shaped((*self.sums, count, self.fields["H"], self.fields["N"]), jnp.float32)
 
 

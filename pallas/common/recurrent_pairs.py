@@ -30,13 +30,13 @@ from .recurrent_scan import Index, Sizes, fma, positions, restarted
 BLOCK = 64  # keys of a state that `contract_state` takes at a time
 WIDTH = 32  # values
 Arrays: TypeAlias = Sequence[jax.Array]
-Lists: TypeAlias = list[list[jax.Array]]
+Lists: TypeAlias = list[list[jax.Array]]  # by reader, then by writer
 Loaded = TypeVar("Loaded")
 Total = TypeVar("Total")
 
 
 class TokenTerms(NamedTuple, Generic[Total]):
-    """What an op adds to the pairs of one token."""
+    """An op's contribution to the pairs of one token."""
 
     factors: Arrays  # of each reader
     written: Arrays  # x of each writer
@@ -56,7 +56,7 @@ class _Token(NamedTuple, Generic[Loaded]):
 
 
 class _Carry(NamedTuple, Generic[Loaded, Total]):
-    """What the loop over tokens carries: decays and written values by line, gradients by line and of w."""
+    """The carry of the loop over tokens: decays and written values by line, gradients by line and of w."""
 
     E: jax.Array
     written: list[jax.Array]
@@ -86,7 +86,7 @@ def _product(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...], total: jax.Arra
     cores.
 
     Those truncate what they accumulate: so large and small products are summed apart, from zero, and added to
-    ``total`` by an instruction of its own.
+    ``total`` by a separate instruction.
     """
     precision = jax.lax.Precision.HIGHEST if is_interpreting() else jax.lax.DotAlgorithmPreset.TF32_TF32_F32
 

@@ -1,4 +1,4 @@
-"""What the host code of the recurrent Pallas kernels shares: tile sizes, padding to whole tiles, tokens in
+"""Host code that the recurrent Pallas kernels share: tile sizes, padding to whole tiles, tokens in
 whole intervals.
 
 A scan saves the state at the start of each interval of 16 or 32 tokens for the backward, which computes the

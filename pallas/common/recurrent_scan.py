@@ -32,7 +32,7 @@ class ScanTile(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What kernels know when they are compiled. Token arrays are [B * tokens * H, K] and [..., V]."""
+    """Compile-time facts of a scan. Token arrays are [B * tokens * H, K] and [..., V]."""
 
     heads: int
     save_every: int  # tokens of an interval, at whose start a state is saved
@@ -91,7 +91,7 @@ def positions(number: int) -> Callable[[Index, Index], jax.Array]:
     """``at(row, t)``: where token (or interval) ``t`` of batch element ``row`` and of the program's head is
     in arrays [B * intervals * H, ...].
 
-    Asks for the program's head at once: Pallas' interpreter knows it only outside loops.
+    Reads the program's head at once: Pallas' interpreter has it only outside loops.
     """
     h, H = pl.program_id(1), pl.num_programs(1)
     return lambda row, t: (row * number + t) * H + h

@@ -16,7 +16,7 @@ from .dots import dot
 
 @dataclasses.dataclass(frozen=True)
 class PassingConfig:
-    """What `state_passing_kernel` is compiled for: sizes, splits of a sequence, whether ``transition`` is
+    """Compile-time facts of `state_passing_kernel`: sizes, splits of a sequence, whether ``transition`` is
     diagonal, and whether splits are passed from the last to the first, by the transposed transition.
     """
 

@@ -102,7 +102,7 @@ def add_product(x, y, acc, c: tl.constexpr):
     """``acc + x @ y^T`` to float32 accuracy.
 
     Tensor cores truncate what they accumulate, so the small and the large products of TF32 parts are summed
-    apart and added by instructions of their own.
+    apart and added by separate instructions.
     """
     x32, y32 = x.to(tl.float32), tl.trans(y.to(tl.float32))
     if c.tf32x3:

@@ -26,8 +26,8 @@ PAIR_LAUNCH, STATE_LAUNCH, SCORES_LAUNCH = Launch(num_warps=1), Launch(num_warps
 
 
 class ValueSums(NamedTuple):
-    """What gradients by pairs need: which lines are before, at and after each token (`load_lines`), sums
-    over values with S0 and with D, and scores.
+    """Inputs of gradients by pairs: which lines are before, at and after each token (`load_lines`), sums over
+    values with S0 and with D, and scores.
     """
 
     lines: jax.Array

@@ -1,5 +1,5 @@
-"""What the kernels that scan token by token share: which tokens a program takes, and the tiles of a state and
-of one token.
+"""Functions of the kernels that scan token by token: the tokens of a program, the tiles of a state and of one
+token.
 
 A scan saves the state every ``interval`` tokens. A program holds its block of a state as one tile [BV, P, 16]
 of keys 16 p + e. Triton orders axes by their strides in memory, equal ones by position: it puts four

@@ -1,4 +1,4 @@
-"""What the host code of the ops that scan token by token shares: tiles, indices, edge states."""
+"""Host code that the ops share that scan token by token: tiles, indices, edge states."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ScanPlan:
 
     @property
     def num_intervals(self) -> int:
-        """Of the batch; packed sequences may have fewer."""
+        """Intervals of the batch; packed sequences may have fewer."""
         return self.intervals[0] * self.intervals[1]
 
     def backward(self) -> ScanPlan:

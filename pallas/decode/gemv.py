@@ -90,7 +90,7 @@ class Weights(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What follows a product: a gate [B, gate_stride] that multiplies, and a summand [B, N]."""
+    """Operands of what follows a product: a gate [B, gate_stride] that multiplies, and a summand [B, N]."""
 
     gate: jax.Array | None = None
     add: jax.Array | None = None
@@ -111,7 +111,7 @@ def sigmoid(x):
 
 @triton.jit
 def activation(x, code):
-    """Of sums, by kind: 0 none, 1 tanh, 2 sigmoid, 3 squared relu."""
+    """The activation of sums ``x``, by kind: 0 none, 1 tanh, 2 sigmoid, 3 squared relu."""
     kind = code // 16
     if kind == 1:
         x = 2.0 * sigmoid(2.0 * x) - 1.0

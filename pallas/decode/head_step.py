@@ -48,7 +48,7 @@ class StepState(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What a layer's projections have computed for a token.
+    """Results of a layer's projections for a token.
 
     Attributes:
         projections: [B, width] float32.

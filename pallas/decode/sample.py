@@ -77,8 +77,8 @@ class SampleInputs(NamedTuple):
 
 
 class PartSums(NamedTuple):
-    """Of each part, [B, P] float32: the largest logit, the sums of exp(logit - high) and of its square root,
-    NaN where a logit is.
+    """Sums of each part of the vocabulary, [B, P] float32: the largest logit, the sums of exp(logit - high)
+    and of its square root, NaN where a logit is.
     """
 
     high: jax.Array

@@ -31,8 +31,9 @@ class StatisticsOut(NamedTuple):
 
 @triton.jit
 def normalise(xs, at, x, stats, c: tl.constexpr):
-    """Tokens ``xs`` from token ``at`` on after the norm, and their statistics: loaded from ``stats``, else
-    computed."""
+    """The norm of tokens ``xs``, of which the first is token ``at``, and their statistics, loaded from
+    ``stats`` or computed.
+    """
     hs, means, rstds = (), (), ()
     if x.scale is not None:
         if stats is None:

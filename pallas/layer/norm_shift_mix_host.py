@@ -69,7 +69,7 @@ def _stats_shape(x: jax.Array) -> Stats:
 
 
 def residual_axes(ctx: Context[MixInputs, Mix]) -> dict[str, str]:
-    """What the forward saves: statistics of the norm, and x + y, which is also a result."""
+    """Residuals: statistics of the norm, and x + y, which is also a result."""
     stats = {} if ctx.shapes.scale is None else {"mean": "b t", "rstd": "b t"}
     return stats if ctx.shapes.y is None else stats | {"x": "b t c"}
 

@@ -160,7 +160,7 @@ TILES: dict[tuple[str, str], MixLaunch] = {
 
 
 def whole_launch(variant: Variant, key: MixKey) -> MixLaunch:
-    """Of a pass over whole tokens.
+    """The launch of a pass over whole tokens.
 
     Raises:
         KeyError: the table lacks the row.
@@ -169,7 +169,7 @@ def whole_launch(variant: Variant, key: MixKey) -> MixLaunch:
 
 
 def tile_launch(variant: Variant, kernel: str, key: MixKey) -> MixLaunch:
-    """Of a kernel by tiles of channels, halved while they waste channels."""
+    """The launch of a kernel by tiles of channels, halved while they waste channels."""
     row = TILES[variant.name, kernel]
     channels = min(row.channels, tile(key.C))
     while channels > 128 and key.C % channels:
@@ -179,7 +179,7 @@ def tile_launch(variant: Variant, kernel: str, key: MixKey) -> MixLaunch:
 
 
 def statistics_launch(key: MixKey) -> MixLaunch:
-    """Of the statistics of whole tokens."""
+    """The launch of the kernel that computes statistics of whole tokens."""
     channels = tile(key.C)
     return MixLaunch(channels, min(16, max(1, channels // 128)), 16, 2)
 

@@ -9,6 +9,7 @@ from ..common.headwise_host import HeadwiseLaunch, headwise_plan, no_residuals, 
 from ..common.shapes import like, like_fields
 from .readout_kernels import ReadoutConfig, ReadoutGrads, readout_bwd_kernel, readout_fwd_kernel
 
+# By pass and padded head size: BT, BH, num_warps, stages, stages_fp32, programs of `HeadwiseLaunch`.
 # Heads of 64 are measured on an H200, for both readouts. The backward of the other sizes has 8 elements a
 # thread: 16 spill.
 LAUNCHES: dict[tuple[str, int], HeadwiseLaunch] = {

@@ -30,14 +30,14 @@ class StateOut(NamedTuple):
 
 @triton.jit
 def split_update(x, A, index, gate, out, block, c: tl.constexpr):
-    """What a split makes of v, from a state of zero."""
+    """Writes the update of a split, its final state from an initial state of zero, and its outputs."""
     x = ScanInputs(x.r, x.w, x.k, x.v, x.a, x.b, None)
     chunk_fwd(x, A, index, gate, FwdOut(out.o_zero_state, out.update, None, None, None), block, c)
 
 
 @triton.jit
 def split_transition(x, A, index, gate, out, block, c: tl.constexpr):
-    """What a split makes of the state, from the identity."""
+    """Writes the transition of a split, its final state from the identity and no v, and entry queries."""
     x = ScanInputs(x.r, x.w, x.k, None, x.a, x.b, None)
     out = FwdOut(out.q_entry, out.transition, None, None, None)
     chunk_fwd(x, A, index, gate, out, block, with_square_state(c))

@@ -81,6 +81,14 @@ def test_code_uses_the_words_of_the_field(folder):
     assert not {name: said for name, said in wrong.items() if said}
 
 
+@pytest.mark.parametrize("folder", [*CODE[:-1], "fla_jax/layers", "benchmarks"])
+def test_docstrings_begin_with_their_subject(folder):
+    """A noun or a verb, not what the name before it leaves open."""
+    begins = re.compile(r'"""(?:What|Of|Those|It) .*')
+    found = {path.name: begins.findall(path.read_text()) for path in (blocks.ROOT / folder).rglob("*.py")}
+    assert not {name: lines for name, lines in found.items() if lines}
+
+
 def test_old_words_are_found():
     text = "a stretch\n```python\nrows = 1\n```\nrows of `rows`, takes_rows\n"
     assert [line.partition(", write")[0] for line in found(text, OLD_WORDS)] == [

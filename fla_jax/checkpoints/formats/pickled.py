@@ -170,7 +170,7 @@ def _storage(pid: object) -> Storage:
 
 
 def _reduce(function: object, args: object) -> Value:
-    """What calling ``function`` would give, for the three functions that checkpoints name."""
+    """The result of calling ``function``, one of the three that checkpoints name."""
     name = function.name if type(function) is Global else "something that is no function"
     if type(args) is tuple:
         if name == "collections OrderedDict" and not args:

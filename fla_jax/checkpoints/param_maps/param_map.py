@@ -1,4 +1,4 @@
-"""Where files hold each parameter of a family of models, under which name and in which form.
+"""The names and forms under which files store the parameters of a family of models.
 
 The path of a parameter is that in a model with scanned layers: "emb/embedding",
 "blocks/att/receptance/kernel". Parameters of a layer have no layer axis here.
@@ -42,7 +42,7 @@ UNIT_AXES = Transform(lambda x: x.reshape(-1), lambda x: x[None, None])  # [1, 1
 
 
 class TensorRef(NamedTuple):
-    """Where a file holds a parameter: the tensor's name, ``{}`` for the layer's number, and its transform.
+    """A reference to a tensor of a file: its name, ``{}`` for the layer's number, and its transform.
 
     Example:
         >>> from fla_jax.checkpoints.param_maps import OFFICIAL7

@@ -98,14 +98,14 @@ def project(
 
 
 def _group_norm(o: jax.Array, norm: Norm) -> jax.Array:
-    """Of o [B, H, N]; [B, C]."""
+    """The group norm of o [B, H, N], as [B, C]."""
     o = o - jnp.mean(o, -1, keepdims=True)
     o = o * jax.lax.rsqrt(jnp.mean(o * o, -1, keepdims=True) + GROUP_EPS)
     return o.reshape(o.shape[0], -1) * _float32(norm[0]) + _float32(norm[1])
 
 
 def _written(wkv: jax.Array, state: State, shifts: Shifts, layer: int, active: jax.Array) -> State:
-    """``state`` of all layers with a layer's new one, where active, and the shifts that are known."""
+    """``state`` with the new states of one layer, where active, and with new token shifts."""
     wkv = jnp.where(active[:, None, None, None] != 0, wkv.astype(state.wkv.dtype), state.wkv[layer])
     shift, before = shifts
     ffn = state.ffn_shift

@@ -56,5 +56,5 @@ def supports(ctx: HeadwiseContext) -> Unsupported | None:
 
 
 def preferred(ctx: HeadwiseContext) -> bool:
-    """Whether to select them unnamed: one token, as in decoding, is better fused with what is around it."""
+    """Whether an op selects these kernels by default: not for one token, which XLA fuses with other work."""
     return ctx.shapes[0].shape[1] > 1 and triton.preferred(ctx)

@@ -75,8 +75,8 @@ class ContextParallelRule:
 def _entering(
     settings: Mix, shard: SequenceShard, x: MixInputs
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
-    """What the first token of every sequence here sees [B, C], unrounded; and the pullback to the neighbour's
-    last token, and to scale and bias by batch entry.
+    """The previous token of each sequence's first token here [B, C], unrounded; and the pullback to the
+    neighbour's last token, and to scale and bias by batch element.
     """
     compute = jnp.dtype(settings.compute_name)
     last = summed(x.x[:, -1], None if x.y is None else x.y[:, -1], compute).astype(x.x.dtype)

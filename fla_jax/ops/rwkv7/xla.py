@@ -29,7 +29,7 @@ INCLUSIVE = (True, False)  # queries: r counts its decay, a does not
 
 
 class _Intra(NamedTuple):
-    """What a group of chunks needs besides its states; all [group, B, H, ...]."""
+    """Arrays of a group of chunks besides its states, all [group, B, H, ...]."""
 
     decayed: Pairs
     queries: jax.Array  # Q, A' [..., 2, C, K]
