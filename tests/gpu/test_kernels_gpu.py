@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from harness import cases, places, variants
 from harness.cases import OPS, Case, MixCase, Results
+from harness.tiers import each_op
 
 from fla_jax.core.names import remat_policy
 from fla_jax.pallas.backend import pallas, triton
@@ -19,7 +20,6 @@ if jax.default_backend() != "gpu" or triton.INTERPRET or pallas.is_interpreting(
     pytest.skip("no NVIDIA GPU is visible to JAX, or an interpreter is on", allow_module_level=True)
 
 BOUNDED = dict(decay="layer", lower_bound=-0.61)
-each_op = pytest.mark.parametrize("op", OPS)
 
 
 def judge(case: Case, got: Results, want: Results, looser: float = 1.0) -> None:

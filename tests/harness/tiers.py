@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from .cases import OPS
+
 SLOW, ONE_PYTHON = pytest.mark.slow, pytest.mark.one_python
 
 
@@ -19,3 +21,7 @@ def first(values: Iterable[Any], fast: int = 1, later: tuple[Any, ...] = (SLOW,)
 def mark(value: Any, *marks: Any, id: str | None = None) -> Any:
     values = value if isinstance(value, tuple) else (value,)
     return pytest.param(*values, marks=marks, id=id)
+
+
+each_op = pytest.mark.parametrize("op", OPS)
+each_implementation = pytest.mark.parametrize("implementation", first(["xla", "reference"]))  # of plain JAX

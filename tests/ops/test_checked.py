@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import cases, tiers
-from harness.cases import INPUTS, OPS, Case
+from harness.cases import INPUTS, Case
+from harness.tiers import each_op
 from jax.experimental.checkify import JaxRuntimeError
 
 import fla_jax
 
-each_op = pytest.mark.parametrize("op", OPS)
 SMALL = dict(B=2, T=6, H=2, K=3, V=4)
 
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import cases, recurrences
-from harness.cases import INPUTS, OPS, TOKENS, Case
+from harness.cases import INPUTS, TOKENS, Case
+from harness.tiers import each_op
 
 from fla_jax import ops
 
-each_op = pytest.mark.parametrize("op", OPS)
 FORMS = ("chunk", "fused_recurrent")
 each_form = pytest.mark.parametrize("form", FORMS)
 SHAPE = dict(B=2, T=6, H=3, K=4, V=5)

@@ -5,13 +5,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from harness import cases
-from harness.cases import OPS, TOKENS, Case
+from harness.cases import TOKENS, Case
+from harness.tiers import each_op
 from jax import export
 from small_models import VERSIONS, draw, model, shapes
 
 from fla_jax.core.gpu import lowering_for
-
-each_op = pytest.mark.parametrize("op", OPS)
 
 
 def symbolic(op: str, B="b", T=7):

@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import cases, tiers
+from harness import cases
 from harness.cases import OPS, TOKENS, Case
+from harness.tiers import each_implementation, each_op
 from hypothesis import strategies as st
-
-each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xla", "reference"]))
 
 
 def some(n: int):

@@ -5,13 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from harness import cases, jaxprs, tiers
-from harness.cases import OPS, Case
+from harness import cases, jaxprs
+from harness.cases import Case
+from harness.tiers import each_implementation, each_op
 
 import fla_jax
-
-each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xla", "reference"]))
 
 
 def _residual_floats(op, implementation, chunk_size, T, K=32, V=16):

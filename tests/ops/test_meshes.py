@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import small_models as small
 from harness import cases
-from harness.cases import OPS, Case
+from harness.cases import Case
+from harness.tiers import each_op
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fla_jax.core.gpu import platform_of
 from fla_jax.layers import RWKV6Attention, RWKV7Attention
 
-each_op = pytest.mark.parametrize("op", OPS)
 each_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 

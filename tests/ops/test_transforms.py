@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from harness import cases, tiers
 from harness.cases import INPUTS, OPS, Case, Results
+from harness.tiers import each_implementation, each_op
 
 import fla_jax
 
 IMPLEMENTATIONS = ("xla", "reference")
-each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", tiers.first(IMPLEMENTATIONS))
 SMALL = dict(B=2, T=9, H=2, K=4, V=3)
 LAYOUTS = {
     "batch": {},

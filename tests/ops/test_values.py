@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import cases, tiers
-from harness.cases import OPS, Case
+from harness import cases
+from harness.cases import Case
+from harness.tiers import each_implementation, each_op
 
 from fla_jax.ops import intra_safe
-
-each_op = pytest.mark.parametrize("op", OPS)
-each_implementation = pytest.mark.parametrize("implementation", tiers.first(["xla", "reference"]))
 
 
 @each_implementation
