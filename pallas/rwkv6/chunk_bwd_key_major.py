@@ -47,11 +47,11 @@ def sums_of_decays():
 
 @triton.jit
 def decays_of_queries(w, of_whole, of_counted, c: tl.constexpr):
-    """Log decays [K, 16] as they are and counted for scores; the exponents (base 2) of rows and of high
-    columns for scores and of rows for the state; the state's decays [K, 1]: see `decay_factors`.
+    """Log decays [K, 16], exact and clamped for A; exponents (base 2) of queries and of keys of the second
+    half for A, and of queries of the state; the state's decays [K, 1]: see `decay_factors`.
 
-    ``w`` goes into products only, with the identity in place of a cast: loads are copied in the background
-    where all that state_terms a tile wants one order.
+    ``w`` is an operand of products only, with the identity in place of a cast: Triton copies a load in the
+    background if all its uses need one layout.
     """
     j = tl.arange(0, C)[None, :]
     plain, Gx = split2(sums_over_tokens(at_least(w, LOG_ZERO), of_whole, c))

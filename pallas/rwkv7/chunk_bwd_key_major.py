@@ -66,8 +66,8 @@ def decays_key_major(w, matrices, gate, c: tl.constexpr):
     """`decay_factors` in this layout: of the q side for A [K, 32], of the k side of the second and of the
     first half [K, 16], of the state for the whole chunk and ``decay_post`` [K, 1], ``clamp_ratio`` [K, 16].
 
-    ``w`` is read by products only, here with the identity, so that all do_pair want one layout and its load
-    is copied in the background.
+    ``w`` is an operand of products only, here with the identity: Triton copies a load in the background if
+    all its uses need one layout.
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     of_whole, of_quarter, of_counted = matrices

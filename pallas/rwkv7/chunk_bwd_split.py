@@ -92,9 +92,8 @@ def load_chunk(x, saved, index, gate, split, n, axes, offsets, c: tl.constexpr):
     da_read = tl.trans(
         load_tokens(saved.da_read + v_start, offsets.value, mask.value, c.unmasked).to(c.operand)
     )
-    decays = decay_factors(
-        w, gate, c, DELTA=True
-    )  # gradients of states have the decay after the writes in them
+    # gradients of states include the decay after the writes
+    decays = decay_factors(w, gate, c, DELTA=True)
     scaled = scaled_tokens(r.to(tl.float32) * c.scale, k, a, b, decays, c)
     causal, strict = causal_masks(axes)
     sees_h0, reaches_ht, passes = mask.token[:, None], mask.token[:, None], mask.token

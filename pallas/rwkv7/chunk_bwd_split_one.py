@@ -84,9 +84,8 @@ def one_chunk_gradients(x, saved, index, gate, split, n, key_block, grads, c: tl
     k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked)
     a = load_tokens(x.a + k_start, offsets.key, mask.key, c.unmasked)
     b = load_tokens(x.b + k_start, offsets.key, mask.key, c.unmasked)
-    decays = decay_factors(
-        w, gate, c, DELTA=True
-    )  # gradients of states have the decay after the writes in them
+    # gradients of states include the decay after the writes
+    decays = decay_factors(w, gate, c, DELTA=True)
     scaled = scaled_tokens(r.to(tl.float32) * c.scale, k, a, b, decays, c)
     causal, strict = causal_masks(axes)
     sees_h0, reaches_ht = mask.token[:, None], mask.token[:, None]
