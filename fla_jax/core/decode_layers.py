@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-CODE_ROWS = 64  # output channels that have one code, see pallas/decode/gemv.py
-NONE, TANH, SIGMOID, SQUARE = range(4)  # what is done with sums; SQUARE: of the positive part
+CODE_ROWS = 64  # output channels that share a code, see pallas/decode/gemv.py
+NONE, TANH, SIGMOID, SQUARE = range(4)  # activations; SQUARE: the square of the positive part
 NORM_EPS, GROUP_EPS, KEY_EPS, DECAY_SCALE = 1e-5, 64e-5, 1e-12, -math.exp(-0.5)
 Norm = tuple[jax.Array, jax.Array]  # scale and bias
 Shifts = tuple[jax.Array, jax.Array | None]  # of this attention, and of the feed-forward below
@@ -62,9 +62,9 @@ class Matrix(struct.PyTreeNode):
 
     Attributes:
         weight: [N, K], in the compute dtype, or int8.
-        scale: [N, K / G], what int8 weights are multiplied with, in groups of G along a row; else None.
-        segments: ``(rows, plane, kind)`` of rows that follow each other: which input they read and what is
-            done with their sums. All but the last are multiples of 64 rows.
+        scale: [N, K / G], factors of int8 weights in groups of G along a row; else None.
+        segments: ``(rows, plane, kind)`` of consecutive rows: their number, the plane of the input that they
+            read, and the activation of their sums. All but the last are multiples of 64 rows.
     """
 
     weight: jax.Array
@@ -85,7 +85,7 @@ def quantised(matrix: Matrix, group: int) -> Matrix:
     N, K = matrix.weight.shape
     grouped = matrix.weight.astype(jnp.float32).reshape(N, K // group, group)
     scale = (jnp.max(jnp.abs(grouped), -1) / 127).astype(jnp.float16)
-    # what is divided by is what will be multiplied with: rounded, and not 0
+    # divide by the factor as it is stored: rounded, and not 0
     exact = jnp.maximum(scale.astype(jnp.float32), 1e-30)[..., None]
     weight = jnp.clip(jnp.round(grouped / exact), -127, 127).astype(jnp.int8)
     return Matrix(weight.reshape(N, K), scale, matrix.segments)
@@ -98,8 +98,8 @@ class Layer7(struct.PyTreeNode):
         norm, ffn_norm, group_norm: scale and bias.
         mixes: [6, C], of r, w, k, v, a, g.
         ranks: of decay, rate, value and gate, filled up to multiples of 64.
-        into: what reads the mixed token: C rows each of r, k, v and as many as their ranks of the first
-            low-rank stages of decay, rate, value and gate.
+        into: the matrix of the mixed tokens: C rows each of r, k, v, then the first low-rank stages of decay,
+            rate, value and gate, as many rows as their ranks.
         second: [4, C, R], the second stages; R is the largest rank, the others are filled up with zeros.
         output: [C, C].
         ffn_mixes: [1, C].

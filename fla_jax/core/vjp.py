@@ -129,7 +129,7 @@ def _bwd(
 def _once_differentiable(
     op: OpSpec[X, Y, S], implementation: Implementation[X, Y, S], fn: Callable[..., T]
 ) -> Callable[..., T]:
-    """``fn``; to differentiate it is an error in words where the implementation is a kernel."""
+    """``fn``; differentiating it raises a TypeError if the implementation is a kernel."""
     if not implementation.opaque:
         return fn
     kernel = jax.custom_jvp(fn)

@@ -55,8 +55,8 @@ class TritonCall(NamedTuple):
     aliases: tuple[tuple[int, int], ...]
 
     def parameters(self, arrays: Iterable[Leaf], outputs: Iterable[Leaf]) -> dict[str, PyTree[Leaf | int]]:
-        """The kernel's parameters but its constants, by name, of arrays and outputs (or of what stands for
-        them).
+        """The kernel's parameters but its constants, by name, with these leaves: arrays, or values in their
+        place.
         """
         rest = iter(arrays)
         leaves = [next(rest) if scalar is None else scalar for scalar in self.scalars]

@@ -43,11 +43,11 @@ class Split(NamedTuple):
 
     Attributes:
         index: number among all splits or packed sequences.
-        row: in the batch.
-        base: first token of the row, counted through the batch.
+        row: its batch element.
+        base: first token of the batch element, counted through the batch.
         first: first token of the split, likewise.
         length: tokens of the split.
-        first_chunk: first chunk of the split, counted through all rows or packed sequences.
+        first_chunk: first chunk of the split, counted through the batch or all packed sequences.
     """
 
     index: Tensor
@@ -60,7 +60,7 @@ class Split(NamedTuple):
 
 @triton.jit
 def program_split(index, c: tl.constexpr):
-    """The split of program axis 2, which counts packed sequences, or the splits of all rows."""
+    """The split of program axis 2, which counts packed sequences, or the splits of all batch elements."""
     return nth_split(tl.program_id(2), index, c)
 
 

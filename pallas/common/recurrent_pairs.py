@@ -1,16 +1,6 @@
 """The gradients over K of one interval, by pairs of its tokens, in Pallas: for both ops.
 
-The state inside an interval is the sum of S0, the state at its start, and what tokens i wrote, ``x_i z_i^T``,
-each decayed since; its gradient is the sum of D, that of the state at its end, and what tokens t read,
-``x_t y_t^T``. RWKV-7 writes (k, v) and (b, a^T S) and reads (r, do), of the state after the token, and (a,
-b^T D), of the state before it; RWKV-6 writes (k, v) and reads (r, do), of the state before. So every gradient
-is a sum over pairs with scores ``y_t . z_i`` and factors ``e_ti = exp(w_{i+1} + .. + w_t)`` (to ``w_{t-1}``
-for a reader of the state before): products of decays, no quotient and no difference. dw_j sums all pairs that
-it lies between:
-
-    dx_t = sum_{i<t} e_ti (y_t . z_i) x_i + e_t S0 y_t,     dx_i = sum_{t>i} e_ti (y_t . z_i) x_t + e_i D z_i
-    dw_j = sum_{i<j<=t} e_ti (y_t . z_i) x_t x_i + the pairs with S0 for a writer before the first token and D
-    for a reader after the last
+Readers, writers, scores and sums are those of token_pairs.py, the same in Triton.
 """
 
 from __future__ import annotations
@@ -193,9 +183,8 @@ class Pairs:
 
     Tiles are [interval, keys] in registers of one warp; line i belongs to the writer before token i, line 0
     to S0; lines of later tokens are zero. Tiles are made in the loop and never loaded, so that Triton gives
-    each of 32 keys to a lane and sums over lines stay within a thread. Which lines come before token t, is
-    its own and comes next is read from ``lines_`` [3, interval, interval]: comparing each time would take
-    more instructions than the sums.
+    each of 32 keys to a lane and sums over lines stay within a thread. ``lines_`` [3, interval, interval]
+    marks the lines before, of and after each token: comparisons would take more instructions than the sums.
     """
 
     def __init__(
@@ -247,8 +236,8 @@ class Pairs:
         inclusive: bool,
         total: Total,
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, Total]:
-        """Over tokens t, then over what its end receives. Each token's arrays are loaded while the one
-        before is worked on.
+        """Scans the tokens of the interval, then adds the pairs with D at its end. Each token's arrays are
+        loaded while the one before is worked on.
 
         Args:
             load: what ``reads`` needs of token t.

@@ -1,12 +1,13 @@
-"""Gradients of one interval of tokens by pairs of tokens, for both ops: what is summed over values first, and
-what the kernels of rwkv6/pair_gradients.py and rwkv7/pair_gradients.py share.
+"""Gradients of one interval of tokens by pairs of tokens, for both ops: the kernels that first sum over
+values, and functions of those in rwkv6/pair_gradients.py and rwkv7/pair_gradients.py.
 
-Inside an interval the state is what entered it, S0, and what tokens i wrote, ``x_i z_i^T``, each decayed
-since; its gradient is the D that leaves and what tokens t read, ``x_t y_t^T``. RWKV-7 writes (k, v) and
-(b, a^T S) and reads (r, do), of the state after the token, and (a, b^T D), of the state before it; RWKV-6
-writes (k, v) and reads (r, do), of the state before. So every gradient is a sum over pairs with scores
-``y_t . z_i`` and factors ``e_ti = exp(w_{i+1} + .. + w_t)`` (to ``w_{t-1}`` for a reader of the state
-before): products of decays, no quotient and no difference. dw_j sums all pairs that it lies between:
+The state inside an interval is the sum of S0, the state at its start, and what tokens i wrote, ``x_i z_i^T``,
+each decayed since; its gradient is the sum of D, that of the state at its end, and what tokens t read,
+``x_t y_t^T``. RWKV-7 writes (k, v) and (b, a^T S) and reads (r, do), of the state after the token, and (a,
+b^T D), of the state before it; RWKV-6 writes (k, v) and reads (r, do), of the state before. So every gradient
+is a sum over pairs with scores ``y_t . z_i`` and factors ``e_ti = exp(w_{i+1} + .. + w_t)`` (to ``w_{t-1}``
+for a reader of the state before): products of decays, no quotient and no difference. dw_j sums all pairs that
+it lies between:
 
     dx_t = sum_{i<t} e_ti (y_t . z_i) x_i + e_t S0 y_t,     dx_i = sum_{t>i} e_ti (y_t . z_i) x_t + e_i D z_i
     dw_j = sum_{i<j<=t} e_ti (y_t . z_i) x_t x_i + the pairs with S0 for a writer before the first token and D
@@ -89,7 +90,7 @@ class Scores(NamedTuple):
     """Products of tokens, for each reader and writer.
 
     Attributes:
-        pairs: [intervals, H, readers, writers, interval, interval], ``y_t . z_{i-1}``; i = 0 is of no use.
+        pairs: [intervals, H, readers, writers, interval, interval], ``y_t . z_{i-1}``; i = 0 is unused.
         same: [intervals, H, writers, interval], ``do . z`` of one token.
     """
 
@@ -277,7 +278,7 @@ def restarted_decays(E, index, t, axes, c: tl.constexpr):
 
 @triton.jit
 def writes_to_end(ptr, axes, c: tl.constexpr):
-    """[interval, BK], ``D z`` of the writer of each line; line 0 is of no use."""
+    """[interval, BK], ``D z`` of the writer of each line; line 0 is unused."""
     at = (axes.entry * c.interval + tl.maximum(axes.line - 1, 0)) * c.K + axes.key[None, :]
     return tl.load(ptr + at, mask=axes.has_key[None, :], other=0.0)
 

@@ -63,7 +63,7 @@ class TokenIndex(NamedTuple):
         cu_seqlens: [N + 1] int32, the first token of each packed sequence.
         first_intervals: [N + 1] int32, the first interval of each packed sequence.
         sequences: [intervals] int32, the packed sequence of each interval.
-        T: tokens of a row of the batch.
+        T: tokens of a batch element.
     """
 
     restarts: Tensor

@@ -131,13 +131,13 @@ def tokens_at(ptr, tokens, V: tl.constexpr, UNMASKED: tl.constexpr, other: tl.co
 
 @triton.jit
 def max_of(x):
-    """Over both axes."""
+    """The maximum over both axes."""
     return tl.max(tl.max(x, 1), 0)
 
 
 @triton.jit
 def sum_of(x):
-    """Over both axes."""
+    """The sum over both axes."""
     return tl.sum(tl.sum(x, 1), 0)
 
 

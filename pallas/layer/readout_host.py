@@ -29,7 +29,7 @@ residual_axes = no_residuals
 
 
 def fwd(ctx: Context[ReadoutInputs, ReadoutSettings], x: ReadoutInputs) -> tuple[Readout, Residuals]:
-    """y."""
+    """The result; nothing is saved."""
     run, s = headwise_plan(LAUNCHES, "fwd", x.o), ctx.settings
     out = Readout(like(x.o))
     config = ReadoutConfig(**run.fields, silu=s.silu, eps=s.eps)
