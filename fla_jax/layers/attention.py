@@ -15,7 +15,7 @@ from .base import Layer, LayerCall, with_axes, zero_beyond
 from .init import ByDepth, Value, computed
 from .norm import Affine, NormParameters
 from .sharding import TOKEN_AXES, ActivationSharding, constrain
-from .state import RWKVState, check_state, zero_state
+from .state import RWKVState, SegmentState, check_state, zero_state
 
 R = TypeVar("R")
 
@@ -118,6 +118,8 @@ class AttentionCall(LayerCall):
             # values at and beyond `lengths` may be NaN.
             r, *others = arrays
             arrays = (r, *(zero_beyond(x, self.lengths) if x.ndim == 4 else x for x in others))
+        if layer.has_variable("segment_states", "wkv"):
+            return self._recurrence_of_segments(chunk, arrays, **chunk_options)
         arrays = tuple(shard_like(x, arrays[0], 0, 1, 2, None) if x.ndim == 4 else x for x in arrays)
         h0 = shard_like(self.state.wkv, arrays[0], 0, 2, None, None)
         # a symbolic T is no int; the chunked op refuses it with a message
@@ -134,6 +136,34 @@ class AttentionCall(LayerCall):
         # the dtype of `zero_state`, also where parameters are wider than the compute dtype
         ht = ht.astype(jnp.promote_types(arrays[0].dtype, jnp.float32))
         return constrain(o, *TOKEN_AXES, "activation_heads", "activation_kv"), ht
+
+    def _recurrence_of_segments(
+        self,
+        chunk: Callable[..., tuple[jax.Array, jax.Array]],
+        arrays: tuple[jax.Array, ...],
+        **options: float,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`recurrence` with the same state before every segment: all of the batch as packed sequences."""
+        start: SegmentState = self.layer.get_variable("segment_states", "wkv")
+        B, T = arrays[0].shape[:2]
+        ids = jnp.zeros((B, T), jnp.int32) if self.segment_ids is None else self.segment_ids
+        is_first = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        number, N = jnp.sum(is_first), B * start.max_segments
+        (starts,) = jnp.nonzero(is_first.reshape(-1), size=N, fill_value=B * T)
+        packed = [x.reshape(1, B * T, *x.shape[2:]) if x.ndim == 4 else x for x in arrays]
+        o, ht = self.run(
+            chunk,
+            *packed,
+            initial_state=jnp.broadcast_to(start.wkv, (N, *start.wkv.shape)),
+            output_final_state=True,
+            cu_seqlens=jnp.append(starts, B * T),
+            implementation=self.layer.implementation,
+            chunk_size=self.layer.chunk_size,
+            **options,
+        )
+        last = jnp.cumsum(jnp.sum(is_first, 1)) - 1
+        o = jnp.where(number > N, jnp.nan, o).reshape(B, T, *o.shape[2:])
+        return o, ht[last].astype(jnp.promote_types(arrays[0].dtype, jnp.float32))
 
     def group_norm(self) -> Affine:
         """Scale and bias [H, N] of the norm of each head, whose eps is 64e-5 whatever the size of a head."""

@@ -32,6 +32,19 @@ class RWKVState(struct.PyTreeNode):
     wkv: Float[Array, "*L B H K V"]
 
 
+class SegmentState(struct.PyTreeNode):
+    """The state from which an attention starts every segment: ``wkv`` in the collection ``segment_states``.
+
+    Attributes:
+        wkv: [H, K, V]; stacked layers have a leading layer axis.
+        max_segments: number of segments that memory is for, a sequence on average. Outputs are NaN if there
+            are more.
+    """
+
+    wkv: Float[Array, "*L H K V"]
+    max_segments: int = struct.field(pytree_node=False)
+
+
 def zero_state(
     batch: int, hidden_size: int, head_dim: int, dtype: DTypeLike, *, num_layers: int | None = None
 ) -> RWKVState:

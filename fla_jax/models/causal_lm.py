@@ -115,7 +115,7 @@ class RWKVForCausalLM(nn.Module):
             unroll = config.scan_layers == "unroll" and not self.is_initializing()
             self.blocks = nn.scan(
                 block,
-                variable_axes={"params": 0, "intermediates": 0, "lora": 0},
+                variable_axes={"params": 0, "intermediates": 0, "lora": 0, "segment_states": 0},
                 split_rngs={"params": True, "dropout": True},
                 in_axes=(0, 0, nn.broadcast, nn.broadcast),
                 length=config.num_layers,

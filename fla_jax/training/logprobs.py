@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ..core.mesh import is_explicit, reshard, spec_of
 from ..layers.token_blocks import token_blocks
+from .next_token import check_segment_ids
 
 
 def token_logprobs(
@@ -58,10 +59,7 @@ def token_logprobs(
     """
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(f"tokens must have shape [B, T] with T >= 2, got {list(tokens.shape)}")
-    if segment_ids is not None and segment_ids.shape != tokens.shape:
-        raise ValueError(
-            f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}"
-        )
+    check_segment_ids(tokens, segment_ids)
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be positive, got {block_tokens}")
     variables, labels = (

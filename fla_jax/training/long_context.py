@@ -5,6 +5,7 @@ context" training).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -14,9 +15,17 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 from ..core.mesh import is_explicit, reshard, vary_alike
 from ..layers.state import RWKVState, check_state
 from .losses import chunked_cross_entropy
-from .next_token import over_sequence
+from .next_token import check_segment_ids, over_sequence
 
-_Chunks = tuple[jax.Array, jax.Array, jax.Array]  # tokens, labels, weights: [..., B, chunk_size]
+
+class _Chunks(NamedTuple):
+    """Chunks of a batch: arrays [..., B, chunk_size]; the last two are None for whole sequences."""
+
+    tokens: jax.Array
+    labels: jax.Array
+    weights: jax.Array
+    segment_ids: jax.Array | None
+    continues: jax.Array | None  # [..., B]: the first token is of the segment of the token before
 
 
 def chunked_loss(
@@ -28,6 +37,7 @@ def chunked_loss(
     *,
     chunk_size: int,
     l2wrap: float = 1e-4,
+    segment_ids: Int[Array, "B T+1"] | None = None,
 ) -> tuple[Float[Array, ""], RWKVState]:
     """The next-token loss of long sequences, computed in chunks; exact in value and gradients.
 
@@ -43,6 +53,8 @@ def chunked_loss(
         state: before the first token; None for zeros.
         chunk_size: tokens per chunk.
         l2wrap: strength of L2Wrap, see `fla_jax.training.cross_entropy`.
+        segment_ids: [B, T + 1] integers, for packed documents: the state restarts where the number changes,
+            and a document's last token predicts nothing. ``state`` is that before the first one.
 
     Returns:
         ``(loss, state)``: the mean over all labels, a float32 scalar (float64 for a model of that dtype), and
@@ -61,7 +73,7 @@ def chunked_loss(
         >>> loss_of = lambda p: chunked_loss(model, p, tokens, chunk_size=16)
         >>> (loss, state), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
     """
-    chunks, total = _split(model, tokens, mask, chunk_size)
+    chunks, total = _split(model, tokens, mask, chunk_size, segment_ids=segment_ids)
     return _scan_chunks(model, params, chunks, _state(model, params, tokens, state), total, l2wrap)
 
 
@@ -164,10 +176,8 @@ def carried_loss(
     """
 
     def loss(params: PyTree, batch: PyTree) -> tuple[jax.Array, RWKVState]:
-        continues = batch["continues"]
-        kept = lambda x: jnp.where(continues.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
         tokens, ids = over_sequence(batch["tokens"]), over_sequence(batch["segment_ids"])
-        state = _batch_first(jax.tree.map(kept, batch["carry"]))
+        state = _batch_first(_kept(batch["carry"], batch["continues"]))
         found: PyTree = model.apply({"params": params}, tokens, state, ids, method="hidden")
         head, labels, mask = nn.meta.unbox(params["head"]["kernel"]), batch["labels"], batch["mask"]
         mean = chunked_cross_entropy(found[0], head, labels, mask, l2wrap, block_tokens=block_tokens)
@@ -181,6 +191,12 @@ def _batch_first(state: RWKVState) -> RWKVState:
     return jax.tree.map(lambda x: x.swapaxes(0, 1), state)
 
 
+def _kept(state: RWKVState, continues: Shaped[Array, " B"]) -> RWKVState:
+    """Arrays [B, L, ...] of a state, zeros where a sequence does not continue."""
+    keep = lambda x: jnp.where(continues.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+    return jax.tree.map(keep, state)
+
+
 def _scan_chunks(
     model: nn.Module, params: PyTree, chunks: _Chunks, state: RWKVState, total: jax.Array, l2wrap: float
 ) -> tuple[jax.Array, RWKVState]:
@@ -188,8 +204,10 @@ def _scan_chunks(
 
     @jax.checkpoint  # without a policy: anything saved would grow with the number of chunks
     def chunk_loss(params: PyTree, state: RWKVState, chunk: _Chunks) -> tuple[jax.Array, RWKVState]:
-        tokens, labels, weights = chunk
-        found: PyTree = model.apply({"params": params}, tokens, state, method="hidden")
+        tokens, labels, weights, ids, continues = chunk
+        if continues is not None:
+            state = _batch_first(_kept(_batch_first(state), continues))
+        found: PyTree = model.apply({"params": params}, tokens, state, ids, method="hidden")
         hidden, state = found
         mean = chunked_cross_entropy(hidden, nn.meta.unbox(params["head"]["kernel"]), labels, weights, l2wrap)
         local = jnp.sum(weights)
@@ -226,7 +244,12 @@ def _state(model: nn.Module, params: PyTree, tokens: jax.Array, state: RWKVState
 
 
 def _split(
-    model: nn.Module, tokens: jax.Array, mask: jax.Array | None, chunk_size: int, group: int = 1
+    model: nn.Module,
+    tokens: jax.Array,
+    mask: jax.Array | None,
+    chunk_size: int,
+    group: int = 1,
+    segment_ids: jax.Array | None = None,
 ) -> tuple[_Chunks, jax.Array]:
     """The chunks [n, B, chunk_size], and the sum of the weights (1 where it is 0)."""
     if chunk_size < 1:
@@ -246,8 +269,15 @@ def _split(
             f"mask must have shape [B, T] = {[B, T]}, that of tokens without the first, got "
             f"{list(mask.shape)}"
         )
+    check_segment_ids(tokens, segment_ids)
     dtype = _zero(model).dtype
     weights = jax.lax.stop_gradient(jnp.ones((B, T), dtype) if mask is None else mask.astype(dtype))
     cut = lambda x: jnp.moveaxis(x.reshape(B, -1, chunk_size), 1, 0)
+    ids = continues = None
+    if segment_ids is not None:
+        same = segment_ids[:, 1:] == segment_ids[:, :-1]
+        weights, ids = jnp.where(same, weights, 0), cut(segment_ids[:, :-1])
+        continues = jnp.concatenate([jnp.ones((1, B), bool), ids[1:, :, 0] == ids[:-1, :, -1]])
     total = jnp.sum(weights)
-    return (cut(tokens[:, :-1]), cut(tokens[:, 1:]), cut(weights)), jnp.where(total != 0, total, 1)
+    chunks = _Chunks(cut(tokens[:, :-1]), cut(tokens[:, 1:]), cut(weights), ids, continues)
+    return chunks, jnp.where(total != 0, total, 1)

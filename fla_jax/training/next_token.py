@@ -164,6 +164,14 @@ def _fields(batch: PyTree) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.
     return tokens[:, :-1], tokens[:, 1:], None, mask
 
 
+def check_segment_ids(tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None) -> None:
+    """Raises ValueError unless ``segment_ids``, or None, have the shape of ``tokens``."""
+    if segment_ids is not None and segment_ids.shape != tokens.shape:
+        raise ValueError(
+            f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}"
+        )
+
+
 def over_sequence(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
     """Shards T of an array [B, T, ...] over the mesh axis ``sequence``; for custom losses.
 

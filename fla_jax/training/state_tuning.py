@@ -20,9 +20,10 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ..checkpoints import read_pth, write_pth
 from ..core.arguments import check_integer, check_number, shown
-from ..layers.state import RWKVState
+from ..layers.state import RWKVState, SegmentState
 from ..models.config import check_model
 from .losses import chunked_cross_entropy
+from .next_token import check_segment_ids
 from .recipe import rwkv_optimizer, rwkv_schedule
 
 _NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
@@ -93,6 +94,10 @@ def state_loss(
     states: Float[Array, "L H K V"],
     tokens: Int[Array, "B T+1"],
     mask: Shaped[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T+1"] | None = None,
+    *,
+    every_segment: bool = False,
+    max_segments: int = 32,
 ) -> Float[Array, ""]:
     """Next-token loss from given initial states, differentiable in ``states``.
 
@@ -102,6 +107,12 @@ def state_loss(
         states: [L, H, K, V].
         tokens: [B, T + 1] integers: the first T are the input, the last T the labels.
         mask: [B, T] booleans, or weights of the labels (answers, say, and not questions); None for all.
+        segment_ids: [B, T + 1] integers, for packed documents: the state restarts where the number changes,
+            and a document's last token predicts nothing. None for one document a sequence.
+        every_segment: whether every document starts from ``states``; otherwise the first of each sequence
+            does, and others start from zeros. Not where a mesh splits batch or tokens.
+        max_segments: with ``every_segment``, the number of documents that memory is for, a sequence on
+            average: each has a state in every layer. The loss is NaN if there are more.
 
     Returns:
         A scalar, float32, or float64 for a model of that dtype.
@@ -120,9 +131,25 @@ def state_loss(
         (2, 4, 16, 16)
     """
     _check_batch("", tokens, mask)
-    state = initial_state(model, states, tokens.shape[0])
-    hidden, _ = model.apply({"params": params}, tokens[:, :-1], state, method="hidden")
+    check_segment_ids(tokens, segment_ids)
+    state, ids = initial_state(model, states, tokens.shape[0]), None
+    variables = {"params": params}
+    if segment_ids is not None:
+        ids, same = segment_ids[:, :-1], segment_ids[:, 1:] == segment_ids[:, :-1]
+        mask = same if mask is None else jnp.where(same, mask, jnp.zeros_like(mask))
+        if every_segment:
+            max_segments = check_integer("max_segments", max_segments, 1)
+            variables["segment_states"] = _segment_states(model, states, max_segments)
+    hidden, _ = model.apply(variables, tokens[:, :-1], state, ids, method="hidden")
     return chunked_cross_entropy(hidden, params["head"]["kernel"], tokens[:, 1:], mask, l2wrap=0.0)
+
+
+def _segment_states(model: nn.Module, states: jax.Array, max_segments: int) -> dict[str, PyTree]:
+    """The collection of the states from which the attentions start every segment."""
+    of = lambda wkv: {"att": {"wkv": SegmentState(wkv, max_segments)}}
+    if model.config.scan_layers:
+        return {"blocks": of(states)}
+    return {f"blocks_{i}": of(wkv) for i, wkv in enumerate(states)}
 
 
 def tune_states(
@@ -133,18 +160,21 @@ def tune_states(
     *,
     learning_rate: optax.ScalarOrSchedule | None = None,
     states: Float[Array, "L H K V"] | None = None,
+    every_segment: bool = False,
+    max_segments: int = 32,
 ) -> tuple[Float[Array, "L H K V"], Float[np.ndarray, " steps"]]:
     """Tunes initial states; the parameters do not change.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         params: its parameters, as plain arrays.
-        batches: at least ``steps`` batches, each tokens [B, T + 1] or a tuple ``(tokens, mask)`` as
-            `state_loss` takes them, compiled once for each shape.
+        batches: at least ``steps`` batches, each tokens [B, T + 1] or a tuple ``(tokens, mask)`` or
+            ``(tokens, mask, segment_ids)`` as `state_loss` takes them, compiled once for each shape.
         steps: optimiser steps.
         learning_rate: a number or an optax schedule; None for the official one, from 1 along a cosine to
             0.01. States need far larger steps than weights.
         states: [L, H, K, V] to start from; None for zeros.
+        every_segment, max_segments: see `state_loss`.
 
     Returns:
         ``(states, losses)``: the tuned states [L, H, K, V], and the loss [steps] before each step.
@@ -181,9 +211,10 @@ def tune_states(
 
     @jax.jit
     def step(
-        states: jax.Array, opt_state: PyTree, params: PyTree, tokens: jax.Array, mask: jax.Array | None
+        states: jax.Array, opt_state: PyTree, params: PyTree, batch: tuple[jax.Array | None, ...]
     ) -> PyTree:
-        loss, grads = jax.value_and_grad(state_loss, 2)(model, params, states, tokens, mask)
+        options = {"every_segment": every_segment, "max_segments": max_segments}
+        loss, grads = jax.value_and_grad(state_loss, 2)(model, params, states, *batch, **options)
         updates, opt_state = optimizer.update(grads, opt_state, states)
         return optax.apply_updates(states, updates), opt_state, loss
 
@@ -192,9 +223,10 @@ def tune_states(
         batch = next(source, None)
         if batch is None:
             raise ValueError(f"batches must have at least steps = {steps} batches, got {i}")
-        if isinstance(batch, tuple) and len(batch) != 2:
-            raise ValueError(f"batches[{i}] must be tokens or (tokens, mask), got a tuple of {len(batch)}")
-        tokens, mask = batch if isinstance(batch, tuple) else (batch, None)
+        if isinstance(batch, tuple) and len(batch) not in (2, 3):
+            what = "tokens or (tokens, mask), with segment_ids third"
+            raise ValueError(f"batches[{i}] must be {what}, got a tuple of {len(batch)}")
+        tokens, mask, *ids = batch if isinstance(batch, tuple) else (batch, None)
         where = f"batches must hold tokens or (tokens, mask); of batches[{i}] "
         _check_batch(where, tokens, mask)
         values = np.asarray(tokens)  # on the host, so that the check waits for no earlier step
@@ -202,7 +234,7 @@ def tune_states(
         if low < 0 or high >= model.config.vocab_size:
             span = f"from 0 to {model.config.vocab_size - 1}"
             raise ValueError(f"{where}tokens must be {span}, got {low if low < 0 else high}")
-        states, opt_state, loss = step(states, opt_state, params, tokens, mask)
+        states, opt_state, loss = step(states, opt_state, params, (tokens, mask, *ids))
         losses.append(loss)
     return states, np.asarray(jnp.stack(losses))
 

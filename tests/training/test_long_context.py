@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.training import chunked_loss, cross_entropy, truncated_value_and_grad
+from fla_jax.training import chunked_loss, cross_entropy, packed_loss, truncated_value_and_grad
 
 TOKENS = small.tokens(2, 25)
 MASK = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 24)), bool)
@@ -124,3 +124,19 @@ def test_truncation_errors(setup):
         truncated_value_and_grad(setup[0], chunk_size=8, chunks_per_gradient=0)
     with pytest.raises(ValueError, match=r"chunk_size \* chunks_per_gradient = 8 \* 2, got T = 24"):
         truncated_value_and_grad(setup[0], chunk_size=8, chunks_per_gradient=2)(setup[1], TOKENS)
+
+
+def test_packed_documents():
+    """The state restarts within chunks and between them; values and gradients are those of `packed_loss`."""
+    model = small.model(7)
+    params, tokens = small.params(model), small.tokens(2, 13)
+    ids = jnp.array([[0] * 4 + [1] * 5 + [2] * 4, [3] * 6 + [4] * 7])
+    same = ids[:, 1:] == ids[:, :-1]
+    plain = lambda p: packed_loss(model, p, tokens[:, :-1], tokens[:, 1:], ids[:, :-1], same)
+    run = lambda p: chunked_loss(model, p, tokens, chunk_size=4, segment_ids=ids)
+    want, wanted = jax.value_and_grad(plain)(params)
+    (got, state), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(params)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    small.assert_close(grads, wanted, 1e-4)
+    last = model.apply({"params": params}, tokens[:, :-1], segment_ids=ids[:, :-1])[1]
+    small.assert_close(state, last)

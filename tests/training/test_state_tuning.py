@@ -55,6 +55,46 @@ def test_tuning_lowers_the_loss_and_leaves_the_weights(setup):
     np.testing.assert_array_equal(more, states)
 
 
+@pytest.mark.parametrize("version, stacked", [(6, False), (7, True)])
+def test_documents_of_a_sequence(version, stacked):
+    """Packed documents have the losses of separate ones, each started from the states, and the gradient."""
+    model = small.model(version, scan_layers=stacked)
+    params, tokens = small.params(model), small.tokens(2, 12)
+    ids = jnp.array([[0] * 5 + [1] * 4 + [2] * 3, [5] * 10 + [7] * 2])
+    documents = [tokens[0, :5], tokens[0, 5:9], tokens[0, 9:], tokens[1, :10], tokens[1, 10:]]
+    padded = jnp.stack([jnp.pad(document, (0, 10 - len(document))) for document in documents])
+    is_label = jnp.arange(1, 10) < jnp.array([len(document) for document in documents])[:, None]
+    apart = lambda states: state_loss(model, params, states, padded, is_label)
+
+    def packed(states, max_segments=3):
+        options = {"every_segment": True, "max_segments": max_segments}
+        return state_loss(model, params, states, tokens, segment_ids=ids, **options)
+
+    states = 0.5 * random_states(model)
+    want, wanted = jax.value_and_grad(apart)(states)
+    got, grad = jax.value_and_grad(packed)(states)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(grad, wanted, rtol=1e-3, atol=1e-5)
+    assert np.isnan(packed(states, 2)), "5 documents, memory for 4"
+
+
+def test_first_document_alone(setup):
+    """Without ``every_segment`` other documents start from zeros."""
+    model, params = setup
+    tokens, states = small.tokens(1, 9), random_states(model)
+    ids = jnp.array([[0] * 5 + [1] * 4])
+    first = state_loss(model, params, states, tokens[:, :5]) * 4
+    second = state_loss(model, params, zero_states(model), tokens[:, 5:]) * 3
+    got = state_loss(model, params, states, tokens, segment_ids=ids)
+    np.testing.assert_allclose(got, (first + second) / 7, rtol=1e-5)
+    options = {"every_segment": True, "max_segments": 2}
+    batch = (tokens, None, ids)
+    tuned, losses = tune_states(model, params, [batch] * 5, 5, **options)
+    assert state_loss(model, params, tuned, tokens, segment_ids=ids, **options) < losses[0] - 0.05
+    with pytest.raises(ValueError, match="segment_ids must have the shape"):
+        state_loss(model, params, states, tokens, segment_ids=ids[:, 1:])
+
+
 def test_files(setup, tmp_path):
     model, _ = setup
     states = random_states(model)
@@ -100,7 +140,7 @@ def test_errors(setup, tmp_path):
         (tokens + 24, ValueError, r"of batches\[0\] tokens must be from 0 to 23, got 4\d"),
         (tokens - 24, ValueError, r"tokens must be from 0 to 23, got -"),
         (tokens[0], ValueError, r"tokens must have shape \[B, T \+ 1\] with B, T >= 1, got \[9\]"),
-        ((tokens,), ValueError, r"batches\[0\] must be tokens or \(tokens, mask\), got a tuple of 1"),
+        ((tokens,), ValueError, r"batches\[0\] must be tokens or \(tokens, mask\), .* got a tuple of 1"),
         ((tokens, np.ones((2, 9))), ValueError, r"mask must have shape \[B, T\] = \[2, 8\], got \[2, 9\]"),
         ((tokens, "all"), TypeError, "mask must be an array of booleans or numbers, got 'all'"),
     ):
