@@ -1,7 +1,9 @@
 """Import layers of the package, read from the source, so that imports inside functions count as well."""
 
 import ast
+import itertools
 import pathlib
+import re
 
 ROOT = pathlib.Path(__file__).parent.parent
 # a package may import those before it and itself; `fla_jax` itself may import all
@@ -91,6 +93,22 @@ def test_nobody_imports_what_comes_later():
                 if a is not None and b is not None and b > a:
                     wrong.append(f"{name} -> {target}")
     assert not wrong, wrong
+
+
+def test_the_diagram_shows_the_imports():
+    """The arrows of docs/architecture.md are the imports between packages, without those that follow."""
+    edges = set()
+    for name, targets in graph().items():
+        here, *others = (position(module, PACKAGES, 1) for module in (name, *targets))
+        edges |= {(there, here) for there in others if None not in (here, there) and there != here}
+    reached = set(edges)
+    for middle, first, last in itertools.product(range(len(PACKAGES)), repeat=3):
+        if {(first, middle), (middle, last)} <= reached:
+            reached.add((first, last))
+    follows = {(a, c) for (a, b), (b2, c) in itertools.product(reached, repeat=2) if b == b2}
+    want = {(PACKAGES[a], PACKAGES[b]) for a, b in edges - follows}
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert set(re.findall(r"^ +(\w+) --> (\w+)$", page, re.MULTILINE)) == want
 
 
 def test_no_cycles():

@@ -41,7 +41,7 @@ OLD_WORDS_OF_PAGES = {
 }
 CODE = ["pallas", "fla_jax/core", "fla_jax/ops", "fla_jax/parallel", "fla_jax/checkpoints", "fla_jax/models"]
 CODE += ["fla_jax/data", "tests"]
-LENGTHS = {"pallas/DESIGN.md": 1500, "docs/performance.md": 600}
+LENGTHS = {"pallas/DESIGN.md": 1500, "docs/performance.md": 600, "CONTRIBUTING.md": 900, "CHANGELOG.md": 400}
 PAGES = sorted(
     str(path.relative_to(blocks.ROOT))
     for path in (
