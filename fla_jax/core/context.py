@@ -52,7 +52,7 @@ class Context(Generic[X, S]):
     save_residuals: bool = True
     cp: ContextParallel = dataclasses.field(default_factory=ContextParallel)
 
-    def whole(self) -> Context[X, S]:
+    def with_whole_sequences(self) -> Context[X, S]:
         """The same call where every device gets whole sequences."""
         return dataclasses.replace(self, cp=ContextParallel(None, self.cp.size))
 

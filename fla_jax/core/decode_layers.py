@@ -125,7 +125,7 @@ class Layer7(struct.PyTreeNode):
     value: Matrix
     ranks: tuple[int, ...] = struct.field(pytree_node=False)
 
-    def low(self, projections: jax.Array) -> jax.Array:
+    def low_rank_inputs(self, projections: jax.Array) -> jax.Array:
         """Inputs of the second stages, from the product of `into`: [B, 4, R] in their dtype, zeros beyond
         each rank.
         """

@@ -59,18 +59,18 @@ class Rule(Protocol[X, Y, S]):
         """
 
 
-def always(ctx: object) -> Unsupported | None:
-    """`Candidate.supports` of what runs every call."""
+def supports_every_call(ctx: object) -> Unsupported | None:
+    """`Candidate.supports` of implementations that can run every call."""
     return None
 
 
-def unasked(ctx: object) -> bool:
-    """`Candidate.preferred` of what may be selected for every call that it supports."""
+def prefers_every_call(ctx: object) -> bool:
+    """`Candidate.preferred` of implementations that may be selected for every call they support."""
     return True
 
 
 def no_variant(ctx: object) -> str:
-    """`Candidate.describe` of what has one variant only."""
+    """`Candidate.describe` of implementations with one variant."""
     return ""
 
 
@@ -89,8 +89,8 @@ class Candidate(Generic[C, R]):
 
     name: str
     load: Callable[[], R]
-    supports: Callable[[C], Unsupported | None] = always
-    preferred: Callable[[C], bool] = unasked
+    supports: Callable[[C], Unsupported | None] = supports_every_call
+    preferred: Callable[[C], bool] = prefers_every_call
     describe: Callable[[C], str] = no_variant
 
     def refusal(self, ctx: C) -> Unsupported | None:

@@ -42,7 +42,7 @@ def per_shard(
         op: of which it is a part.
         is_opaque: whether ``fn`` has kernels, which JAX cannot map.
         ctx: with ``cp.axis``, ``fn`` may communicate over it. Where a device has whole sequences after all,
-            ``fn`` gets ``ctx.whole()`` and returns results of the same shapes.
+            ``fn`` gets ``ctx.with_whole_sequences()`` and returns results of the same shapes.
         fn: a function of trees of arrays.
         operands: trees like ``args`` with axes (``"b t h k"``) in place of arrays.
         results: the same of the results.
@@ -81,7 +81,7 @@ def _partitioned(
 ) -> Callable[..., T]:
     """``fn`` in the sharding mode of the mesh in context."""
     kinds = jax.sharding.get_abstract_mesh().axis_types
-    on_shard, on_whole = functools.partial(fn, ctx), functools.partial(fn, ctx.whole())
+    on_shard, on_whole = functools.partial(fn, ctx), functools.partial(fn, ctx.with_whole_sequences())
     left, right = _leaves(operands), _leaves(results)
 
     def manual(*args: PyTree) -> T:

@@ -67,10 +67,10 @@ def _lower(
     """The custom call, from the cache or compiled."""
     signature = call.parameters(map(pointer_type, ctx.avals_in), map(pointer_type, ctx.avals_out))
     key = _key(call, signature)
-    opaque = compiled_in_this_process.get(key) or _cached(key)
+    opaque = compiled_in_this_process.get(key) or _read_cache(key)
     if opaque is None:
-        opaque = zlib.compress(_compiled(call, signature).to_proto(call.kernel.__name__, b""))
-        _cache(key, opaque)
+        opaque = zlib.compress(_compile(call, signature).to_proto(call.kernel.__name__, b""))
+        _write_cache(key, opaque)
     compiled_in_this_process[key] = opaque
     rule = jax.ffi.ffi_lowering(
         "triton_kernel_call_ffi", api_version=4, operand_output_aliases=dict(call.aliases)
@@ -130,7 +130,7 @@ def triton_source(
     return source, [None if isinstance(leaf, str) else leaf for path, leaf in leaves if path not in fixed]
 
 
-def _compiled(call: TritonCall, signature: dict[str, Signature]) -> gpu_triton.TritonKernelCall:
+def _compile(call: TritonCall, signature: dict[str, Signature]) -> gpu_triton.TritonKernelCall:
     """jaxlib's description of the compiled kernel and its arguments."""
     source, arguments = triton_source(call.kernel, signature, dict(call.constants))
     described = [
@@ -202,8 +202,8 @@ def _cache_file(key: str) -> pathlib.Path:
     return pathlib.Path(triton.knobs.cache.dir, key, "fla-jax-call")
 
 
-def _cached(key: str) -> bytes | None:
-    """The call that `_cache` has stored under ``key``, or None."""
+def _read_cache(key: str) -> bytes | None:
+    """The call that `_write_cache` has stored under ``key``, or None."""
     try:
         opaque = _cache_file(key).read_bytes()
         zlib.decompress(opaque)
@@ -212,7 +212,7 @@ def _cached(key: str) -> bytes | None:
         return None
 
 
-def _cache(key: str, opaque: bytes) -> None:
+def _write_cache(key: str, opaque: bytes) -> None:
     """Stores a compiled call for other processes."""
     path = _cache_file(key)
     with contextlib.suppress(OSError):  # no folder to write to: the next process compiles it again

@@ -65,7 +65,7 @@ class Config:
     num_blocks: int = 1
     BT: int = 16
 
-    def replaced(self, **changes: Any) -> "Config":
+    def replace(self, **changes: Any) -> "Config":
         """The same with other values."""
         return dataclasses.replace(self, **changes)
 
@@ -73,10 +73,10 @@ class Config:
 @triton.constexpr_function
 def with_safe_gate(c):
     """The config of a program under the safe gate."""
-    return c.replaced(unsafe_gate=False)
+    return c.replace(unsafe_gate=False)
 
 
 @triton.constexpr_function
 def with_square_state(c):
     """The config of a scan with a matrix [K, K] in place of the state."""
-    return c.replaced(V=c.K)
+    return c.replace(V=c.K)

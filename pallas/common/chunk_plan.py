@@ -198,7 +198,7 @@ def with_cotangent_scale(plan: ChunkPlan, x: Recurrence, do: jax.Array, dht: jax
         Cotangents(do, dht_max, x.r, x.k, x.v),
         plan.index,
         out=ScaledGates(like(gates)),
-        config=c.replaced(BK=tile(c.K), BV=tile(c.V)),
+        config=c.replace(BK=tile(c.K), BV=tile(c.V)),
         grid=(1, *plan.grid[1:]),
         launch=Launch(num_warps=4),
     )

@@ -44,7 +44,7 @@ class Passing(NamedTuple):
     edge: Tensor
 
 
-class Passed(NamedTuple):
+class PassedStates(NamedTuple):
     """Outputs of `state_passing_kernel`, float32.
 
     Attributes:

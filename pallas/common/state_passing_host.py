@@ -21,7 +21,7 @@ from .chunk_plan import ChunkPlan
 from .shapes import like, tile
 from .state_passing import (
     EntryOutput,
-    Passed,
+    PassedStates,
     Passing,
     PassingConfig,
     SplitGrad,
@@ -34,13 +34,13 @@ from .state_passing import (
 
 def _pass_states(
     transition: jax.Array, update: jax.Array, edge: jax.Array, num_splits: int, reverse: bool
-) -> Passed:
+) -> PassedStates:
     B, H, K, V = edge.shape
     BK, BV = tile(K), min(16, tile(V))
     return triton_call(
         state_passing_kernel,
         Passing(transition, update, edge),
-        out=Passed(
+        out=PassedStates(
             states=jax.ShapeDtypeStruct((B * num_splits, H, K, V), jnp.float32), last=like(edge, jnp.float32)
         ),
         config=PassingConfig(H, K, V, BK, BV, num_splits, diagonal=transition.ndim == 3, reverse=reverse),
@@ -93,7 +93,7 @@ def add_entry_output(
         add_entry_output_kernel,
         EntryOutput(q_entry, o_zero_state, h0, plan.index.T, plan.index.split_len),
         out=SplitOutput(like(o_zero_state, dtype)),
-        config=c.replaced(BK=tile(K), BV=BV, BT=BT, num_blocks=blocks),
+        config=c.replace(BK=tile(K), BV=BV, BT=BT, num_blocks=blocks),
         grid=(blocks * -(-plan.index.split_len // BT), H, B * c.num_splits),
         launch=Launch(num_warps),
     ).o
@@ -116,7 +116,7 @@ def split_dht(
         state_grad_kernel,
         EntryOutput(q_entry, do, None, plan.index.T, plan.index.split_len),
         out=SplitGrad(jax.ShapeDtypeStruct((B * c.num_splits, H, K, V), jnp.float32)),
-        config=c.replaced(BK=tile(K), BV=BV),
+        config=c.replace(BK=tile(K), BV=BV),
         grid=(-(-V // BV), H, B * c.num_splits),
         launch=Launch(num_warps=4, num_stages=3),
     ).dh

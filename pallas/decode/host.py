@@ -99,7 +99,9 @@ def rwkv7_step(
     R, (B, H, N) = p.second.shape[2], state.wkv.shape[1:4]
     second, (att_shift, ffn_shift), has_first = None, shifts, layer > 0
     if B > MAX_GEMV:
-        second = jnp.einsum("bpr,pcr->pbc", p.low(projections), p.second, preferred_element_type=jnp.float32)
+        second = jnp.einsum(
+            "bpr,pcr->pbc", p.low_rank_inputs(projections), p.second, preferred_element_type=jnp.float32
+        )
     x = StepInputs(
         projections=projections,
         first_projections=first_projections if has_first else None,

@@ -77,7 +77,7 @@ def unit_token(x, at, mean, rstd, c: tl.constexpr):
 
 
 @triton.jit
-def affine(unit, scale, x, c: tl.constexpr):
+def scale_and_shift(unit, scale, x, c: tl.constexpr):
     """The token after the norm, from `unit_token`."""
     if x.scale is not None:
         unit = unit * scale + read(x.bias, 0, c)
@@ -127,7 +127,7 @@ def mix_bwd_kernel(x, stats, do, dims, grads, c: tl.constexpr):
             if x.scale is not None:
                 delta *= scale
             if x.segment_ids is not None:
-                delta = tl.where(new, -affine(units[u], scale, x, c), delta)
+                delta = tl.where(new, -scale_and_shift(units[u], scale, x, c), delta)
             grown = ()
             for n in tl.static_range(len(x.mixes)):
                 mu = mus[n]
@@ -169,7 +169,7 @@ def mix_bwd_kernel(x, stats, do, dims, grads, c: tl.constexpr):
     if start == 0:  # the difference between the given previous token and the first one
         if x.mix_delta is not None:
             tl.debug_barrier()  # other threads may have written the first token's dmix_delta in the loop
-        delta = -affine(unit, scale, x, c)
+        delta = -scale_and_shift(unit, scale, x, c)
         if x.last is not None:
             delta += read(x.last, batch, c)
             write(grads.x.last, batch, after, c)

@@ -78,7 +78,7 @@ def _chunk_state(ctx: Ctx, x: RWKV6Inputs, num_splits: int) -> StateOut:
             transition=shaped((B * num_splits, H, K), jnp.float32),
             update=shaped((B * num_splits, H, K, V), jnp.float32),
         ),
-        config=plan.config.replaced(unsafe_gate=True),  # exact for every decay, so the gate does not matter
+        config=plan.config.replace(unsafe_gate=True),  # exact for every decay, so the gate does not matter
         grid=plan.grid,
         launch=plan.launch,
     )
@@ -107,7 +107,7 @@ def fwd(ctx: Ctx, x: RWKV6Inputs) -> tuple[Outputs, Residuals]:
             ht=like(h0, jnp.float32),
             states=buffers.shapes(x.r, V, plan) if ctx.save_residuals else None,
         ),
-        config=plan.config.replaced(num_buffers=buffers.num_buffers),
+        config=plan.config.replace(num_buffers=buffers.num_buffers),
         grid=plan.grid,
         launch=plan.launch,
     )
@@ -135,7 +135,7 @@ def bwd(ctx: Ctx, x: RWKV6Inputs, residuals: Residuals, cotangents: Outputs) -> 
         Saved(do, dht, buffers.operands(residuals)),
         plan.index,
         out=RWKV6Inputs(r=dr, k=dk, v=dv, w=dw, u=du, initial_state=like(dht, jnp.float32)),
-        config=plan.config.replaced(num_buffers=buffers.num_buffers, num_aliased=buffers.num_aliased),
+        config=plan.config.replace(num_buffers=buffers.num_buffers, num_aliased=buffers.num_aliased),
         grid=plan.grid,
         launch=plan.launch,
         aliases=buffers.aliases("saved.states", ("r", "k", "v", "w")),

@@ -24,7 +24,8 @@ VARIANTS = (
     Variant("fused_fp32", "float32 inputs", lambda key: True),
 )
 
-# measured on an H200; for other GPUs what fits and spills least
+# Blocks, warps, stages and registers, on GPUs with large tiles and on others. Measured on an H200; for others
+# what fits and spills least.
 LAUNCHES: LaunchTable = {
     ("fused_wgmma", "fwd", 64): (BlockLaunch(64, 2, 3),),
     ("fused_wgmma", "bwd", 64): (BlockLaunch(64, 4, 3),),

@@ -32,7 +32,7 @@ def bwd_grads(
         saved,
         index,
         out=KeyGrads(r=like(x.r), w=like(x.w), k=like(x.k), a=like(x.a), b=like(x.b)),
-        config=c.replaced(
+        config=c.replace(
             BK=BK,
             BV=tile(V) if chunks > 1 else min(GRADS_VALUES, tile(V)),
             # programs take all chunks of a state, also those beyond the end

@@ -109,7 +109,7 @@ def _precompute_A(plan: ChunkPlan, x: RWKV7Inputs) -> jax.Array:
         without(x, "v", "initial_state", "segment_ids", "cu_seqlens"),
         index,
         out=AOut(shaped(shape, jnp.float32)),
-        config=plan.config.replaced(BK=min(A_LAUNCH.block, plan.config.BK)),
+        config=plan.config.replace(BK=min(A_LAUNCH.block, plan.config.BK)),
         grid=grid,
         launch=A_LAUNCH.launch,
     ).A
@@ -131,7 +131,7 @@ def _chunk_state(plan: ChunkPlan, x: RWKV7Inputs, A: jax.Array | None, o_zero_st
             update=shaped((splits, H, K, V), jnp.float32),
             o_zero_state=like(x.v, jnp.float32) if o_zero_state else None,  # rounded once, with its sum
         ),
-        config=c.replaced(unmasked=c.unmasked and K % c.BV == 0, num_blocks=NV),
+        config=c.replace(unmasked=c.unmasked and K % c.BV == 0, num_blocks=NV),
         grid=(NV + -(-K // c.BV), H, splits),
         launch=plan.launch,
     )
@@ -173,7 +173,7 @@ def fwd(ctx: Ctx, x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
             A=shaped(shape, plan.store_dtype) if ctx.save_residuals and A is None else None,
             v_new=like(x.v, plan.store_dtype) if ctx.save_residuals and call.variant.split_bwd else None,
         ),
-        config=plan.config.replaced(num_buffers=buffers.num_buffers),
+        config=plan.config.replace(num_buffers=buffers.num_buffers),
         grid=plan.grid,
         launch=plan.launch,
     )
@@ -201,7 +201,7 @@ def _bwd_fused(
         Saved(do, dht, buffers.operands(residuals), residuals["A"]),
         plan.index,
         out=RWKV7Inputs(r=dr, w=dw, k=dk, v=like(x.v), a=da, b=db, initial_state=like(dht)),
-        config=plan.config.replaced(num_buffers=buffers.num_buffers, num_aliased=buffers.num_aliased),
+        config=plan.config.replace(num_buffers=buffers.num_buffers, num_aliased=buffers.num_aliased),
         grid=plan.grid,
         launch=plan.launch,
         aliases=buffers.aliases("saved.states", ("r", "k", "a", "b")),
@@ -232,7 +232,7 @@ def _bwd_split(
             dstates=buffers.shapes(x.r, x.v.shape[-1], plan),
             da_read=like(x.v, plan.store_dtype),
         ),
-        config=plan.config.replaced(num_buffers=buffers.num_buffers),
+        config=plan.config.replace(num_buffers=buffers.num_buffers),
         grid=plan.grid,
         launch=plan.launch,
     )

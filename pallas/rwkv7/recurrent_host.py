@@ -15,9 +15,9 @@ from ...core.context import Context
 from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
 from ..backend import pallas, triton
-from ..common.chunk_variants import variant_key
 from ..common.recurrent_plan import RecurrentPlan, by_key_block, make_plan
 from ..common.value_sums_host import KEYS, float32, sum_over_values
+from . import variants
 from .recurrent_kernels import rwkv7_gradients, rwkv7_scan
 from .recurrent_step import has_step_kernel, step
 
@@ -37,17 +37,10 @@ def _padded(plan: RecurrentPlan, x: RWKV7Inputs) -> tuple[jax.Array, ...]:
     return r, jnp.exp(w.astype(jnp.float32)), k, plan.tokens(x.v, plan.sizes.V), a, b
 
 
-def _by_chunks(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> bool:
-    """Whether the gradients of r, w, k, a, b come from the kernel of the chunked form, with float32 operands.
-
-    It takes 4.5 ms less of 18.5 at B8 T4096 H64 D64. Strong decays cost it up to 2e-5 of the gradient of a
-    channel's decays, for one of its factors may take decays back (common/decay.py): less than a hundredth of
-    what the rounding to 16 bits does. So where one of these gradients is float32, all are made by pairs of
-    tokens, from products of decays alone.
-    """
-    half = variant_key(ctx, x).bf16_dots and x.w.dtype.itemsize == 2 and x.r.shape[-1] <= 128
-    runs = pallas.preferred(ctx) and triton.preferred(ctx) and triton.supports(ctx) is None
-    return half and runs
+def has_chunk_gradients(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> bool:
+    """`variants.has_chunk_gradients`, where Triton can run that kernel."""
+    runs = pallas.preferred(ctx) and triton.supports(ctx) is None
+    return runs and variants.has_chunk_gradients(ctx, x)
 
 
 def _scan(
@@ -95,7 +88,7 @@ def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Ou
         x.v.dtype,
         reverse=False,
         save=ctx.save_residuals,
-        by_value=_by_chunks(ctx, x),
+        by_value=has_chunk_gradients(ctx, x),
         scales=(1.0, scale),
     )
     outputs = Outputs(plan.untokens(o, x.v), plan.unstate(final, x.initial_state))
@@ -111,7 +104,7 @@ def bwd(
     cotangents: Outputs,
 ) -> RWKV7Inputs:
     """Gradients of all inputs."""
-    scale, plan, by_chunks = ctx.settings.scale, make_plan(x, SAVE_EVERY), _by_chunks(ctx, x)
+    scale, plan, by_chunks = ctx.settings.scale, make_plan(x, SAVE_EVERY), has_chunk_gradients(ctx, x)
     states, inner = plan.flat(residuals["states"]), plan.flat(residuals["inner"])
     r, decay, k, v, a, b = _padded(plan, x)
     do, ds = plan.tokens(cotangents.o, plan.sizes.V), plan.state(cotangents.final_state)

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from ...core.context import Context
 from ...core.implementation import Residuals
 from ...core.types import Outputs, RecurrenceConfig, RWKV7Inputs
-from ..backend import triton
 from ..backend.triton import Launch, triton_call
-from ..common.chunk_variants import variant_key
 from ..common.shapes import like, shaped, tile
 from ..common.token_pairs import TokenValues
 from ..common.token_pairs_host import KEYS, PAIR_LAUNCH, pair_config, pair_grid, sum_over_values
@@ -23,6 +21,7 @@ from .chunk_tokens import KeyGrads
 from .pair_gradients import PairInputs, rwkv7_pair_grads_kernel
 from .scan import ScanInputs, ScanOutputs, rwkv7_scan_kernel
 from .token_step import TokenConfig, TokenOutputs, rwkv7_token_kernel
+from .variants import has_chunk_gradients
 
 # A chunk of the chunked form, whose kernel computes gradients. By pairs of tokens, 32 would spill: 24 ms for
 # 18 on an H200.
@@ -32,20 +31,8 @@ TOKEN_LAUNCH = Launch(num_warps=4)
 
 def residual_axes(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> dict[str, str]:
     """The states at the starts of intervals, and a^T S of each token."""
-    states = "b state h v k" if _by_chunks(ctx, ctx.shapes) else "b state h k v"
+    states = "b state h v k" if has_chunk_gradients(ctx, ctx.shapes) else "b state h k v"
     return {"states": states, "inner": "b t h v"}
-
-
-def _by_chunks(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> bool:
-    """Whether the gradients of r, w, k, a, b come from the kernel of the chunked form, with float32 operands.
-
-    It takes 4.5 ms less of 18.5 at B8 T4096 H64 D64. Strong decays cost it up to 2e-5 of the gradient of a
-    channel's decays, less than a hundredth of what the rounding to 16 bits does. Where one of these gradients
-    is float32, all come from pairs of tokens, products of decays alone. Never in the interpreter, which
-    multiplies no bfloat16.
-    """
-    key = variant_key(ctx, x)
-    return key.bf16_dots and x.w.dtype.itemsize == 2 and key.K <= 128 and triton.preferred(ctx)
 
 
 def _scan(plan: ScanPlan, x: ScanInputs, y: jax.Array, save: bool, value_major: bool) -> ScanOutputs:
@@ -74,7 +61,7 @@ def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Ou
         return _one_token(ctx.settings.scale, x), {}
     plan = plan_scan(ctx, x, INTERVAL)
     scan = ScanInputs(x.a, x.b, x.w, x.k, x.r, x.v, plan.edge(x.initial_state))
-    made = _scan(plan, scan, x.v, ctx.save_residuals, _by_chunks(ctx, x))
+    made = _scan(plan, scan, x.v, ctx.save_residuals, has_chunk_gradients(ctx, x))
     outputs = Outputs(made.y, plan.from_edge(made.end))
     return outputs, {"states": made.states, "inner": made.inner} if ctx.save_residuals else {}
 
@@ -104,7 +91,7 @@ def bwd(
 ) -> RWKV7Inputs:
     """Gradients of all inputs."""
     do, states, inner = cotangents.o, residuals["states"], residuals["inner"]
-    plan, by_chunks = plan_scan(ctx, x, INTERVAL), _by_chunks(ctx, x)
+    plan, by_chunks = plan_scan(ctx, x, INTERVAL), has_chunk_gradients(ctx, x)
     scan = ScanInputs(x.b, x.a, x.w, x.r, x.k, do, plan.edge(cotangents.final_state))
     made = _scan(plan.backward(), scan, x.v, save=True, value_major=by_chunks)
     if by_chunks:

@@ -92,7 +92,7 @@ def launches(program: Program, capability: int = 90) -> tuple[list[Launch], list
         calls.append((call, signature))
         return types.SimpleNamespace(to_proto=lambda name, _: name.encode())
 
-    stubs = dict(_compiled=compiled, _cached=lambda key: None, _cache=lambda key, opaque: None)
+    stubs = dict(_compile=compiled, _read_cache=lambda key: None, _write_cache=lambda key, opaque: None)
     with mock.patch.multiple(lowering, compiled_in_this_process={}, **stubs):
         return [_launch(op) for op in lowered(program, capability)], calls
 

@@ -58,8 +58,8 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
     "splits": (("fla_jax.pallas.common.chunk_plan", "MIN_SPLIT_LEN", lambda old: 16),),
     "no splits": (("fla_jax.pallas.common.chunk_plan", "MAX_SPLIT_PROGRAMS", lambda old: {}),),
     "recurrent gradients by chunks": (
-        ("fla_jax.pallas.rwkv7.scan_host", "_by_chunks", lambda old: lambda ctx, x: True),
-        ("fla_jax.pallas.rwkv7.recurrent_host", "_by_chunks", lambda old: lambda ctx, x: True),
+        ("fla_jax.pallas.rwkv7.scan_host", "has_chunk_gradients", lambda old: lambda ctx, x: True),
+        ("fla_jax.pallas.rwkv7.recurrent_host", "has_chunk_gradients", lambda old: lambda ctx, x: True),
     ),
     "mix: token blocks of 4": ((MIX, "MIN_BLOCK_LEN", lambda old: 4),),
     "mix: tiles of 128 channels": (

@@ -128,7 +128,7 @@ def test_scales_of_layouts(op, options, implementation):
 @pytest.mark.parametrize("host", ["scan_host", "recurrent_host"])
 def test_only_gradients_of_16_bits_come_from_the_chunked_kernel(host, dtype, w_dtype, by_chunks, monkeypatch):
     """Never in an interpreter: Triton's multiplies no bfloat16."""
-    by = importlib.import_module(f"fla_jax.pallas.rwkv7.{host}")._by_chunks
+    by = importlib.import_module(f"fla_jax.pallas.rwkv7.{host}").has_chunk_gradients
     ctx = Case("rwkv7", T=20, dtype=dtype, w_dtype=w_dtype).context()
     assert not triton.INTERPRET or not by(ctx, ctx.shapes)
     monkeypatch.setattr(pallas, "preferred", lambda ctx: True)
@@ -144,4 +144,4 @@ def test_pallas_gradients_need_triton_for_the_chunked_kernel(monkeypatch):
     monkeypatch.setattr(pallas, "preferred", lambda ctx: True)
     monkeypatch.setattr(triton, "preferred", lambda ctx: True)
     monkeypatch.setattr(triton, "supports", lambda ctx: Unsupported("Triton is missing"))
-    assert not recurrent_host._by_chunks(ctx, ctx.shapes)
+    assert not recurrent_host.has_chunk_gradients(ctx, ctx.shapes)

@@ -147,7 +147,9 @@ def rwkv7_step(
     C, (H, N) = p.second.shape[1], state.wkv.shape[2:4]
     heads = lambda x: x.reshape(-1, H, N)
     r, k, v = (projections[:, i * C : (i + 1) * C] for i in range(3))
-    second = jnp.einsum("bpr,pcr->pbc", p.low(projections), p.second, preferred_element_type=jnp.float32)
+    second = jnp.einsum(
+        "bpr,pcr->pbc", p.low_rank_inputs(projections), p.second, preferred_element_type=jnp.float32
+    )
     decay, rate, share, gate = second
     decay = jnp.exp(DECAY_SCALE * jax.nn.sigmoid(_float32(p.w0) + decay))
     rate = jax.nn.sigmoid(_float32(p.a0) + rate)

@@ -37,8 +37,8 @@ class ContextParallelRule:
         shard = shard_of(ctx.cp, x.segment_ids)
         if shard is None:
             return self.rule.fwd(ctx, x)
-        entering, _ = _entering(ctx.settings, shard, x)
-        outputs, residuals = self.rule.fwd(ctx, x._replace(last=entering))
+        previous, _ = _previous_tokens(ctx.settings, shard, x)
+        outputs, residuals = self.rule.fwd(ctx, x._replace(last=previous))
         last = jnp.where(shard.is_last, outputs.last, 0)
         return outputs._replace(last=jax.lax.psum(last, shard.axis)), residuals
 
@@ -47,13 +47,13 @@ class ContextParallelRule:
         shard = shard_of(ctx.cp, x.segment_ids)
         if shard is None:
             return self.rule.bwd(ctx, x, residuals, dy)
-        entering, pull = _entering(ctx.settings, shard, x)
+        previous, pull = _previous_tokens(ctx.settings, shard, x)
         last = jnp.where(shard.is_last, dy.last, 0)
-        dx = self.rule.bwd(ctx, x._replace(last=entering), residuals, dy._replace(last=last))
+        dx = self.rule.bwd(ctx, x._replace(last=previous), residuals, dy._replace(last=last))
         dlast = dx.last
         assert dlast is not None  # a last was given
         crossed = shard.continued(jnp.where(shard.is_first, 0, dlast))
-        dtoken, *norm_gradients = pull(crossed.astype(entering.dtype))
+        dtoken, *norm_gradients = pull(crossed.astype(previous.dtype))
         dtoken = from_right(dtoken, shard.axis)
 
         def with_token(gradient: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ class ContextParallelRule:
         )
 
 
-def _entering(
+def _previous_tokens(
     settings: Mix, shard: SequenceShard, x: MixInputs
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
     """The previous token of each sequence's first token here [B, C], unrounded; and the pullback to the

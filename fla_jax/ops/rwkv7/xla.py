@@ -65,7 +65,9 @@ def _intra(
     readers = intra_exact.stack(
         [intra_exact.pick(queries, 0), dot("...ij,...jk->...ik", T, intra_exact.pick(queries, 1))]
     )
-    return _Intra(x, queries, keys, through, A, T, select(_twice(start), intra_exact.flat(readers)))
+    return _Intra(
+        x, queries, keys, through, A, T, select(_for_both_queries(start), intra_exact.flat(readers))
+    )
 
 
 def _kinds(mask: jax.Array | None) -> jax.Array | None:
@@ -73,7 +75,7 @@ def _kinds(mask: jax.Array | None) -> jax.Array | None:
     return None if mask is None else mask[..., None, :, :]
 
 
-def _twice(mask: jax.Array | None) -> jax.Array | None:
+def _for_both_queries(mask: jax.Array | None) -> jax.Array | None:
     """[..., C, 1] for arrays [..., 2C, K]."""
     return None if mask is None else jnp.concatenate([mask, mask], -2)
 
@@ -109,8 +111,8 @@ def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Ou
             v,
             intra_exact.flat(keys),
             through,
-            _twice(start),
-            _twice(end),
+            _for_both_queries(start),
+            _for_both_queries(end),
             passes,
         )
         carry, (states, y, vu) = chunks.each(step, carry, each)
@@ -152,7 +154,7 @@ def bwd(
                 jnp.sum(S * dS, -1),
             )
 
-        masks = (_twice(start), _twice(end), passes)
+        masks = (_for_both_queries(start), _for_both_queries(end), passes)
         each = (sequences, states, readers, intra_exact.flat(keys), vu, through, dy, from_y, *masks)
         carry, (dvu, dkeys, passed) = chunks.each(step, carry, each, reverse=True)
         dZ = dot("...ij,...iv->...jv", T, dvu[..., C:, :])
