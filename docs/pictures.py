@@ -1,6 +1,8 @@
 """The pictures of the pages, each drawn from what the library computes or what was measured, as SVG.
 
-They are made when the site is built (``docs/hooks.py``); ``python docs/pictures.py FOLDER`` writes them too.
+They are made when the site is built (``docs/hooks.py``).
+``python docs/pictures.py FOLDER [NAME ...]`` writes them to files;
+``python docs/pictures.py docs/assets compared`` writes the README's.
 """
 
 from __future__ import annotations
@@ -227,6 +229,63 @@ def speed() -> str:
         return as_svg(figure)
 
 
+LIBRARIES = {
+    "fla": "FLA",
+    "jla": "jax-linear-attention",
+    "rwkv-lm": "RWKV-LM",
+    "rwkv_ops": "rwkv-ops",
+    "fla_jax": "fla_jax (this library)",
+}
+COMPARED: dict[str, dict[str, Any]] = {
+    "RWKV-7 op\n8 x 4096 tokens, 64 heads of 64": {
+        "op": "chunk_rwkv7",
+        "shape": [8, 4096, 64, 64, 64],
+        "decay": "bounded",
+    },
+    "RWKV-6 op\n8 x 4096 tokens, 64 heads of 64": {
+        "op": "chunk_rwkv6",
+        "shape": [8, 4096, 64, 64, 64],
+        "decay": "any-strong",
+    },
+    "RWKV-7 training step\n24 x 1024, 8 x 4096 tokens": {
+        "op": "train_step",
+        "model": "rwkv7",
+        "remat": "none",
+    },
+}
+
+
+def fastest(call: dict[str, Any]) -> list[tuple[str, float]]:
+    """The time of each library for a call with forward and backward on an H200, the fastest first."""
+    times: dict[str, float] = {}
+    for r in records.read(records.RESULTS / "nvidia-h200.json"):
+        is_call = "ms" in r and call.items() <= r.items() and r["dtype"] == "bfloat16"
+        if call["op"] == "train_step":
+            is_call = is_call and (r["shape"]["layers"], r["shape"]["batch"]) == (24, 8)
+        else:
+            is_call = is_call and r["pass"] == "fwd+bwd"
+        if is_call:
+            name = r.get("library") or r["implementation"]
+            name = LIBRARIES.get(name, name)
+            times[name] = min(r["ms"], times.get(name, r["ms"]))
+    return sorted(times.items(), key=lambda item: item[1])
+
+
+def compared() -> str:
+    """Milliseconds of forward and backward, ours beside the fastest peers."""
+    with plt.rc_context(STYLE | {"svg.fonttype": "none"}):
+        figure, axes = plt.subplots(1, len(COMPARED), figsize=(11, 2.2), layout="constrained")
+        for axis, (title, call) in zip(axes, COMPARED.items()):
+            bars = fastest(call)[:4]
+            colors = [OURS if name == LIBRARIES["fla_jax"] else OTHER for name, _ in bars]
+            drawn = axis.barh([name for name, _ in bars], [ms for _, ms in bars], color=colors)
+            axis.bar_label(drawn, [f"{ms:.3g} ms" for _, ms in bars], padding=3)
+            axis.set(title=title, xlim=(0, 1.3 * bars[-1][1]), xticks=[])
+            axis.spines["bottom"].set_visible(False)
+            axis.invert_yaxis()
+        return as_svg(figure)
+
+
 def over_time() -> str:
     """Each measurement that several commits made, relative to the first of them."""
     with plt.rc_context(STYLE):
@@ -252,15 +311,16 @@ def _run_label(rows: list[records.Record], run: str) -> str:
     return f"{run[:10]}\n{commit}"
 
 
-PICTURES = {draw.__name__: draw for draw in (decays, forgetting, forms, orders, growth, speed, over_time)}
+DRAWN = (compared, decays, forgetting, forms, orders, growth, speed, over_time)
+PICTURES = {draw.__name__: draw for draw in DRAWN}
 
 
 def main() -> None:
-    """Writes all pictures into a folder."""
+    """Writes all pictures, or those that are named, into a folder."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in PICTURES.items():
-        (folder / f"{name}.svg").write_text(draw())
+    for name in sys.argv[2:] or PICTURES:
+        (folder / f"{name}.svg").write_text(PICTURES[name]())
 
 
 if __name__ == "__main__":
