@@ -12,7 +12,7 @@ import optax
 from _cli import compute_dtype, first_device, on_gpu
 
 from fla_jax.parallel import TrainStep, batch_sharding, make_mesh, overlap_options
-from fla_jax.training import available_memory, choose_remat, rwkv_optimizer, rwkv_schedule
+from fla_jax.training import available_memory, choose_remat, compiled_memory, rwkv_optimizer, rwkv_schedule
 
 from .options import Options
 
@@ -88,10 +88,8 @@ def report(options: Options) -> bool:
     shape, sharding = (options.batch, options.sequence), batch_sharding(step.mesh)
     dtypes = {"tokens": np.int32, "labels": np.int32, "segment_ids": np.int32, "mask": np.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, x, sharding=sharding) for name, x in dtypes.items()}
-    found = step.lower(state, batch).compile().memory_analysis()
-    stored = found.argument_size_in_bytes
-    new = found.output_size_in_bytes - found.alias_size_in_bytes
-    needed = stored + new + found.temp_size_in_bytes + found.generated_code_size_in_bytes
+    compiled = step.lower(state, batch).compile()
+    stored, needed = compiled.memory_analysis().argument_size_in_bytes, compiled_memory(compiled)
     there = available_memory() if options.memory_gb is None else options.memory_gb * 1e9
     fits = there is None or needed <= there
     if jax.process_index() > 0:

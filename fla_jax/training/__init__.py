@@ -6,7 +6,7 @@ from .long_context import carried_loss, chunked_loss, truncated_value_and_grad, 
 from .lora import init_lora, lora_loss, merge_lora
 from .lora_files import load_lora, save_lora
 from .losses import chunked_cross_entropy, cross_entropy
-from .memory import available_memory, choose_remat, estimate_memory, peak_memory
+from .memory import available_memory, choose_remat, compiled_memory, estimate_memory, peak_memory
 from .metrics import MetricWriter, Throughput
 from .next_token import next_token_loss, packed_loss
 from .recipe import (
@@ -28,6 +28,7 @@ __all__ = [
     "choose_remat",
     "chunked_cross_entropy",
     "chunked_loss",
+    "compiled_memory",
     "cross_entropy",
     "estimate_memory",
     "init_lora",

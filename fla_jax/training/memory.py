@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from ..models import RWKVConfig
 
@@ -79,6 +80,21 @@ def choose_remat(
     if jax.process_count() > 1:
         fits = bool(multihost_utils.broadcast_one_to_all(np.int32(fits)))
     return False if fits else "dense"
+
+
+def compiled_memory(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a compiled program needs on a device, by the compiler's account: arguments, results, all
+    between, and code.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.training import compiled_memory
+        >>> compiled_memory(jax.jit(lambda x: x + 1).lower(jnp.zeros(1000)).compile()) >= 8000
+        True
+    """
+    of: PyTree = compiled.memory_analysis()
+    made = of.output_size_in_bytes - of.alias_size_in_bytes + of.temp_size_in_bytes
+    return int(of.argument_size_in_bytes + made + of.generated_code_size_in_bytes)
 
 
 def available_memory() -> float | None:

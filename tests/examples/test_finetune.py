@@ -1,0 +1,83 @@
+"""finetune.py with a tiny model: every method lowers the loss of held-out answers, files are read back."""
+
+import json
+
+import _dialogues
+import finetune
+import jax
+import numpy as np
+import pytest
+import small_models as small
+from pretraining import refusal
+
+from fla_jax.checkpoints import load_checkpoint, load_extras, save_checkpoint
+from fla_jax.training import load_lora, load_states
+
+pytestmark = [pytest.mark.slow, pytest.mark.one_python]
+
+MODEL = small.model(7, vocab_size=256, num_layers=1)
+TINY = ["--sequence", "48", "--batch", "4", "--epochs", "4"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finetune")
+    save_checkpoint(folder / "model.pth", MODEL, small.params(MODEL))
+    lines = [json.dumps({"prompt": "abc"[i % 3], "answer": "xyz"[i % 3]}) for i in range(60)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def run(files, out, *more):
+    arguments = [
+        "--checkpoint",
+        files / "model.pth",
+        "--data",
+        files / "data.jsonl",
+        "--out",
+        out,
+        *TINY,
+        *more,
+    ]
+    finetune.main([str(x) for x in arguments])
+
+
+@pytest.mark.parametrize("method, rate", [("lora", 0.02), ("state", 1.0), ("full", 0.01)])
+def test_methods(files, tmp_path, capsys, method, rate):
+    base = load_checkpoint(files / "model.pth")[1]
+    run(files, tmp_path / "alone", "--method", method, "--learning-rate", rate)
+    printed = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines() if line}
+    assert float(printed["after"]) < float(printed["before"]) - 0.2
+    assert 0 < float(printed["memory"]) < 1
+    run(files, tmp_path / "merged", "--method", method, "--learning-rate", rate, "--merged")
+    model, merged = load_checkpoint(tmp_path / "merged" / "model.pth")
+    changed = [np.abs(a - b).max() > 1e-6 for a, b in zip(jax.tree.leaves(base), jax.tree.leaves(merged))]
+    assert any(changed) == (method != "state")
+    if method == "lora":
+        pair = load_lora(tmp_path / "alone" / "adapter", model)["blocks_0"]["att"]["value"]
+        want = base["blocks_0"]["att"]["value"]["kernel"] + 2 * np.asarray(pair.a) @ np.asarray(pair.b)
+        np.testing.assert_allclose(merged["blocks_0"]["att"]["value"]["kernel"], want, atol=1e-5)
+    if method == "state":
+        states = np.asarray(load_states(tmp_path / "alone" / "states.pth", model))
+        stored = load_extras(tmp_path / "merged" / "model.pth")["blocks.0.att.time_state"]
+        np.testing.assert_array_equal(stored, states[0].swapaxes(1, 2))
+        assert np.abs(states).max() > 0.01
+
+
+def test_packing():
+    """Only answers are labels, and no document predicts the next one's beginning."""
+    documents = [([1, 2, 3, 0], [0, 0, 1, 1]), ([4, 5, 0], [0, 1, 1]), ([6, 7, 8, 9, 0], [0, 0, 0, 1, 1])]
+    tokens, mask, ids = _dialogues.packed(documents, 9, 2)
+    assert tokens.tolist() == [[1, 2, 3, 0, 4, 5, 0, 0, 0, 0], [6, 7, 8, 9, 0, 0, 0, 0, 0, 0]]
+    assert ids.tolist() == [[1, 1, 1, 1, 2, 2, 2, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]]
+    assert mask.tolist() == [[0, 1, 1, 0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0, 0]]
+
+
+def test_refusals(files, tmp_path):
+    arguments = ["--checkpoint", files / "model.pth", "--out", tmp_path, *TINY, "--data"]
+    for text, message in (
+        ('{"prompt": "a"}\n' * 20, "got one without answer"),
+        ('{"prompt": "a", "answer": "b"}', "too few"),
+    ):
+        (tmp_path / "data.jsonl").write_text(text)
+        assert message in refusal(finetune.main, *arguments, tmp_path / "data.jsonl")
