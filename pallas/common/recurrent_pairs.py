@@ -98,11 +98,11 @@ def _interval(sizes: Sizes) -> tuple[jax.Array, jax.Array, jax.Array]:
     """
     n = pl.program_id(2)
     row, c = n // sizes.num_intervals, n % sizes.num_intervals
-    at, t = positions(sizes.tokens), jax.lax.broadcasted_iota(jnp.int32, (sizes.save_every,), 0)
+    at, t = positions(sizes.tokens), jax.lax.broadcasted_iota(jnp.int32, (sizes.interval,), 0)
     return (
         positions(sizes.num_intervals)(row, c),
-        at(row, c * sizes.save_every + t),
-        at(row, c * sizes.save_every + jnp.maximum(t - 1, 0)),
+        at(row, c * sizes.interval + t),
+        at(row, c * sizes.interval + jnp.maximum(t - 1, 0)),
     )
 
 
@@ -119,7 +119,7 @@ def contract_state(*refs: jax.Ref, sizes: Sizes, values: int, scale: float) -> N
     size, width = min(sizes.K, BLOCK), min(sizes.V, WIDTH)
     first = pl.program_id(0) * size
     ks = pl.ds(first, size)
-    sums = [jnp.zeros((sizes.save_every, size), jnp.float32)] * values
+    sums = [jnp.zeros((sizes.interval, size), jnp.float32)] * values
 
     def add(i: jax.Array, carry: Lists) -> Lists:
         sums, product = carry
@@ -133,7 +133,7 @@ def contract_state(*refs: jax.Ref, sizes: Sizes, values: int, scale: float) -> N
 
     product = [jnp.zeros(size, jnp.float32)] * (len(states_) - 1)
     sums, product = jax.lax.fori_loop(0, sizes.V // width, add, [sums, product])
-    columns = first + jax.lax.broadcasted_iota(jnp.int32, (sizes.save_every, size), 1)
+    columns = first + jax.lax.broadcasted_iota(jnp.int32, (sizes.interval, size), 1)
     for i, x in enumerate(sums):
         outs[i][jnp.broadcast_to(rows[:, None], columns.shape), columns] = (
             x * scale if i == 0 and scale != 1.0 else x
@@ -153,8 +153,8 @@ def contract_values(*refs: jax.Ref, sizes: Sizes, readers: int, writers: int, sc
     ys_, zs_, (scores_, same_) = refs[:readers], refs[readers : readers + writers], refs[readers + writers :]
     entry, rows, before = _interval(sizes)
     width = min(sizes.V, WIDTH)
-    save_every = sizes.save_every
-    zero, none = jnp.zeros((save_every, save_every), jnp.float32), jnp.zeros(save_every, jnp.float32)
+    C = sizes.interval
+    zero, none = jnp.zeros((C, C), jnp.float32), jnp.zeros(C, jnp.float32)
 
     def add(n: jax.Array, carry: tuple[Lists, list[jax.Array]]) -> tuple[Lists, list[jax.Array]]:
         scores, same = carry
@@ -203,10 +203,10 @@ class Pairs:
         n = pl.program_id(2)
         self.row, self.c = n // sizes.num_intervals, n % sizes.num_intervals
         self.entry, at = positions(sizes.num_intervals)(self.row, self.c), positions(sizes.tokens)
-        self.at = lambda t: at(self.row, self.c * sizes.save_every + t)
+        self.at = lambda t: at(self.row, self.c * sizes.interval + t)
         self.first, self.size = pl.program_id(0) * size, size
         self.ks = pl.ds(self.first, size)
-        self.line = jax.lax.broadcasted_iota(jnp.int32, (sizes.save_every, size), 0)
+        self.line = jax.lax.broadcasted_iota(jnp.int32, (sizes.interval, size), 0)
         self.sizes, self.decay_, self.lines_, self.restart_, self.writers = (
             sizes,
             decay_,
@@ -250,13 +250,13 @@ class Pairs:
             The gradient tile of each writer (line i: of token i - 1); the last writers' gradients from within
             their token; the gradient tile of w (line j: of token j); ``total``.
         """
-        zero = jnp.zeros((self.sizes.save_every, self.size), jnp.float32)
+        zero = jnp.zeros((self.sizes.interval, self.size), jnp.float32)
         readers, writers = range(len(self.reads_)), range(self.writers)
 
         def step(t: jax.Array, carry: _Carry[Loaded, Total]) -> _Carry[Loaded, Total]:
             E, written, grads, gw, _, total, (decay, states, scores, same, lines, loaded) = carry
-            following = self._load(load, jnp.minimum(t + 1, self.sizes.save_every - 1))
-            E = restarted(E, self.restart_, self.row, self.c * self.sizes.save_every + t, self.sizes)
+            following = self._load(load, jnp.minimum(t + 1, self.sizes.interval - 1))
+            E = restarted(E, self.restart_, self.row, self.c * self.sizes.interval + t, self.sizes)
             scores = [[x[:, None] for x in line] for line in scores]
             before, here, following_line = (x[:, None] for x in lines)
             read = []
@@ -292,8 +292,8 @@ class Pairs:
             total,
             self._load(load, 0),
         )
-        E, written, grads, gw, last, total, _ = jax.lax.fori_loop(0, self.sizes.save_every, step, start)
-        t = jax.lax.broadcasted_iota(jnp.int32, (self.sizes.save_every,), 0)
+        E, written, grads, gw, last, total, _ = jax.lax.fori_loop(0, self.sizes.interval, step, start)
+        t = jax.lax.broadcasted_iota(jnp.int32, (self.sizes.interval,), 0)
         at_end = [_tile(x_, self.at(jnp.maximum(t - 1, 0)), self.first, self.size) for x_ in self.writes_]
         pairs = sum(x * y for x, y in zip(written, at_end))
         pairs = jnp.where(self.line == 0, self.product_[self.entry, self.ks][None], pairs)
@@ -303,15 +303,15 @@ class Pairs:
         """Stores the gradient of a writer: all lines of ``tile`` but the first, and for the last token
         ``last`` on top of what D gives it.
         """
-        t = jax.lax.broadcasted_iota(jnp.int32, (self.sizes.save_every,), 0)
+        t = jax.lax.broadcasted_iota(jnp.int32, (self.sizes.interval,), 0)
         rows = jnp.broadcast_to(self.at(jnp.maximum(t - 1, 0))[:, None], tile.shape)
         columns = self.first + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 1)
         pltriton.store(ref.at[rows, columns], tile.astype(ref.dtype), mask=self.line > 0)
-        end = self.sizes.save_every - 1
+        end = self.sizes.interval - 1
         ref[self.at(end), self.ks] = (last + self.token(self.writes_[writer], end)).astype(ref.dtype)
 
     def store(self, ref: jax.Ref, tile: jax.Array) -> None:
         """Stores a gradient whose line t is token t."""
-        t = jax.lax.broadcasted_iota(jnp.int32, (self.sizes.save_every,), 0)
+        t = jax.lax.broadcasted_iota(jnp.int32, (self.sizes.interval,), 0)
         columns = self.first + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 1)
         ref[jnp.broadcast_to(self.at(t)[:, None], tile.shape), columns] = tile.astype(ref.dtype)

@@ -87,25 +87,25 @@ def scan_tile(K: int, V: int) -> ScanTile:
     return ScanTile(min(V, 32, 2048 // K), K // 16, 16)
 
 
-def make_plan(x: Recurrence, save_every: int, save: bool = True) -> RecurrentPlan:
-    """Plans a call on ``x`` with ``save_every`` tokens an interval.
+def make_plan(x: Recurrence, interval: int, save: bool = True) -> RecurrentPlan:
+    """Plans a call on ``x`` that saves states every ``interval`` tokens.
 
     If no states are saved, each sequence is one interval, and nothing is padded.
     """
     (B, T, H, K), V, segment_ids, cu_seqlens = x.r.shape, x.v.shape[-1], x.segment_ids, x.cu_seqlens
-    save_every = save_every if save or cu_seqlens is not None else T
-    chunks = packing.plan(T, save_every, cu_seqlens)
+    interval = interval if save or cu_seqlens is not None else T
+    chunks = packing.plan(T, interval, cu_seqlens)
     restart = bounds = jnp.zeros(1, jnp.int32)  # Pallas kernels have no absent arrays
     if segment_ids is not None:
         change = (segment_ids[:, 1:] != segment_ids[:, :-1]).astype(jnp.int32)
-        restart = jnp.pad(change, ((0, 0), (1, chunks.number * save_every - T))).reshape(-1)
+        restart = jnp.pad(change, ((0, 0), (1, chunks.number * interval - T))).reshape(-1)
     if cu_seqlens is not None:
-        bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // save_every)), (1, 0))
+        bounds = jnp.pad(jnp.cumsum(-(-jnp.diff(cu_seqlens.astype(jnp.int32)) // interval)), (1, 0))
         bounds = bounds.astype(jnp.int32)
     Kp, Vp = tile(K), tile(V)
     sizes = Sizes(
         H,
-        save_every,
+        interval,
         chunks.number,
         Kp,
         Vp,

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     """Compile-time facts of a scan. Token arrays are [B * tokens * H, K] and [..., V]."""
 
     heads: int
-    save_every: int  # tokens of an interval, at whose start a state is saved
+    interval: int  # tokens of an interval, at whose start a state is saved
     num_intervals: int  # of a sequence
     K: int  # padded to powers of two from 16 on, like V
     V: int
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens of a sequence, padding included."""
-        return self.save_every * self.num_intervals
+        return self.interval * self.num_intervals
 
 
 def fma(x: jax.Array, y: jax.Array | float, z: jax.Array) -> jax.Array:
@@ -135,17 +135,17 @@ def scan_tokens(
 
     def one(c: jax.Array, i: jax.Array, carry: tuple[jax.Array, Loaded]) -> tuple[jax.Array, Loaded]:
         S, loaded = carry
-        t = c * sizes.save_every + (sizes.save_every - 1 - i if reverse else i)
+        t = c * sizes.interval + (sizes.interval - 1 - i if reverse else i)
         following = load(at(row, jnp.maximum(t - 1, 0) if reverse else jnp.minimum(t + 1, sizes.tokens - 1)))
         S = S if reverse else restarted(S, restart_, row, t, sizes)
         S = token(S, loaded, at(row, t))
         return restarted(S, restart_, row, t, sizes) if reverse else S, following
 
-    def interval(i: jax.Array, carry: tuple[jax.Array, Loaded]) -> tuple[jax.Array, Loaded]:
+    def scan_interval(i: jax.Array, carry: tuple[jax.Array, Loaded]) -> tuple[jax.Array, Loaded]:
         c = highest - 1 - i if reverse else lowest + i
         if save:
             states_[(entry(row, c), *((v, k) if by_value else (k, v)))] = carry[0]
-        return jax.lax.fori_loop(0, sizes.save_every, lambda i, carry: one(c, i, carry), carry)
+        return jax.lax.fori_loop(0, sizes.interval, lambda i, carry: one(c, i, carry), carry)
 
-    edge = jnp.clip((highest if reverse else lowest) * sizes.save_every - reverse, 0, sizes.tokens - 1)
-    return jax.lax.fori_loop(0, highest - lowest, interval, (start, load(at(row, edge))))[0]
+    edge = jnp.clip((highest if reverse else lowest) * sizes.interval - reverse, 0, sizes.tokens - 1)
+    return jax.lax.fori_loop(0, highest - lowest, scan_interval, (start, load(at(row, edge))))[0]

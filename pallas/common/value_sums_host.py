@@ -52,11 +52,11 @@ def sum_over_values(
     *writes, product = pallas_call(writing, *zs, dstates, states, out=out, grid=grid, num_warps=STATE_WARPS)
     kernel = functools.partial(contract_values, sizes=s, readers=len(ys), writers=len(zs), scale=scale)
     out = [
-        float32(entries, len(ys), len(zs), s.save_every, s.save_every),
-        float32(entries, len(zs), s.save_every),
+        float32(entries, len(ys), len(zs), s.interval, s.interval),
+        float32(entries, len(zs), s.interval),
     ]
     scores, same = pallas_call(kernel, *ys, *zs, out=out, grid=(1, *grid[1:]), num_warps=VALUE_WARPS)
-    lines = jnp.stack(
-        [jnp.tri(s.save_every, k=-1), jnp.eye(s.save_every), jnp.eye(s.save_every, k=1)]
-    ).astype(jnp.float32)
+    lines = jnp.stack([jnp.tri(s.interval, k=-1), jnp.eye(s.interval), jnp.eye(s.interval, k=1)]).astype(
+        jnp.float32
+    )
     return *reads, *writes, product, scores, same, lines

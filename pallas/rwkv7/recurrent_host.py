@@ -21,10 +21,6 @@ from . import variants
 from .recurrent_kernels import rwkv7_gradients, rwkv7_scan
 from .recurrent_step import has_step_kernel, step
 
-# A chunk of the chunked form, whose kernel computes gradients. By pairs of tokens, intervals of 32 would
-# spill: the op takes 24 ms and more for 18 on an H200.
-SAVE_EVERY = 16
-
 
 def residual_axes(ctx: Context[RWKV7Inputs, RecurrenceConfig]) -> dict[str, str]:
     """The states at the starts of intervals and a^T S of each token, padded."""
@@ -78,7 +74,7 @@ def fwd(ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs) -> tuple[Ou
     scale, K, V = ctx.settings.scale, x.r.shape[3], x.v.shape[3]
     if x.r.shape[1] == 1 and not ctx.save_residuals and x.cu_seqlens is None and has_step_kernel(K, V):
         return step(scale, x), {}
-    plan = make_plan(x, SAVE_EVERY, ctx.save_residuals)
+    plan = make_plan(x, variants.INTERVAL, ctx.save_residuals)
     r, decay, k, v, a, b = _padded(plan, x)
     o, inner, final, states = _scan(
         plan,
@@ -104,7 +100,7 @@ def bwd(
     cotangents: Outputs,
 ) -> RWKV7Inputs:
     """Gradients of all inputs."""
-    scale, plan, by_chunks = ctx.settings.scale, make_plan(x, SAVE_EVERY), has_chunk_gradients(ctx, x)
+    scale, plan, by_chunks = ctx.settings.scale, make_plan(x, variants.INTERVAL), has_chunk_gradients(ctx, x)
     states, inner = plan.flat(residuals["states"]), plan.flat(residuals["inner"])
     r, decay, k, v, a, b = _padded(plan, x)
     do, ds = plan.tokens(cotangents.o, plan.sizes.V), plan.state(cotangents.final_state)

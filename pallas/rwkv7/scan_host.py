@@ -21,11 +21,8 @@ from .chunk_tokens import KeyGrads
 from .pair_gradients import PairInputs, rwkv7_pair_grads_kernel
 from .scan import ScanInputs, ScanOutputs, rwkv7_scan_kernel
 from .token_step import TokenConfig, TokenOutputs, rwkv7_token_kernel
-from .variants import has_chunk_gradients
+from .variants import INTERVAL, has_chunk_gradients
 
-# A chunk of the chunked form, whose kernel computes gradients. By pairs of tokens, 32 would spill: 24 ms for
-# 18 on an H200.
-INTERVAL = 16
 TOKEN_LAUNCH = Launch(num_warps=4)
 
 

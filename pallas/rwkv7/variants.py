@@ -84,6 +84,9 @@ LAUNCHES: LaunchTable = {
     ("fused_large_fp32", "bwd", 256): (BlockLaunch(16, 8, 1), BlockLaunch(16, 8, 1)),
 }
 
+# Tokens of the recurrent op between saved states: a chunk, since the chunked op's kernel computes gradients.
+# By pairs of tokens 32 would spill: 24 ms for 18 on an H200.
+INTERVAL = 16
 A_LAUNCH = BlockLaunch(16, 1, 1)  # of the kernel that computes A: keys at a time
 GRADS_VALUES = 32  # values at a time in the gradients of one chunk
 
