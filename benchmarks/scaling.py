@@ -1,4 +1,4 @@
-"""How training scales over devices: ``python benchmarks/scaling.py`` makes the table of docs/scaling.md.
+"""How training scales over devices: ``python benchmarks/scaling.py`` makes the table of docs/pretraining.md.
 
 Every mode runs on all devices (or ``--devices``) and, for its efficiency, on one with the work of one, each
 in its own process. Records have times of queued steps, the largest peak memory and the collectives.
