@@ -39,6 +39,19 @@ OLD_WORDS_OF_PAGES = {
     r"alive|hands? (on|over)|handed (on|over)": "active, pass",
     r"columns?": "key",
 }
+# phrases for which a page has plainer ones
+BANNED = {
+    r"through and through|by (itself|themselves|himself)": "automatically, alone",
+    r"nothing of the above|(is|are) told|stands? behind": "say what is true",
+    r"hands? (it|them)|takes? over|makes? room": "pass, replace, free",
+    r"a row that|nevertheless|anew|has a say": "request, still, again, is active",
+    r"lies|lying|stands|mend(s|ed)?|wants": "is, fix, needs",
+    r"(for|in|from) (a|an) (program|loss|model|training) of your own": "in your own program",
+    r"likewise|from nothing|memory to spare|nobody|goes by": "say which",
+    r"not because of|what (stands|moves|differs|happens) (behind|between|where)": "name the subject",
+    r"it's|don't|can't|very|simply|just|easily|of course|obviously|please note": "leave it out",
+    r"blazing(ly)?|seamless(ly)?|powerful|state-of-the-art|leverages?": "a number with its condition",
+}
 CODE = ["pallas", "fla_jax/core", "fla_jax/ops", "fla_jax/parallel", "fla_jax/checkpoints", "fla_jax/models"]
 CODE += ["fla_jax/data", "tests"]
 LENGTHS = {"pallas/DESIGN.md": 1500, "docs/performance.md": 600, "CONTRIBUTING.md": 900, "CHANGELOG.md": 400}
@@ -74,6 +87,11 @@ def test_pages_use_the_words_of_the_field(page):
     assert not found(text, OLD_WORDS) + found(prose(text), OLD_WORDS_OF_PAGES)
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_say_it_plainly(page):
+    assert not found(prose((blocks.ROOT / page).read_text()), BANNED)
+
+
 @pytest.mark.parametrize("folder", CODE)
 def test_code_uses_the_words_of_the_field(folder):
     files = [path for path in sorted((blocks.ROOT / folder).rglob("*.py")) if path.name != "test_words.py"]
@@ -96,6 +114,7 @@ def test_old_words_are_found():
         "line 5: 'takes_rows'",
     ]
     assert [line.partition(":")[0] for line in found(prose(text), OLD_WORDS_OF_PAGES)] == ["line 5"]
+    assert len(found("chosen by themselves\nThe tensor lies there.\nVery fast", BANNED)) == 3
     assert not found("growth, sidewalks, a launched program, mushrooms", OLD_WORDS)
 
 
