@@ -125,7 +125,7 @@ def token_times(
     import jax
     import numpy as np
 
-    from fla_jax.generation import Decoder, SamplingParams
+    from fla_jax.generation import Decoder, SamplingParams, sampling_arrays
     from fla_jax.generation.loop import STEPS_PER_CALL, begin, decode, row_keys
     from fla_jax.generation.prompts import prefill
 
@@ -136,7 +136,7 @@ def token_times(
     )
     logits, state = prefill(model, params, [[1 + i % 7, 2, 3] for i in range(batch)])
     carry = begin(params, logits, decoder.state(state), row_keys(range(batch)), 2**30)
-    rules = SamplingParams().arrays(model.config.vocab_size)
+    rules = sampling_arrays([SamplingParams()] * batch, model.config.vocab_size)
     arguments = (decoder.step, decoder.weights, rules)
     fixed = decoder.step.per_call
     count = np.int32(fixed or STEPS_PER_CALL)
@@ -144,7 +144,7 @@ def token_times(
     compiled = decode.lower(*arguments, carry, count, fixed).compile()
     run = functools.partial(compiled, decoder.weights, rules)
     carry, out = run(carry, count)
-    np.asarray(out)
+    np.asarray(out.tokens)
     first = time.perf_counter() - began
     found, copies = kernels(compiled.as_text(), size)
 
@@ -154,12 +154,12 @@ def token_times(
         began = time.perf_counter()
         for _ in range(calls):
             carry, out = run(carry, count)
-        assert (np.asarray(out) >= 0).all(), "a sequence without tokens"
+        assert (np.asarray(out.tokens) >= 0).all(), "a sequence without tokens"
         times.append((time.perf_counter() - began) / (calls * int(count)) * 1e3)
     if options.profile:
         with jax.profiler.trace(str(options.profile / f"{implementation}-{batch}")):
             carry, out = run(carry, count)
-            np.asarray(out)
+            np.asarray(out.tokens)
     memory = compiled.memory_analysis()
     return {
         "ms_per_token": statistics.median(times), "ms_all": times, "kernels": found, "copies": copies,
@@ -197,7 +197,7 @@ def engine_rates(model: Any, params: Any, slots: int, options: argparse.Namespac
     """Tokens/s of `Engine` in all and while prompts wait; prompts of 8 to 256 tokens, 16 to 1024 new ones."""
     import numpy as np
 
-    from fla_jax.generation import Decoder, Engine
+    from fla_jax.generation import Decoder, Engine, SamplingParams
 
     small = options.quick
     decoder = Decoder(model, params, state_dtype=options.state, int8_group=options.int8_group)
@@ -207,13 +207,16 @@ def engine_rates(model: Any, params: Any, slots: int, options: argparse.Namespac
         engine, rng = Engine(model, params, slots, decoder=decoder), np.random.default_rng(0)
         for _ in range(count):
             prompt = rng.integers(1, model.config.vocab_size, rng.integers(8, 33 if small else 257))
-            engine.put(prompt, int(rng.integers(16, 33 if small else 1025)), seed=1)
-        began, full = time.perf_counter(), 0.0
-        for ended, result in enumerate(engine.results(), 1):
-            if result.error is not None:
-                raise result.error
-            if ended == count - slots:  # from here on slots stay empty
-                full = engine.chosen / (time.perf_counter() - began)
+            limit = int(rng.integers(16, 33 if small else 1025))
+            engine.submit(prompt, SamplingParams(seed=1, max_tokens=limit))
+        began, full, ended = time.perf_counter(), 0.0, 0
+        while engine.busy:
+            for event in engine.step():
+                if event.row.error is not None:
+                    raise event.row.error
+                ended += event.row.finish_reason is not None
+                if ended == count - slots and not full:  # from here on slots stay empty
+                    full = engine.chosen / (time.perf_counter() - began)
         took = time.perf_counter() - began
         rate = engine.chosen / took
         return {"tokens_per_s": rate, "full_per_s": full, "slots_used": engine.chosen / engine.started}

@@ -2,21 +2,33 @@
 
 from .decoder import Decoder
 from .decoding import Generation, generate, stream
-from .engine import Engine, Finished
+from .engine import Engine
+from .generator import Generator
 from .prompts import prefill
+from .requests import Completion, Event, Logprobs, Request, Usage
+from .rows import GenerationState
 from .sampling import TokenCounts, sample
 from .sampling_params import SamplingArrays, SamplingParams, sampling_arrays
-from .tokenizer import Tokenizer, decode_stream, load_tokenizer, uncounted
+from .streaming import Stream
+from .text import decode_stream
+from .tokenizer import Tokenizer, load_tokenizer, uncounted
 
 __all__ = [
+    "Completion",
     "Decoder",
     "Engine",
-    "Finished",
+    "Event",
     "Generation",
+    "GenerationState",
+    "Generator",
+    "Logprobs",
+    "Request",
     "SamplingArrays",
     "SamplingParams",
+    "Stream",
     "TokenCounts",
     "Tokenizer",
+    "Usage",
     "decode_stream",
     "generate",
     "load_tokenizer",

@@ -215,6 +215,19 @@ def _check_group(group: int, model: Any, params: Any) -> None:
         )
 
 
+def int8_group_of(model: Any, params: Any) -> int:
+    """The ``int8_group`` of a model's weights, the largest power of two up to 128 that divides the widths.
+
+    Raises:
+        ValueError: there is none from 16 on.
+    """
+    widths = model.config.hidden_size, _intermediate_size(params)
+    groups = [group for group in (128, 64, 32, 16) if not any(width % group for width in widths)]
+    if not groups:
+        raise ValueError(f"weights='int8' needs widths that 16 divides, got {widths[0]} and {widths[1]}")
+    return groups[0]
+
+
 def unsupported(implementation: str, model: Any, params: Any) -> Unsupported | None:
     """None where an implementation of the fast path can decode with ``model``, else the reason."""
     if decode_family(model) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -218,16 +219,19 @@ def _in_slots(
     """The tokens of `generate` with fewer slots than rows."""
     if state is not None:
         check_state(state, jax.eval_shape(lambda: model.init_state(len(rows))))
-    engine = Engine(model, params, slots, sampling, decoder=decoder)
-    for i, (row, own) in enumerate(zip(rows, row_seeds(seed, len(rows)))):
+    engine = Engine(model, params, slots, decoder=decoder)
+    sampling = dataclasses.replace(sampling or SamplingParams(), max_tokens=max_tokens, n=1)
+    tokens = {}
+    for i, (row, own) in enumerate(zip(rows, row_seeds(seed, len(rows)), strict=True)):
         before = None if state is None else jax.tree.map(lambda x, i=i: x[:, i : i + 1], state)
-        engine.put(row, max_tokens, seed=own, state=before)
-    finished = {}
-    for result in engine.results():
-        if result.error is not None:
-            raise result.error
-        finished[result.number] = result.tokens
-    return [finished[number] for number in range(len(rows))]
+        (added,) = engine.submit(row, dataclasses.replace(sampling, seed=own), state=before)
+        tokens[added] = [np.empty(0, np.int32)]
+    while engine.busy:
+        for event in engine.step():
+            tokens[event.row].append(event.tokens)
+            if event.row.error is not None:
+                raise event.row.error
+    return [np.concatenate(own) for own in tokens.values()]
 
 
 def _checked(tokens: np.ndarray, start: int) -> np.ndarray:

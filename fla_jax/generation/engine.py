@@ -1,102 +1,45 @@
-"""Rows that join and leave: a batch of slots that decode, into which prompts are put as slots become free."""
+"""Continuous batching: a fixed number of slots decode together, and waiting prompts fill free slots."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
-import itertools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
+from ..models.causal_lm import RWKVForCausalLM
 from .decoder import Decoder, check_decoder
 from .deleted import check_deleted, deleted, explain_deleted, is_deleted
-from .loop import STEPS_PER_CALL, DecodeState, Results, begin, decode, row_keys, undefined
-from .prompts import check_params, check_prompts, prefill_chunks, put_like, take_rows
-from .sampling import UNDEFINED
-from .sampling_params import SamplingArrays, SamplingParams, row_seeds, sampling_arrays
+from .loop import PLAIN, STEPS_PER_CALL, Chosen, Results, stopped_by, undefined
+from .prompt_queue import TOGETHER, PromptQueue
+from .prompts import check_params, check_prompt, prefill_chunks
+from .rows import FinishReason, GenerationState, Prompt, Row, RowEvent, requeued, row_scores
+from .sampling import UNDEFINED, TokenCounts
+from .sampling_params import SamplingParams, sampling_arrays
+from .slots import Slots, state_after_prompt
 
 # Steps of a call while prompts wait, where their number is not fixed: a slot whose row ends inside a call
 # stays empty for the rest of it, and one whose row has chosen a stop token for one call more. With four a row
 # of 500 tokens wastes 1 %.
 _STEPS_WHILE_WAITING = 4
-# How many prompts are read at a time: each number makes programs to compile. Few are filled up to the next
-# number; from four on so many are read as there is a number for, for rows that fill a batch up cost as much
-# as others. A free slot waits until there are a few to be filled together, a sixteenth of all.
-_TOGETHER = (1, 4, 16, 64)
-_FILLED_UP = 4
-_WAITING_SLOTS = 16
-_WINDOW = 4  # prompts are chosen for similar lengths among so many times as many as are read together
-
-
-class Finished(NamedTuple):
-    """A row that is over.
-
-    Attributes:
-        number: what `Engine.put` returned for it.
-        tokens: its new tokens, int32, without prompt and stop token.
-        state: after them, for one row ([L, 1, ...]); None unless the engine keeps states, and after an error.
-        error: None, or the reason why the row ended early: a FloatingPointError if the logits after
-            ``tokens`` hold NaN or have no finite largest one, a ValueError if the row's initial state was
-            donated elsewhere before the prompt was read.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.generation import Engine
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
-        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        >>> engine = Engine(model, params, slots=1, states=True)
-        >>> number = engine.put([1, 2, 3], max_tokens=4)
-        >>> (finished,) = engine.results()
-        >>> finished.number == number, finished.tokens.shape, finished.state.wkv.shape
-        (True, (4,), (2, 1, 4, 16, 16))
-    """
-
-    number: int
-    tokens: np.ndarray
-    state: RWKVState | None
-    error: Exception | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class _Row:
-    """A prompt that waits or a row that decodes."""
-
-    number: int
-    prompt: np.ndarray
-    limit: int
-    seed: int
-    initial: RWKVState | None
-    tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
-    started: int = 0  # steps that have been started for it
-    count: int = 0  # tokens that have been read
-    over: bool = False  # as far as tokens have been read
-    state: RWKVState | None = None
 
 
 class Engine:
-    """Continues any number of prompts, ``slots`` of them at a time.
+    """The scheduler of `fla_jax.generation.Generator`: tokens in, tokens out, ``slots`` rows at a time.
 
-    A row that is over makes room for a prompt that waits: it is read in pieces between calls of the decoding
-    loop, while the other rows go on. Prompts come in nearly the order in which they were put: those of
-    similar lengths are read together. Every row gets the tokens that it would get alone from `generate` with
-    its own seed, whatever the other rows are and whenever they come.
+    Prompts are read in pieces between calls of the decoding loop. Each row gets the tokens that it would get
+    alone.
 
     The device never waits for the host: the tokens of a call are read when the next one has been started. A
-    row's slot is given away as soon as its last possible step has been started, before its tokens are read;
-    after a stop token one call later.
-
-    A row whose logits become NaN ends with the error in its result (`Finished`); other rows are unaffected.
+    slot is free when its row's last possible step has been started, after a stop token one call later.
 
     Attributes:
-        params: the model's parameters, read-only: create a new engine for other parameters.
+        params: the model's parameters, read-only; see `update`.
         slots: number of rows that decode together.
         started: slots times decoding steps that have been started.
         chosen: tokens that came out of them. ``chosen / started`` is the share of the slots that is used.
@@ -106,25 +49,21 @@ class Engine:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.generation import Engine
+        >>> from fla_jax.generation import Engine, SamplingParams
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
         >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
         >>> engine = Engine(model, params, slots=2)
-        >>> numbers = [engine.put([1, 2, 3], max_tokens=n, seed=n) for n in (4, 2, 3)]
-        >>> sorted((result.number, len(result.tokens)) for result in engine.results())
-        [(0, 4), (1, 2), (2, 3)]
+        >>> (row,) = engine.submit([1, 2, 3], SamplingParams(max_tokens=4))
+        >>> tokens = []
+        >>> while engine.busy:
+        ...     tokens += [token for event in engine.step() for token in event.tokens]
+        >>> len(tokens), row.finish_reason
+        (4, 'length')
     """
 
     def __init__(
-        self,
-        model: Any,
-        params: Any,
-        slots: int,
-        sampling: SamplingParams | None = None,
-        *,
-        states: bool = False,
-        decoder: Decoder | None = None,
+        self, model: RWKVForCausalLM, params: PyTree, slots: int, *, decoder: Decoder | None = None
     ) -> None:
         """Makes empty slots.
 
@@ -132,215 +71,280 @@ class Engine:
             model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
             params: its parameters.
             slots: number of rows that decode together.
-            sampling: how tokens are chosen, of all rows; None for `SamplingParams`'s default values.
-            states: whether results come with their row's state, which takes memory until they are dropped.
             decoder: made with this ``model`` and these very arrays ``params``; None to make one.
         """
         check_params(model, params)
-        if not isinstance(sampling, SamplingParams | None):
-            raise TypeError(f"sampling must be a SamplingParams or None, got {shown(sampling)}")
         self.slots = check_integer("slots", slots, 1)
         self.started = self.chosen = 0
         self._decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model, params)
         self._params = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
-        self._model, self._states = model, states
-        rules = sampling_arrays([sampling or SamplingParams()] * self.slots, model.config.vocab_size)
-        self._rules: SamplingArrays = put_like(params, rules)
-        self._waiting: collections.deque[_Row] = collections.deque()
-        self._rows: list[_Row | None] = [None] * self.slots
-        self._reading: tuple[Iterator[Any], list[_Row]] | None = None
-        self._carry: DecodeState | None = None
+        self._model = model
+        self._slots = Slots(model, self._params, self._decoder, self.slots)
+        self._waiting = PromptQueue()
+        self._ready: collections.deque[Prompt] = collections.deque()  # with nothing left to read
+        self._rows: list[Row | None] = [None] * self.slots
+        self._reading: tuple[Iterator[tuple[jax.Array, RWKVState] | None], list[Prompt]] | None = None
         self._results = Results()
-        self._finished: collections.deque[Finished] = collections.deque()
+        self._events: list[RowEvent] = []
+        self._next_params: tuple[PyTree, Decoder] | None = None
         self._next = 0
 
     @property
-    def params(self) -> Any:
+    def params(self) -> PyTree:
         """See the class."""
         return self._params
 
-    @params.setter
-    def params(self, params: Any) -> None:
-        raise AttributeError(
-            "params of an Engine cannot be replaced, since its decoder and its states are made from them: "
-            "create a new engine, Engine(model, params, slots)"
-        )
+    @property
+    def implementation(self) -> str:
+        """That of the decoder."""
+        return self._decoder.implementation
 
-    def put(self, prompt: Any, max_tokens: int, *, seed: int = 0, state: RWKVState | None = None) -> int:
-        """Takes a prompt to be continued; starts nothing. May be called between results.
+    @property
+    def busy(self) -> bool:
+        """Whether a row waits or decodes, or an event has not been returned."""
+        return bool(self._waiting or self._events or self._in_flight)
+
+    @property
+    def _in_flight(self) -> bool:
+        late = (row for _, about in self._results.pending() for _, row, _ in about)
+        waits = any(row.finish_reason is None for row in late)
+        return bool(self._ready or self._reading or any(self._rows) or waits)
+
+    def submit(
+        self,
+        prompt: object,
+        sampling: SamplingParams | None = None,
+        *,
+        state: RWKVState | GenerationState | None = None,
+        keep_state: bool = False,
+        stepwise: bool = False,
+    ) -> list[Row]:
+        """Adds a prompt; starts nothing.
 
         Args:
-            prompt: at least one token: a list or an integer array.
-            max_tokens: largest number of new tokens.
-            seed: of the row's random choices, as in `generate`.
-            state: before the prompt, of one row ([L, 1, ...]); None for zeros.
+            prompt, state: as in `Generator.submit`; tokens.
+            sampling: its ``stop`` and ``ignore_eos`` are `Generator`'s. None for `SamplingParams`'s defaults.
+            keep_state: whether the row has its state when it is over.
+            stepwise: whether it has its state at every event; then calls have one step.
 
         Returns:
-            The row's number, counted from 0: results come in the order in which rows end.
+            A row for each completion.
 
-        Raises:
-            ValueError, TypeError: an argument does not fit; the message names it.
+        ValueError or TypeError where an argument does not fit.
         """
-        if isinstance(prompt, str | bytes) or np.ndim(prompt) == 0:
-            raise TypeError(f"prompt must be a sequence of tokens, got {shown(prompt)}")
-        try:
-            (row,) = check_prompts([prompt], self._model.config.vocab_size)
-        except (ValueError, TypeError) as error:
-            raise type(error)(str(error).replace("prompts[0]", "prompt")) from None
-        if state is not None:
-            check_state(state, jax.eval_shape(lambda: self._model.init_state(1)))
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling must be a SamplingParams or None, got {shown(sampling)}")
+        sampling_arrays([sampling], self._model.config.vocab_size)
+        start = state if isinstance(state, GenerationState) else None
+        initial = state.rwkv if isinstance(state, GenerationState) else state
+        if initial is not None:
+            check_state(initial, jax.eval_shape(lambda: self._model.init_state(1)))
             check_deleted(state=state)
-        limit = check_integer("max_tokens", max_tokens, 0)
-        (seed,) = row_seeds([seed], 1)
-        self._waiting.append(_Row(self._next, row, limit, seed, state))
-        self._next += 1
-        return self._next - 1
+        if prompt is None and start is None:
+            raise ValueError("prompt must hold at least one token unless state is a GenerationState")
+        tokens = None if prompt is None else check_prompt(prompt, self._model.config.vocab_size)
+        waiting = Prompt(tokens, initial, start if tokens is None else None, [])
+        seed = self._next if sampling.seed is None else sampling.seed
+        for i in range(sampling.n):
+            waiting.rows.append(
+                Row(self._next + i, sampling, seed + i, waiting, keep_state or stepwise, stepwise)
+            )
+        self._next += sampling.n
+        (self._waiting if tokens is not None else self._ready).append(waiting)
+        return list(waiting.rows)
 
-    def results(self) -> Iterator[Finished]:
-        """Runs until no row is left, and yields every row as it ends, also rows that end with an error.
-
-        Raises:
-            ValueError: ``params`` contains deleted arrays, which were donated to another call. The engine
-                cannot continue.
+    def step(self) -> list[RowEvent]:
+        """Starts a piece of a prompt and a call of the loop, and reads the call before. ValueError where
+        ``params`` contains deleted arrays, which were donated to another call.
         """
-        while True:
-            while self._finished:
-                yield self._finished.popleft()
-            if not (self._waiting or self._reading or any(self._rows) or len(self._results)):
-                return
-            with explain_deleted(params=self._params):
-                self._advance()
+        with explain_deleted(params=self._params):
+            self._admit()
+            decoding = any(self._rows)
+            if decoding:
+                self._decode()
+            for out, rows in self._results.ready(late=int(decoding)):
+                self._take(out, rows)
+        events, self._events = self._events, []
+        return events
 
-    def _advance(self) -> None:
-        """Starts a piece of the prompts that wait and a call of the loop, and reads the call before."""
-        if self._reading is None:
-            joining = self._next_rows(self._rows.count(None))
-            for row in joining:
-                if is_deleted(row.initial):
-                    self._finish(row, ValueError(f"row {row.number}: {deleted('state')}"))
-            joining = [row for row in joining if not row.over]
-            if joining:
-                self._reading = self._read(joining), joining
+    def finish(self, row: Row, reason: FinishReason = "cancelled", error: Exception | None = None) -> None:
+        """Ends a row that is not over and frees its slot. The next `step` returns its last event."""
+        if row.finish_reason is not None:
+            return
+        if row in self._rows:
+            slot = self._rows.index(row)
+            self._rows[slot] = None
+            self._slots.halt(slot)
+        if not row.stepwise or error is not None:
+            row.state = None
+        self._end(row, RowEvent(row, np.empty(0, np.int32)), reason, error)
+
+    def update(self, params: PyTree, decoder: Decoder, *, restart: bool) -> list[Row]:
+        """Continues with other parameters.
+
+        Args:
+            params: of the same shapes.
+            decoder: made with them.
+            restart: whether rows in flight begin again; else no row is started until they have finished.
+
+        Returns:
+            The rows that begin again.
+        """
+        self._next_params = params, decoder
+        if not restart:
+            return []
+        begun = [prompt for prompt in self._ready if prompt.tokens is not None]
+        begun += self._reading[1] if self._reading else []
+        rows = [row for prompt in begun for row in prompt.waiting()]
+        rows += [row for row in self._rows if row is not None]
+        late = [row for _, about in self._results.pending() for _, row, _ in about]
+        again = {row.number: row for row in (*rows, *late) if row.finish_reason is None}
+        self._ready = collections.deque(prompt for prompt in self._ready if prompt.tokens is None)
+        for prompt in reversed(requeued(again.values())):
+            (self._waiting if prompt.tokens is not None else self._ready).appendleft(prompt)
+        self._reading, self._rows = None, [None] * self.slots
+        for slot in range(self.slots):
+            self._slots.halt(slot)
+        self._results = Results()
+        self._replace_params()
+        return list(again.values())
+
+    def _replace_params(self) -> None:
+        assert self._next_params is not None
+        params, self._decoder = self._next_params
+        self._params, self._next_params = jax.tree.map(lambda x: x, params), None
+
+    def _admit(self) -> None:
+        """Puts rows that wait into free slots, and reads a piece of the next prompts."""
+        if self._next_params is not None and not self._in_flight:
+            self._replace_params()
+        while self._ready and None in self._rows:
+            prompt = self._ready.popleft()
+            rows = prompt.waiting()
+            if is_deleted(prompt.start):
+                self._fail(prompt)
+            elif rows:
+                free = self._rows.count(None)
+                self._join(rows[:free], [0] * len(rows[:free]), prompt.start)
+                if rows[free:]:
+                    prompt.rows = rows[free:]
+                    self._ready.appendleft(prompt)
+        if self._reading is None and self._next_params is None:
+            prompts = self._waiting.take(self._rows.count(None), self.slots)
+            for prompt in prompts:
+                if is_deleted(prompt.initial):
+                    self._fail(prompt)
+            prompts = [prompt for prompt in prompts if prompt.waiting()]
+            if prompts:
+                self._reading = self._read(prompts), prompts
         if self._reading is not None:
-            pieces, joining = self._reading
+            pieces, prompts = self._reading
             read = next(pieces)
             if read is not None:
-                self._join(joining, *read)
                 self._reading = None
-        decoding = any(self._rows)
-        if decoding:
-            self._decode()
-        for out, rows in self._results.ready(late=int(decoding)):
-            self._take(np.asarray(out.tokens), rows)
+                self._begin(prompts, *read)
 
-    def _next_rows(self, free: int) -> list[_Row]:
-        """Prompts to be read next, taken from those that wait: the first, and others of similar lengths."""
-        count = min(free, len(self._waiting))
-        if count == 0 or count < min(self.slots // _WAITING_SLOTS, len(self._waiting)):
-            return []
-        if count >= _FILLED_UP:
-            count = max(size for size in _TOGETHER if size <= count)
-        window = list(itertools.islice(self._waiting, _WINDOW * count))
-        first = len(window[0].prompt)
-        window.sort(key=lambda row: (abs(len(row.prompt) - first), row.number))
-        rows = window[:count]
-        for row in rows:
-            self._waiting.remove(row)
-        return rows
+    def _fail(self, prompt: Prompt) -> None:
+        for row in prompt.waiting():
+            self.finish(row, "error", ValueError(f"row {row.number}: {deleted('state')}"))
 
-    def _read(self, rows: list[_Row]) -> Iterator[Any]:
-        batch = min(next(size for size in _TOGETHER if size >= len(rows)), self.slots)
+    def _read(self, prompts: list[Prompt]) -> Iterator[tuple[jax.Array, RWKVState] | None]:
+        batch = min(next(size for size in TOGETHER if size >= len(prompts)), self.slots)
         initial = None
-        if any(row.initial is not None for row in rows):
+        if any(prompt.initial is not None for prompt in prompts):
             initial = self._model.init_state(batch)
-        for i, row in enumerate(rows):
-            if row.initial is not None:
-                initial = jax.tree.map(lambda x, y, i=i: x.at[:, i].set(y[:, 0]), initial, row.initial)
-                row.initial = None
-        return prefill_chunks(self._model, self._params, [row.prompt for row in rows], batch, initial)
+        for i, prompt in enumerate(prompts):
+            if prompt.initial is not None:
+                initial = jax.tree.map(lambda x, y, i=i: x.at[:, i].set(y[:, 0]), initial, prompt.initial)
+        rows = [prompt.tokens for prompt in prompts if prompt.tokens is not None]
+        return prefill_chunks(self._model, self._params, rows, batch, initial)
 
-    def _join(self, rows: list[_Row], logits: jax.Array, state: RWKVState) -> None:
-        """Puts rows whose prompts are read into free slots."""
+    def _begin(self, prompts: list[Prompt], logits: jax.Array, rwkv: RWKVState) -> None:
+        """Puts rows whose prompts are read into slots; those without a slot wait with the state."""
+        free, rows, sources = self._rows.count(None), list[Row](), list[int]()
+        for i, prompt in enumerate(prompts):
+            waiting = prompt.waiting()
+            now = waiting[: free - len(rows)]
+            rows += now
+            sources += [i] * len(now)
+            if waiting[len(now) :]:
+                start = state_after_prompt(logits, rwkv, np.array([i], np.int32))
+                later = Prompt(prompt.tokens, prompt.initial, start, waiting[len(now) :])
+                self._ready.append(later)
+        if rows:
+            B = logits.shape[0]
+            counts, step = TokenCounts.none(B, logits.shape[1]), jnp.zeros(B, jnp.int32)
+            self._join(rows, sources, GenerationState(rwkv, logits, counts, step))
+
+    def _join(self, rows: list[Row], sources: Sequence[int], start: GenerationState | None) -> None:
+        """Puts rows into free slots, each with the state of its source in ``start``."""
+        assert start is not None
         free = [slot for slot, row in enumerate(self._rows) if row is None][: len(rows)]
-        # what is there beside them is put into a slot that does not exist, and so nowhere
-        filling = logits.shape[0] - len(rows)
-        seeds, limits = [row.seed for row in rows], [row.limit for row in rows]
-        keys = row_keys([*seeds, *[0] * filling])
-        new = begin(self._params, logits, state, keys, np.array([*limits, *[0] * filling]))
-        if self._carry is None:
-            self._carry = self._empty(new)
-        slots = np.array([*free, *[self.slots] * filling], np.int32)
-        self._carry = _insert(self._carry, new, slots)
-        for slot, row in zip(free, rows):
+        start = start.replace(rwkv=self._decoder.state(start.rwkv))
+        most = TOGETHER[-1]
+        for first in range(0, len(rows), most):
+            some, slots = rows[first : first + most], free[first : first + most]
+            # what fills up is put into a slot that does not exist, and so nowhere
+            size = next(size for size in TOGETHER if size >= len(some))
+            self._slots.insert(some, slots, sources[first : first + most], start, size)
+        for slot, row in zip(free, rows, strict=True):
             self._rows[slot] = row
-            if not row.limit:
+            if not row.sampling.max_tokens:
                 self._leave(slot, row)
-                self._finish(row)
-
-    def _empty(self, like: DecodeState) -> DecodeState:
-        """A carry of slots that are over."""
-        state = put_like(self._params, self._decoder.init_state(self.slots))
-        logits = jnp.zeros((self.slots, like.logits.shape[1]), like.logits.dtype)
-        keys = row_keys([0] * self.slots)
-        return begin(self._params, put_like(self._params, logits), state, keys, 0)
+                self._end(row, RowEvent(row, np.empty(0, np.int32)), "length")
 
     def _decode(self) -> None:
-        step, weights = self._decoder.step, self._decoder.weights
-        count = step.per_call
-        if count is None:
-            count = _STEPS_WHILE_WAITING if self._waiting or self._reading else STEPS_PER_CALL
-        self._carry, out = decode(step, weights, self._rules, self._carry, np.int32(count), step.per_call)
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
-        self._results.add(out, count, rows)
-        self.started += self.slots * min(count, max(row.limit - row.started for _, row in rows))
+        scores = max((row.scores for _, row in rows if row.scores is not PLAIN), default=PLAIN)
+        fixed = self._decoder.step.per_call
+        count = fixed or (_STEPS_WHILE_WAITING if self._waiting or self._reading else STEPS_PER_CALL)
+        if any(row.stepwise for _, row in rows):
+            count, fixed = 1, None
+        out = self._slots.decode(self._decoder, count, fixed, scores)
+        about = [(slot, row, self._slots.state(slot) if row.stepwise else None) for slot, row in rows]
+        self._results.add(out, count, about)
+        most = max(row.sampling.max_tokens - row.started for _, row in rows)
+        self.started += self.slots * min(count, most)
         for slot, row in rows:
             row.started += count
-            if row.started >= row.limit:  # whatever its tokens are, it is over after this call
+            if row.started >= row.sampling.max_tokens:  # whatever its tokens are, it is over after this call
                 self._leave(slot, row)
 
-    def _leave(self, slot: int, row: _Row) -> None:
+    def _leave(self, slot: int, row: Row) -> None:
         """Frees a slot; its state is as the row left it until another row joins."""
         self._rows[slot] = None
-        if self._states and self._carry is not None:
-            row.state = take_rows(self._carry.state, np.array([slot], np.int32))
+        if row.keep_state and not row.stepwise:
+            row.state = self._slots.state(slot)
 
-    def _take(self, tokens: np.ndarray, rows: list[tuple[int, _Row]]) -> None:
-        """Tokens [count, slots] of a call in which ``rows`` took part."""
-        for slot, row in rows:
-            if row.over:
+    def _take(self, out: Chosen, rows: list[tuple[int, Row, GenerationState | None]]) -> None:
+        """What a call chose, in which ``rows`` took part."""
+        tokens = np.asarray(out.tokens)
+        for slot, row, snapshot in rows:
+            if row.finish_reason is not None:
                 continue
             own = tokens[:, slot]
-            lost = np.flatnonzero(own == UNDEFINED)
-            error = undefined(row.number, row.count + int(lost[0])) if lost.size else None
-            ends = np.flatnonzero(own < 0)
-            new = own[: ends[0]] if ends.size else own
-            row.tokens.append(new)
-            row.count += len(new)
-            self.chosen += len(new)
-            if ends.size or row.count == row.limit:
-                if self._rows[slot] is row:
-                    self._leave(slot, row)
-                self._finish(row, error)
+            n = int(np.argmax(own < 0)) if (own < 0).any() else len(own)
+            reason: FinishReason | None = None
+            error = None
+            if n < len(own) and own[n] == UNDEFINED:
+                reason, error = "error", undefined(row.number, row.count + n)
+            elif n < len(own) and stopped_by(int(own[n])) is not None:
+                reason = "stop"
+            elif row.count + n >= row.sampling.max_tokens:
+                reason = "length"
+            row.count += n
+            self.chosen += n
+            row.state = snapshot if row.stepwise else row.state
+            event = RowEvent(row, own[:n], *row_scores(out, slot, n, row.sampling.logprobs), snapshot)
+            if reason is None:
+                self._events.append(event)
+                continue
+            if self._rows[slot] is row:
+                self._leave(slot, row)
+            row.state = None if error else row.state
+            self._end(row, event, reason, error)
 
-    def _finish(self, row: _Row, error: Exception | None = None) -> None:
-        row.over = True
-        state = None if error else row.state
-        tokens = np.concatenate([np.empty(0, np.int32), *row.tokens])
-        self._finished.append(Finished(row.number, tokens, state, error))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _insert(carry: DecodeState, new: DecodeState, slots: jax.Array) -> DecodeState:
-    """``carry`` with the rows of ``new`` in ``slots`` [n]; those beyond the last slot are left out."""
-
-    def put(x: jax.Array, y: jax.Array) -> jax.Array:
-        return x.at[slots].set(y.astype(x.dtype), mode="drop")
-
-    def put_state(x: jax.Array, y: jax.Array) -> jax.Array:
-        return x.at[:, slots].set(y.astype(x.dtype), mode="drop")
-
-    state = jax.tree.map(put_state, carry.state, new.state)
-    keys = jax.random.key_data(carry.keys).at[slots].set(jax.random.key_data(new.keys), mode="drop")
-    carry = carry.replace(keys=jax.random.wrap_key_data(keys, impl=jax.random.key_impl(carry.keys)))
-    rest = {"state": None, "keys": None}
-    return jax.tree.map(put, carry.replace(**rest), new.replace(**rest)).replace(state=state, keys=carry.keys)
+    def _end(self, row: Row, event: RowEvent, reason: FinishReason, error: Exception | None = None) -> None:
+        row.finish_reason, row.error = reason, error
+        self._events.append(event)

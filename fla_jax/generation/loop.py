@@ -179,6 +179,10 @@ class Results:
     def __len__(self) -> int:
         return len(self._calls)
 
+    def pending(self) -> list[tuple[Chosen, Any]]:
+        """The calls that have not been read, with what was said about them."""
+        return [(out, about) for out, _, about in self._calls]
+
     def add(self, out: Chosen, count: int, about: Any) -> None:
         """A call for ``count`` steps; what is said ``about`` it comes back with its tokens."""
         for array in jax.tree.leaves(out):

@@ -202,6 +202,17 @@ def check_prompts(prompts: Any, vocab_size: int) -> list[np.ndarray]:
     return [row.astype(np.int32) for row in rows]
 
 
+def check_prompt(prompt: object, vocab_size: int) -> np.ndarray:
+    """A single prompt as an int32 array; raises as `check_prompts` does."""
+    if isinstance(prompt, str | bytes) or np.asarray(prompt).ndim == 0:
+        raise TypeError(f"prompt must be a sequence of tokens, got {shown(prompt)}")
+    try:
+        (row,) = check_prompts([prompt], vocab_size)
+    except (ValueError, TypeError) as error:
+        raise type(error)(str(error).replace("prompts[0]", "prompt")) from None
+    return row
+
+
 def put_like(params: Any, tree: Any) -> Any:
     """A copy of ``tree`` where the parameters are, and committed to that place if they are.
 

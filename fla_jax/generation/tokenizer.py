@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..checkpoints.native import is_native, tokenizer_of
-from ..core.arguments import as_integer, check_integer, shown
+from ..core.arguments import check_integer, shown
 
+_ENDS = ("<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "<|end_of_text|>")  # of common vocabularies
 WORLD_VOCABULARY = "rwkv_vocab_v20230424"
-_UNKNOWN = "\ufffd"
 _WORLD_SIZE = 65536  # of the models; 65530 to 65535 have no bytes, and 0 ends a document
 
 
 class Tokenizer(Protocol):
-    """What the functions here return and take.
+    """What the functions here return and take. An attribute ``end_of_text``, if there is one, is a token that
+    ends a completion, or None.
 
     Example:
         >>> from fla_jax.generation import load_tokenizer
@@ -37,6 +38,8 @@ class Tokenizer(Protocol):
 class _Bytes:
     """A token is a byte: models with a vocabulary of 256."""
 
+    end_of_text = None
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -46,6 +49,8 @@ class _Bytes:
 
 class _World:
     """The vocabulary of the official RWKV World models, from the ``rwkv`` package."""
+
+    end_of_text = 0
 
     def __init__(self) -> None:
         try:
@@ -82,6 +87,8 @@ class _HuggingFace:
             raise ValueError(
                 f"{path} is no tokenizer.json that the package tokenizers reads: {error}"
             ) from None
+        ends = (self._tokenizer.token_to_id(name) for name in _ENDS)
+        self.end_of_text = next((token for token in ends if token is not None), None)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -141,74 +148,6 @@ def load_tokenizer(name: str | os.PathLike[str] | None = None, *, vocab_size: in
             f"there is no file {path}"
         )
     return _HuggingFace(path)
-
-
-def decode_stream(tokenizer: Tokenizer, tokens: Iterable[Any]) -> Iterator[str]:
-    """Text as its tokens come: pieces whose concatenation is the text of all tokens.
-
-    A character of several tokens comes whole. The time for a token does not grow with the text: once a piece
-    is complete, only its own tokens are decoded again with the next ones, which their text may depend on
-    (many vocabularies write a space before every word but a text's first).
-
-    Args:
-        tokenizer: from `load_tokenizer`, or anything that decodes as `Tokenizer` says.
-        tokens: integers, or arrays [1] such as `fla_jax.generation.stream` yields for one prompt. For several
-            prompts pass the tokens of one row: ``(t[0] for t in stream(...))``. Negative ones, which
-            `fla_jax.generation.stream` yields for a row that has ended, are skipped.
-
-    Yields:
-        A non-empty piece of text.
-
-    Raises:
-        TypeError: a token is neither an integer nor an array [1].
-
-    Example:
-        >>> from fla_jax.generation import decode_stream, load_tokenizer
-        >>> list(decode_stream(load_tokenizer("bytes"), "né!".encode()))  # four tokens, three characters
-        ['n', 'é', '!']
-    """
-    before: list[int] = []  # the tokens of the last complete piece
-    known = 0  # characters of their text
-    waiting: list[int] = []  # the tokens after them, whose text may still change
-    text, done = "", 0  # their text, and how much of it was yielded
-    unknown = 0  # U+FFFD between the two that will not change, but may end the text
-    for token in tokens:
-        token = _single(token)
-        if token < 0:
-            continue
-        waiting.append(token)
-        text = tokenizer.decode(before + waiting)[known:]
-        ready = len(text.rstrip(_UNKNOWN))  # what ends in U+FFFD may be the beginning of a character
-        if ready > done:
-            yield _UNKNOWN * unknown + text[done:ready]
-            done, unknown = ready, 0
-        if 0 < ready == len(text):
-            before, waiting, text, done = waiting, [], "", 0
-            known = len(tokenizer.decode(before))
-        elif len(waiting) % 16 == 0:
-            # Bytes that are no text, one after the other. A character has at most four, so one of the last
-            # places is between two characters: there the texts of both sides, each by itself, make the whole.
-            for cut in range(len(waiting) - 1, len(waiting) - 5, -1):
-                front = tokenizer.decode(before + waiting[:cut])[known:]
-                if front + tokenizer.decode(waiting[cut:]) == text:
-                    unknown += max(len(front) - done, 0)
-                    done = max(done - len(front), 0)
-                    waiting, text = waiting[cut:], text[len(front) :]
-                    before, known = ([], 0) if front else (before, known)
-                    break
-    if unknown or len(text) > done:
-        yield _UNKNOWN * unknown + text[done:]
-
-
-def _single(token: Any) -> int:
-    """An integer, or an array [1] of one."""
-    number = as_integer(token[0] if getattr(token, "shape", None) == (1,) else token)
-    if number is None:
-        raise TypeError(
-            f"tokens must be integers or arrays [1], got {shown(token)}. For a stream of several rows pass "
-            "the tokens of one row: (t[0] for t in stream(...))"
-        )
-    return number
 
 
 def uncounted(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

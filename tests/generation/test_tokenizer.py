@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fla_jax.generation.tokenizer import WORLD_VOCABULARY, decode_stream, load_tokenizer, uncounted
+from fla_jax.generation import decode_stream
+from fla_jax.generation.tokenizer import WORLD_VOCABULARY, load_tokenizer, uncounted
 
 TEXT = "Hello, Wörld 世界 🙂!\n 12"
 

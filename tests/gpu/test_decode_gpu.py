@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import small_models as small
 
-from fla_jax.generation import Decoder, Engine, SamplingParams, generate, sampling
+from fla_jax.generation import Decoder, Generator, SamplingParams, generate, sampling
 from fla_jax.pallas.backend.triton import INTERPRET
 
 if jax.default_backend() != "gpu" or INTERPRET:
@@ -155,8 +155,8 @@ def test_the_state_is_never_copied():
 
 def test_continuous_batching():
     model, params = setup(7, dtype="bfloat16")
-    engine = Engine(model, params, 4, SamplingParams(temperature=0.8))
+    generator = Generator(model, params, slots=4)
     lengths = [5, 40, 17, 3, 64, 20, 9, 33]
-    for i, length in enumerate(lengths):
-        engine.put([1 + i, 2, 3][: 1 + i % 3], length, seed=i)
-    assert sorted((r.number, len(r.tokens)) for r in engine.results()) == list(enumerate(lengths))
+    rules = [SamplingParams(0.8, seed=i, max_tokens=length) for i, length in enumerate(lengths)]
+    prompts = [[1 + i, 2, 3][: 1 + i % 3] for i in range(len(lengths))]
+    assert [len(one.tokens) for one in generator.generate(prompts, rules)] == lengths

@@ -1,0 +1,195 @@
+"""What a generator returns: requests, their completions, and the events on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from .rows import FinishReason, GenerationState, Row, RowEvent
+from .text import StopStrings, TextDecoder
+from .tokenizer import Tokenizer
+
+
+class Logprobs(NamedTuple):
+    """The model's log-probabilities of n tokens, before all sampling rules.
+
+    Attributes:
+        chosen: [n], of the tokens themselves.
+        top_tokens, top: [n, k], the most probable tokens and theirs; None unless ``logprobs`` >= 1.
+    """
+
+    chosen: np.ndarray
+    top_tokens: np.ndarray | None
+    top: np.ndarray | None
+
+
+class Usage(NamedTuple):
+    """Numbers of tokens.
+
+    Attributes:
+        prompt_tokens: of the prompt.
+        cached_tokens: of those, read from a cache.
+        completion_tokens: that were generated.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Completion:
+    """One completion of a prompt.
+
+    Attributes:
+        request: number of its request.
+        index: among the ``n`` completions of the request, from 0.
+        tokens: [n] int32, without prompt and stop token, up to the one that completed a stop string.
+        text: of the tokens, up to a stop string; None without a tokenizer.
+        logprobs: of the tokens; None unless ``logprobs`` was asked for.
+        finish_reason: ``"stop"`` (token or text), ``"length"``, ``"cancelled"`` or ``"error"``.
+        error: None, or a FloatingPointError if the logits after ``tokens`` hold NaN or have no finite largest
+            one, or a ValueError if the initial state was donated elsewhere before the prompt was read.
+        usage: numbers of tokens.
+        state: after the tokens; None unless it was asked for, and after an error.
+    """
+
+    request: int
+    index: int
+    tokens: np.ndarray
+    text: str | None
+    logprobs: Logprobs | None
+    finish_reason: FinishReason
+    error: Exception | None
+    usage: Usage
+    state: GenerationState | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Event:
+    """New tokens of a completion, or its end, or both.
+
+    Attributes:
+        request: whose completion it is.
+        index: of the completion among the request's.
+        tokens: [n] int32, new ones.
+        text: new text, never part of a stop string; None without a tokenizer.
+        logprobs: of the new tokens; None unless asked for.
+        completion: None until it is over.
+        state: after the tokens, in a stream; else None.
+    """
+
+    request: Request
+    index: int
+    tokens: np.ndarray
+    text: str | None
+    logprobs: Logprobs | None
+    completion: Completion | None
+    state: GenerationState | None = None
+
+
+class Request:
+    """A prompt that is being continued, from `fla_jax.generation.Generator.submit`.
+
+    Attributes:
+        number: counted from 0.
+        completions: those that are over, by index.
+    """
+
+    def __init__(self, number: int, rows: list[Row], cancel: Callable[[Row], None]) -> None:
+        self.number, self.rows = number, rows
+        self.completions: dict[int, Completion] = {}
+        self._cancel = cancel
+
+    @property
+    def done(self) -> bool:
+        """Whether all completions are over."""
+        return len(self.completions) == len(self.rows)
+
+    @property
+    def completion(self) -> Completion | None:
+        """The first completion; None until it is over."""
+        return self.completions.get(0)
+
+    def cancel(self) -> None:
+        """Ends all completions that are not over; their slots are free at the next step."""
+        for row in self.rows:
+            self._cancel(row)
+
+    def __repr__(self) -> str:
+        return f"Request(number={self.number}, done={self.done})"
+
+
+class Collector:
+    """Collects tokens, text and log-probabilities of one row."""
+
+    def __init__(self, request: Request, index: int, usage: Usage, tokenizer: Tokenizer | None) -> None:
+        self.request, self.index, self._usage, self._tokenizer = request, index, usage, tokenizer
+        self.restart()
+
+    @property
+    def row(self) -> Row:
+        """The engine's row."""
+        return self.request.rows[self.index]
+
+    def restart(self) -> None:
+        """Forgets everything."""
+        self._events: list[RowEvent] = []
+        self._text = [""]
+        self._decoder = None if self._tokenizer is None else TextDecoder(self._tokenizer)
+        self._stop = StopStrings(self.row.sampling.stop)
+
+    def add(self, event: RowEvent) -> tuple[RowEvent, str | None, bool]:
+        """The event up to a stop string, its text, and whether one came."""
+        if self._decoder is None:
+            self._events.append(event)
+            return event, None, False
+        text, used = "", 0
+        for token in event.tokens.tolist():
+            text += self._stop.push(self._decoder.push(token))
+            used += 1
+            if self._stop.found:
+                break
+        if event.row.finish_reason is not None and not self._stop.found:
+            text += self._stop.push(self._decoder.finish()) + self._stop.finish()
+        event = event._replace(
+            tokens=event.tokens[:used],
+            logprobs=None if event.logprobs is None else event.logprobs[:used],
+            top_tokens=None if event.top_tokens is None else event.top_tokens[:used],
+            top_logprobs=None if event.top_logprobs is None else event.top_logprobs[:used],
+        )
+        self._events.append(event)
+        self._text.append(text)
+        return event, text, self._stop.found
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """Everything so far."""
+        tokens = np.concatenate([np.empty(0, np.int32), *(event.tokens for event in self._events)])
+        return Completion(
+            request=self.request.number,
+            index=self.index,
+            tokens=tokens,
+            text=None if self._decoder is None else "".join(self._text),
+            logprobs=joined_logprobs(self._events, self.row.sampling.logprobs),
+            finish_reason=reason,
+            error=self.row.error,
+            usage=self._usage._replace(completion_tokens=len(tokens)),
+            state=self.row.state if self.row.keep_state else None,
+        )
+
+
+def joined_logprobs(events: list[RowEvent], asked: int | None) -> Logprobs | None:
+    """Those of all events; None where none were asked for."""
+    if asked is None:
+        return None
+    own = [event for event in events if event.logprobs is not None]
+    chosen = np.concatenate([np.empty(0, np.float32), *(event.logprobs for event in own)])
+    if not asked:
+        return Logprobs(chosen, None, None)
+    tops = [event for event in own if event.top_tokens is not None]
+    tokens = np.concatenate([np.empty((0, asked), np.int32), *(event.top_tokens for event in tops)])
+    values = np.concatenate([np.empty((0, asked), np.float32), *(event.top_logprobs for event in tops)])
+    return Logprobs(chosen, tokens, values)
