@@ -42,7 +42,7 @@ def test_nothing_else_is_described_and_nothing_twice():
 def test_every_page_is_in_the_navigation():
     """mkdocs warns only when the site is built."""
     text = (ROOT / "mkdocs.yml").read_text()
-    named = set(re.findall(r"[\w/]+\.(?:md|ipynb)", text.partition("\nnav:")[2]))
+    named = set(re.findall(r"[\w/.]+\.(?:md|ipynb)", text.partition("\nnav:")[2]))
     paths = [path for kind in ("md", "ipynb") for path in ROOT.glob(f"docs/**/*.{kind}")]
     pages = {str(path.relative_to(ROOT / "docs")) for path in paths}
     assert named - {"changelog.md"} == pages
