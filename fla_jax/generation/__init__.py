@@ -9,6 +9,7 @@ from .requests import Completion, Event, Logprobs, Request, Usage
 from .rows import GenerationState
 from .sampling import TokenCounts, sample
 from .sampling_params import SamplingArrays, SamplingParams, sampling_arrays
+from .state_cache import Prefix
 from .streaming import Stream
 from .text import decode_stream
 from .tokenizer import Tokenizer, load_tokenizer, uncounted
@@ -22,6 +23,7 @@ __all__ = [
     "GenerationState",
     "Generator",
     "Logprobs",
+    "Prefix",
     "Request",
     "SamplingArrays",
     "SamplingParams",

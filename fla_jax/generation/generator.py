@@ -9,39 +9,39 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from ..core.arguments import check_integer, shown
-from ..layers.state import RWKVState, check_state
 from ..models.causal_lm import RWKVForCausalLM
 from ..models.config import check_model
 from .decoder import Decoder, int8_group_of
 from .deleted import check_deleted
 from .engine import Engine
-from .prompts import take_rows
+from .prompts import check_prompt
+from .request_arguments import State, States, rules_of_each, states_of_each
 from .requests import Collector, Completion, Event, Request, Usage, joined_logprobs
-from .rows import GenerationState, Row, RowEvent
+from .rows import Row, RowEvent
 from .sampling_params import SamplingParams
+from .scoring import score
+from .state_cache import Prefix, StateCache
 from .streaming import Stream
 from .tokenizer import Tokenizer
 
-State = RWKVState | GenerationState
 _WEIGHTS = (None, "bfloat16", "int8")
 
 
 class Generator:
     """Generates text from a model: batches, streams, and requests that come and go.
 
-    It has the weights in the form that is decoded fastest, a number of slots that decode together, and the
-    compiled programs; create it once. Each request has its own `SamplingParams` and returns the same tokens
-    as when it runs alone. `generate`, `stream` and `results` are loops over `step`. Use it from one thread.
+    Create it once. Each request has its own `SamplingParams` and returns the tokens that it returns alone.
+    `generate`, `stream` and `results` are loops over `step`. Use it from one thread.
 
     Attributes:
         engine: the scheduler.
         tokenizer: as given.
+        cache: states after prefixes, with its ``hits`` and ``misses``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -64,6 +64,8 @@ class Generator:
         state_dtype: DTypeLike | None = None,
         weights: Literal["bfloat16", "int8"] | None = None,
         tokenizer: Tokenizer | None = None,
+        cache_bytes: int = 2**28,
+        host_cache_bytes: int = 2**30,
     ) -> None:
         """Prepares the weights.
 
@@ -75,6 +77,8 @@ class Generator:
             weights: ``"bfloat16"`` computes in that dtype, ``"int8"`` decodes with weights of 8 bits (see
                 `Decoder`); None for the model's dtype.
             tokenizer: for prompts that are text, completions' text and stop strings.
+            cache_bytes: of states after prefixes on the device, see `prefix`; 0 for none.
+            host_cache_bytes: of those in the host's memory, where they go next.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
@@ -86,6 +90,10 @@ class Generator:
             model = type(model)(dataclasses.replace(model.config, dtype="bfloat16"))
         self._model, self.tokenizer = model, tokenizer
         slots = check_integer("slots", slots, 1)
+        self.cache = StateCache(
+            check_integer("cache_bytes", cache_bytes, 0),
+            check_integer("host_cache_bytes", host_cache_bytes, 0),
+        )
         group = int8_group_of(model, params) if weights == "int8" else None
         self._make_decoder = functools.partial(Decoder, model, state_dtype=state_dtype, int8_group=group)
         decoder = self._make_decoder(params=params)
@@ -114,8 +122,9 @@ class Generator:
         """Adds a request; starts nothing. Its completions come from `step` and `results`.
 
         Args:
-            prompt: tokens, a list or an integer array; or text, with a tokenizer; None to continue from
-                ``state``, a `GenerationState`.
+            prompt: tokens, a list or an integer array; or text, with a tokenizer; or a `Prefix`; None to
+                continue from ``state``, a `GenerationState`. Without a state, the longest known prefix of the
+                prompt is not read again.
             sampling: its rules; None for `SamplingParams`'s default values.
             max_tokens: in place of that of ``sampling``.
             state: before the prompt, of one row, also for ``n`` completions; None for zeros.
@@ -145,26 +154,73 @@ class Generator:
         end = getattr(self.tokenizer, "end_of_text", None)
         if end is not None and not sampling.ignore_eos:
             sampling = dataclasses.replace(sampling, stop_tokens=(*sampling.stop_tokens, end))
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise TypeError("prompt is text, which needs a tokenizer: Generator(..., tokenizer=)")
-            prompt = self.tokenizer.encode(prompt)
+        prompt, state, length, cached = self._cached(prompt, state)
         # a state after a stop string is that of its last token
         stepwise = stepwise or (keep_state and bool(sampling.stop))
         rows = self.engine.submit(prompt, sampling, state=state, keep_state=keep_state, stepwise=stepwise)
         request = Request(self._number, rows, self._cancel)
         self._number += 1
-        usage = Usage(0 if prompt is None else len(np.asarray(prompt)), 0, 0)
+        usage = Usage(length, cached, 0)
         for index, row in enumerate(rows):
             self._collectors[row] = Collector(request, index, usage, self.tokenizer)
         return request
 
+    def _cached(self, prompt: object, state: State | None) -> tuple[object, State | None, int, int]:
+        """The tokens that are to be read and the state before them; numbers of all tokens and cached ones."""
+        if isinstance(prompt, Prefix):
+            if state is not None:
+                raise ValueError("state must be None with a Prefix, which has its own")
+            n = len(prompt.tokens)
+            return list(prompt.rest) or None, prompt.state, n + len(prompt.rest), n
+        if prompt is None:
+            return None, state, 0, 0
+        tokens = self._tokens(prompt)
+        known = self.cache.longest(tokens) if state is None else None
+        if known is None:
+            return tokens, state, len(tokens), 0
+        n, start = known
+        return tokens[n:] if n < len(tokens) else None, start, len(tokens), n
+
+    def _tokens(self, prompt: object) -> np.ndarray:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError("prompt is text, which needs a tokenizer: Generator(..., tokenizer=)")
+            prompt = self.tokenizer.encode(prompt)
+        return check_prompt(prompt, self._model.config.vocab_size)
+
+    def prefix(self, prompt: object) -> Prefix:
+        """Reads a text that many prompts begin with, once.
+
+        Prompts that begin with its tokens continue from its state, while the cache has room. The result is a
+        prompt itself, as is ``prefix + tokens``. Completions equal those without a cache to rounding.
+
+        Args:
+            prompt: tokens, or text with a tokenizer.
+        """
+        tokens = self._tokens(prompt)
+        rule = SamplingParams.policy(max_tokens=0)
+        (read,) = self.generate([tokens], rule, keep_state=True)
+        assert read.state is not None
+        self.cache.put(tokens, read.state)
+        return Prefix(tokens, read.state)
+
+    def score(self, prompts: Sequence[object], continuations: Sequence[object]) -> list[np.ndarray]:
+        """The model's log-probabilities of given continuations.
+
+        Args:
+            prompts: at least one token each, or text with a tokenizer.
+            continuations: one for each prompt, likewise.
+
+        Returns:
+            [n] float32 for each: of every token of the continuation, after all tokens before it.
+        """
+        texts = [[self._tokens(text) for text in some] for some in (prompts, continuations)]
+        return score(self._model, self.engine.params, *texts)
+
     def step(self) -> list[Event]:
         """Starts a piece of a prompt and a call of the decoding loop, and returns what the call before chose.
 
-        Raises:
-            ValueError: the parameters contain deleted arrays, which were donated to another call. The
-                generator cannot continue.
+        ValueError where the parameters contain deleted arrays.
         """
         for event in self.engine.step():
             self._take(event)
@@ -215,7 +271,7 @@ class Generator:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         max_tokens: int | None = None,
-        state: State | Sequence[State | None] | None = None,
+        state: States = None,
         keep_state: bool = False,
     ) -> list[Completion]:
         """Continues prompts.
@@ -238,8 +294,8 @@ class Generator:
         if isinstance(prompts, str | bytes):
             raise TypeError("prompts must be a sequence of prompts, got text: pass [text]")
         prompts = list(prompts)
-        rules = _of_each(sampling, len(prompts))
-        states = self._states(state, len(prompts))
+        rules = rules_of_each(sampling, len(prompts))
+        states = states_of_each(self._model, state, len(prompts))
         requests: list[Request] = []
         try:
             for i, prompt in enumerate(prompts):
@@ -279,8 +335,6 @@ class Generator:
             in_flight: ``"finish"``: requests that have begun finish with the old parameters, and no other
                 begins before; ``"restart"``: they begin again, and so do their events.
 
-        Raises:
-            ValueError: ``in_flight`` is something else, or ``params`` do not fit.
         """
         if in_flight not in ("finish", "restart"):
             raise ValueError(f"in_flight must be 'finish' or 'restart', got {shown(in_flight)}")
@@ -289,43 +343,10 @@ class Generator:
         if shapes[0] != shapes[1]:
             raise ValueError("params must have the names, shapes and dtypes of those that they replace")
         name = self.engine.implementation
+        self.cache.clear()
         again = self.engine.update(
             params, self._make_decoder(params=params, implementation=name), restart=in_flight == "restart"
         )
         for row in again:
             if row in self._collectors:
                 self._collectors[row].restart()
-
-    def _states(self, state: State | Sequence[State | None] | None, batch: int) -> list[State | None]:
-        """The state before each prompt."""
-        if state is None or isinstance(state, GenerationState):
-            return [state] * batch
-        if not isinstance(state, RWKVState):
-            states = list(state)
-            if len(states) != batch:
-                raise ValueError(f"state must be one for each of the {batch} prompts, got {len(states)}")
-            return states
-        if np.ndim(state.wkv) == 5 and state.wkv.shape[1] == 1:
-            return [state] * batch
-        check_state(state, jax.eval_shape(lambda: self._model.init_state(batch)))
-        check_deleted(state=state)
-        return [take_rows(state, jnp.array([i])) for i in range(batch)]
-
-
-def _of_each(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, batch: int
-) -> list[SamplingParams | None]:
-    """The rules of each prompt."""
-    if sampling is None:
-        return [None] * batch
-    if isinstance(sampling, SamplingParams):
-        if sampling.seed is None:
-            return [sampling] * batch
-        seeds = (sampling.seed + i * sampling.n for i in range(batch))
-        return [dataclasses.replace(sampling, seed=seed) for seed in seeds]
-    if not isinstance(sampling, Sequence) or len(sampling) != batch:
-        raise TypeError(
-            f"sampling must be a SamplingParams, one for each of the {batch} prompts or None, got "
-            f"{shown(sampling)}"
-        )
-    return list(sampling)

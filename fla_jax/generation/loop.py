@@ -27,7 +27,7 @@ from flax import struct
 
 from ..layers.state import RWKVState
 from .prompts import put_like
-from .sampling import UNDEFINED, TokenCounts, choose, of_tokens, token_logprobs, top_logprobs
+from .sampling import UNDEFINED, TokenCounts, choose, chosen_logprobs, of_tokens, top_logprobs
 from .sampling_params import MAX_LOGPROBS, Rows, SamplingArrays
 
 STEPS_PER_CALL = 32
@@ -167,7 +167,7 @@ def _scored(logits: jax.Array, tokens: jax.Array, scores: Scores) -> Chosen:
     if scores is PLAIN:
         return Chosen(tokens)
     top = top_logprobs(logits, scores) if scores > SCORED else (None, None)
-    return Chosen(tokens, token_logprobs(logits, tokens), *top)
+    return Chosen(tokens, chosen_logprobs(logits, tokens), *top)
 
 
 class Results:

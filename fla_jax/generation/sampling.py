@@ -68,10 +68,10 @@ def sample(
     """
     keys = jax.random.split(key, logits.shape[0]) if key.ndim == 0 else key
     tokens, counts = choose(params, logits, counts, keys)
-    return tokens, token_logprobs(logits, tokens), counts
+    return tokens, chosen_logprobs(logits, tokens), counts
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """The model's log-probability of a token a row, [B]."""
     wide = _wide(logits)
     return of_tokens(wide, tokens) - jax.nn.logsumexp(wide, -1)
