@@ -18,7 +18,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pictures
 import tables
 
+import fla_jax
+
 ROOT = Path(__file__).parents[1]
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """The footer of each page has the version."""
+    config.copyright = f"fla_jax {fla_jax.__version__}, MIT licence"
+    return config
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
@@ -31,5 +39,7 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Puts tables in the place of their names."""
+    """Puts tables in the place of their names, and a picture in that of the Mermaid diagram."""
+    picture = "![the packages and their imports](pictures/packages.svg)"
+    markdown = re.sub(r"^```mermaid\n.*?^```$", picture, markdown, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"^\{\{ table (\w+) \}\}$", lambda m: tables.TABLES[m[1]](), markdown, flags=re.MULTILINE)

@@ -8,6 +8,7 @@ They are made when the site is built (``docs/hooks.py``).
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -286,6 +287,24 @@ def compared() -> str:
         return as_svg(figure)
 
 
+def packages() -> str:
+    """The Mermaid diagram of docs/architecture.md, for the site, which loads no scripts from elsewhere."""
+    text = (Path(__file__).parent / "architecture.md").read_text()
+    place = {"core": (0.0, 0)}  # below the package that it imports, a second importer to the right
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+        for above, below in re.findall(r"^ +(\w+) --> (\w+)$", text, re.MULTILINE):
+            x, y = place[above]
+            place[below] = (x + sum(at == (x, y - 1) for at in place.values()), y - 1)
+            axes.annotate("", (place[below][0], y - 0.75), (x, y - 0.2), arrowprops={"arrowstyle": "->"})
+        for name, (x, y) in place.items():
+            box = {"boxstyle": "round", "facecolor": "white", "edgecolor": OURS}
+            axes.text(x, y, name, ha="center", va="center", bbox=box)
+        axes.set(xlim=(-1, 2), ylim=(min(y for _, y in place.values()) - 0.5, 0.5))
+        axes.axis("off")
+        return as_svg(figure)
+
+
 def over_time() -> str:
     """Each measurement that several commits made, relative to the first of them."""
     with plt.rc_context(STYLE):
@@ -311,7 +330,7 @@ def _run_label(rows: list[records.Record], run: str) -> str:
     return f"{run[:10]}\n{commit}"
 
 
-DRAWN = (compared, decays, forgetting, forms, orders, growth, speed, over_time)
+DRAWN = (compared, decays, forgetting, forms, orders, growth, packages, speed, over_time)
 PICTURES = {draw.__name__: draw for draw in DRAWN}
 
 
