@@ -26,5 +26,5 @@ def run(page: str, section: str | None = None) -> dict[str, Any]:
     """Runs the blocks one after the other and gives the names that they leave; a page is one program."""
     names: dict[str, Any] = {"__name__": "page"}
     for i, code in enumerate(blocks(page, section)):
-        exec(compile(code, f"{page}, block {i + 1}", "exec"), names)
+        exec(compile(code, f"{page}, block {i + 1}", "exec", dont_inherit=True), names)
     return names

@@ -41,14 +41,13 @@ class RWKVBlock(nn.Module):
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.models import RWKV7Block, RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.models import RWKV7Block, RWKV7Config
         >>> config = RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16)
-        >>> state = jax.tree.map(lambda x: x[0], RWKV7ForCausalLM(config).init_state(1))
-        >>> carry = jnp.ones((1, 8, 64)), None
-        >>> block = RWKV7Block(config)
-        >>> (x, v_first), state = block.apply(block.init(jax.random.key(0), carry, state), carry, state)
-        >>> x.shape, v_first.shape
-        ((1, 8, 64), (1, 8, 64))
+        >>> x, block = jnp.ones((1, 8, 64)), RWKV7Block(config)
+        >>> variables = block.init(jax.random.key(0), x)
+        >>> y, state, v_first = block.apply(variables, x)
+        >>> y.shape, state.wkv.shape, v_first.shape
+        ((1, 8, 64), (1, 4, 16, 16), (1, 8, 64))
     """
 
     config: RWKVConfig
@@ -56,32 +55,45 @@ class RWKVBlock(nn.Module):
     @nn.compact
     def __call__(
         self,
-        carry: Carry,
-        state: RWKVState,
+        x: Float[Array, "B T C"],
+        state: RWKVState | None = None,
+        v_first: Float[Array, "B T C"] | None = None,
         layer_index: int | jax.Array = 0,
         segment_ids: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
-    ) -> tuple[Carry, RWKVState]:
+    ) -> tuple[Float[Array, "B T C"], RWKVState, Float[Array, "B T C"] | None]:
         """Runs the layer.
 
         Args:
-            carry: ``(x, v_first)``, x [B, T, C]; v_first [B, T, C] of layer 0, None for RWKV-6.
-            state: of this layer.
+            x: [B, T, C], the residual stream.
+            state: of this layer; None for zeros.
+            v_first: [B, T, C], the third result of layer 0; None at layer 0, and for RWKV-6.
             layer_index: position in the network, an int or a traced integer.
             segment_ids: [B, T] integers or None.
             lengths: [B] integers or None; x must be finite at and beyond them.
 
         Returns:
-            ``(carry, state)``.
+            ``(x, state, v_first)``.
         """
         config, family = self.config, family_of(self.config)
-        x, v_first = carry
         positions = {"segment_ids": segment_ids, "lengths": lengths}
         att = family.attention(**config.attention, layer_index=layer_index, name="att")
         y, state, v_first = att(x, state, v_first, norm=_norm(config, "ln1", x), **positions)
         ffn = family.feed_forward(**config.feed_forward, layer_index=layer_index, name="ffn")
         x, state = ffn(x, state, norm=_norm(config, "ln2", x), y=residual(y), **positions)
-        return (residual(x), v_first), state
+        return residual(x), state, v_first
+
+    def scan_step(
+        self,
+        carry: Carry,
+        state: RWKVState,
+        layer_index: jax.Array,
+        segment_ids: Int[Array, "B T"] | None,
+        lengths: Int[Array, " B"] | None,
+    ) -> tuple[Carry, RWKVState]:
+        """The layer as a step of `flax.linen.scan`, with ``(x, v_first)`` as carry."""
+        x, state, v_first = self(carry[0], state, carry[1], layer_index, segment_ids, lengths)
+        return (x, v_first), state
 
 
 RWKV6Block = RWKV7Block = RWKVBlock

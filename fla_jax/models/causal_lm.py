@@ -101,9 +101,9 @@ class RWKVForCausalLM(nn.Module):
         block: Any = RWKVBlock
         if config.remat or is_sharded():
             policy = remat_policy(dense=config.remat == "dense") if config.remat else save_all_but_unsharded
-            # layer_index (argument 3) is a Python int unless the scan counts it; inside a loop XLA cannot
+            # layer_index (argument 4) is a Python int unless the scan counts it; inside a loop XLA cannot
             # eliminate the recomputation, which prevent_cse prevents
-            static = () if config.scan_layers else (3,)
+            static = () if config.scan_layers else (4,)
             block = nn.remat(
                 block,
                 prevent_cse=config.scan_layers is not True,
@@ -115,6 +115,7 @@ class RWKVForCausalLM(nn.Module):
             unroll = config.scan_layers == "unroll" and not self.is_initializing()
             self.blocks = nn.scan(
                 block,
+                methods=["scan_step"],
                 variable_axes={"params": 0, "intermediates": 0, "lora": 0, "segment_states": 0},
                 split_rngs={"params": True, "dropout": True},
                 in_axes=(0, 0, nn.broadcast, nn.broadcast),
@@ -144,44 +145,53 @@ class RWKVForCausalLM(nn.Module):
             batch, config.hidden_size, config.head_dim, config.dtype, num_layers=config.num_layers
         )
 
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T C"]:
+        """The embeddings of tokens, [B, T, C] in the compute dtype; ``embeddings`` of `__call__`."""
+        return self.emb(tokens)
+
     def hidden(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Int[Array, "B T"] | None = None,
         state: RWKVState | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
+        *,
+        embeddings: Float[Array, "B T C"] | None = None,
     ) -> tuple[Float[Array, "B T C"], RWKVState]:
         """Like calling the model, but returns the input of the head, [B, T, C] in the compute dtype.
 
         ``model.apply({"params": p}, tokens, state, method="hidden")``; `logits` takes any of its positions.
         """
         config = self.config
-        _check_tokens(tokens, segment_ids, lengths)
+        read = _check_tokens(tokens, embeddings, segment_ids, lengths, config.hidden_size)
         if not self.is_initializing():
             check_layers(self.variables.get("params", {}), config)
-        zeros = self.init_state(tokens.shape[0])
+        zeros = self.init_state(read.shape[0])
         if state is None:
             state = zeros
         check_state(state, zeros)
-        check_mesh(type(self).__name__, tokens, self.variables, state, segment_ids, lengths)
+        check_mesh(type(self).__name__, read, self.variables, state, segment_ids, lengths)
         # the dtype of the result is that of the zero state, also for a float32 state of a bfloat16 model
         state = jax.tree.map(lambda x, zero: x.astype(zero.dtype), state, zeros)
-        x = zero_beyond(self.emb(tokens), lengths)
+        x = self.emb(read) if embeddings is None else residual(embeddings.astype(config.dtype))
+        x = zero_beyond(x, lengths)
         if config.norm_first:
             x = self.ln0(x)
         if is_explicit():
-            state = jax.tree.map(functools.partial(_with_batch_of, tokens), state)
-        carry: Carry = (x, self._zero_v_first(x) if family_of(config).carries_v_first else None)
+            state = jax.tree.map(functools.partial(_with_batch_of, read), state)
+        v_first = self._zero_v_first(x) if family_of(config).carries_v_first else None
         if config.scan_layers:
-            carry = vary_alike(carry, self.variables, state, segment_ids, lengths)
-            carry, state = self.blocks(carry, state, jnp.arange(config.num_layers), segment_ids, lengths)
+            carry: Carry = vary_alike((x, v_first), self.variables, state, segment_ids, lengths)
+            indices = jnp.arange(config.num_layers)
+            (x, _), state = self.blocks.scan_step(carry, state, indices, segment_ids, lengths)
         else:
             states = []
             for i, block in enumerate(self.blocks):
-                carry, layer = block(carry, jax.tree.map(lambda x, i=i: x[i], state), i, segment_ids, lengths)
+                layer = jax.tree.map(lambda x, i=i: x[i], state)
+                x, layer, v_first = block(x, layer, v_first, i, segment_ids, lengths)
                 states.append(layer)
             state = jax.tree.map(lambda *xs: jnp.stack(xs), *states)
-        return self.ln_out(carry[0]), state
+        return self.ln_out(x), state
 
     def _zero_v_first(self, x: jax.Array) -> jax.Array:
         """The v_first that layer 0 ignores, of the type that a scan carries: that of the value projection."""
@@ -201,10 +211,12 @@ class RWKVForCausalLM(nn.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Int[Array, "B T"] | None = None,
         state: RWKVState | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
+        *,
+        embeddings: Float[Array, "B T C"] | None = None,
     ) -> tuple[Float[Array, "B T V"], RWKVState]:
         """Reads tokens.
 
@@ -217,6 +229,8 @@ class RWKVForCausalLM(nn.Module):
                 last.
             lengths: [B] integers from 0 to T: number of tokens of each example. Positions at or beyond
                 ``lengths`` are ignored; their logits are undefined. Not together with ``segment_ids``.
+            embeddings: [B, T, C], read instead of the embeddings of ``tokens``, which is None then; those of
+                tokens are ``method="embed"``.
 
         Returns:
             ``(logits, state)``: logits [B, T, V] in float32 for the token after each, and the state after the
@@ -225,7 +239,7 @@ class RWKVForCausalLM(nn.Module):
         Raises:
             ValueError, TypeError: an argument or the parameters do not fit; the message names it.
         """
-        hidden, state = self.hidden(tokens, state, segment_ids, lengths)
+        hidden, state = self.hidden(tokens, state, segment_ids, lengths, embeddings=embeddings)
         return self.logits(hidden), state
 
 
@@ -253,18 +267,33 @@ def check_layers(params: PyTree, config: RWKVConfig) -> None:
         )
 
 
-def _check_tokens(tokens: Array, segment_ids: Array | None, lengths: Array | None) -> None:
-    for name, ids in (("tokens", tokens), ("segment_ids", segment_ids), ("lengths", lengths)):
-        if name != "tokens" and ids is None:
+def _check_tokens(
+    tokens: Array | None,
+    embeddings: Array | None,
+    segment_ids: Array | None,
+    lengths: Array | None,
+    C: int,
+) -> Array:
+    """Tokens or embeddings, whichever are given; raises unless the arguments fit each other."""
+    read, name = (tokens, "tokens") if embeddings is None else (embeddings, "embeddings")
+    if read is None or (tokens is not None and embeddings is not None):
+        raise ValueError(f"tokens or embeddings must be given, got {'none' if read is None else 'both'}")
+    for what, ids in (("tokens", tokens), ("segment_ids", segment_ids), ("lengths", lengths)):
+        if ids is None:
             continue
         dtype = getattr(ids, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-            raise TypeError(f"{name} must be an integer array, got {dtype or type(ids).__name__}")
-    if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"tokens must have shape [B, T] with B, T >= 1, got {list(tokens.shape)}")
-    check_length("tokens", tokens, lengths)
-    if segment_ids is not None and segment_ids.shape != tokens.shape:
+            raise TypeError(f"{what} must be an integer array, got {dtype or type(ids).__name__}")
+    if embeddings is not None and not jnp.issubdtype(embeddings.dtype, jnp.floating):
+        raise TypeError(f"embeddings must have a floating-point dtype, got {embeddings.dtype}")
+    ndim, shape = (2, "[B, T]") if embeddings is None else (3, f"[B, T, C = {C}]")
+    if read.ndim != ndim or 0 in read.shape or (ndim == 3 and read.shape[2] != C):
+        raise ValueError(f"{name} must have shape {shape} with B, T >= 1, got {list(read.shape)}")
+    check_length(name, read, lengths)
+    if segment_ids is not None and segment_ids.shape != read.shape[:2]:
         raise ValueError(
-            f"segment_ids must have the shape of tokens, {list(tokens.shape)}, got {list(segment_ids.shape)}"
+            f"segment_ids must have the shape of tokens, {list(read.shape[:2])}, got "
+            f"{list(segment_ids.shape)}"
         )
-    check_lengths(lengths, tokens)
+    check_lengths(lengths, read)
+    return read

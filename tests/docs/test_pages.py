@@ -19,6 +19,7 @@ CHECKED_BELOW = (
     "docs/generation.md",
     "docs/tuning.md",
     "docs/long_contexts.md",
+    "docs/models.md",
     "docs/start.md",
 )
 
@@ -59,6 +60,18 @@ def test_tuning():
     names = blocks.run("docs/tuning.md", "State tuning")
     assert names["losses"].shape == (20,) and np.isfinite(names["losses"]).all()
     assert names["states"].shape == (2, 1, 64, 64) and len(names["outputs"][0]) == 5
+
+
+def test_models():
+    """The hybrid is causal, and every parameter that begins at other values than zero takes part."""
+    names = blocks.run("docs/models.md")
+    np.testing.assert_allclose(names["logits"], names["model"].apply(names["variables"], names["tokens"])[0])
+    hybrid, params, tokens = (names[name] for name in ("hybrid", "hybrid_params", "tokens"))
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), params)
+    logits = hybrid.apply({"params": params}, tokens)
+    changed = hybrid.apply({"params": params}, tokens.at[0, 20].set(7)) - logits
+    assert np.abs(changed[0, :20]).max() == 0 and np.abs(changed[0, 20:]).max(1).min() > 0
+    assert {*params} > {"blocks_0", "blocks_1", "attention_2"}
 
 
 def test_lora():
