@@ -26,7 +26,6 @@ from typing import Any
 import _run
 import jax
 import jax.numpy as jnp
-import optax
 from _cli import claimed, compute_dtype, noted_interrupts, parse, program
 from _pretrain import corpus, setup
 from _pretrain.options import MAY_CHANGE, NOTED, Options, check, completed
@@ -94,13 +93,11 @@ def run(options: Options, check_claim: _run.Check) -> None:
         for at in range(first + 1, options.steps + 1):
             if options.profile and at == traced.start:
                 trace.enter_context(jax.profiler.trace(str(options.out / "trace")))
-            state, loss = step(state, step.shard(next(iterator)))
-            norm = jnp.copy(
-                optax.tree.get(state.opt_state, "gradient_norm")
-            )  # the next step donates the state
-            metrics.add(at, loss=loss, gradient_norm=norm, learning_rate=learning_rate(at - 1))
+            state, found = step(state, step.shard(next(iterator)))
+            rate = learning_rate(at - 1)
+            metrics.add(at, loss=found["loss"], gradient_norm=found["grad_norm"], learning_rate=rate)
             if options.profile and at == traced.stop - 1:
-                jax.block_until_ready(loss)
+                jax.block_until_ready(found)
                 trace.close()
             log, evaluate, save = (at == options.steps or at % n == 0 for n in every)
             stopping = interrupted and jax.process_count() == 1

@@ -8,7 +8,6 @@ from typing import Any
 import _run
 import jax
 import numpy as np
-import optax
 from _cli import compute_dtype, first_device, on_gpu
 
 from fla_jax.parallel import TrainStep, batch_sharding, make_mesh, overlap_options
@@ -73,11 +72,11 @@ def build_step(options: Options, steps: int) -> tuple[TrainStep, Any]:
     rates = options.learning_rate, options.final_learning_rate
     schedule = rwkv_schedule(*rates, steps, warmup_steps=options.warmup_steps)
     optimizer = rwkv_optimizer(schedule, weight_decay=options.weight_decay)
-    optimizer = optax.chain(optax.snapshot("gradient_norm", optax.tree.norm), optimizer)
     compiler_options = overlap_options() if options.overlap and on_gpu() else {}
     if on_gpu():  # else sums of the embedding's gradients have any order, and a resumed run other last bits
         compiler_options["xla_gpu_exclude_nondeterministic_ops"] = True
     run: dict[str, Any] = {"accumulate": options.accumulate, "compiler_options": compiler_options}
+    run["metrics"] = ("loss", "grad_norm")
     return TrainStep(build_model(options, mesh), optimizer, mesh, **run), jax.jit(schedule)
 
 
