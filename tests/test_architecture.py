@@ -23,7 +23,7 @@ ANY = {
     "models": 7,
     "checkpoints": 11,
     "training": 0,
-    "generation": 148,
+    "generation": 34,
     "data": 3,
     "parallel": 0,
     "pallas": 4,

@@ -8,10 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from ..core.decode_layers import CODE_ROWS, NONE, SIGMOID, SQUARE, TANH
-from ..models import FAMILIES
-from ..ops.decode import Layer6, Layer7
+from ..layers.state import RWKVState
+from ..models import FAMILIES, RWKV7Config
+from ..models.config import RWKVConfig
+from ..ops.decode import Layer6, Layer7, Matrix
+
+LayerOut = tuple[jax.Array, RWKVState, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +30,17 @@ class DecodeFamily:
             ``(x, state, ffn_shift, projections)``; ``first`` are the projections of layer 0, None there.
     """
 
-    weights: Callable[..., Any]
-    layer: Callable[..., Any]
+    weights: Callable[..., Layer6 | Layer7]
+    layer: Callable[..., LayerOut]
 
 
-def decode_family(model: Any) -> DecodeFamily | None:
+def decode_family(model: object) -> DecodeFamily | None:
     """The row of `DECODE` for a model; None where only the model itself can decode."""
     names = (name for name, family in FAMILIES.items() if type(model) is family.model)
     return DECODE.get(next(names, ""))
 
 
-def affine(norm: Any) -> tuple[jax.Array, jax.Array]:
+def affine(norm: PyTree) -> tuple[jax.Array, jax.Array]:
     """Scale and bias of a norm."""
     return norm["scale"], norm["bias"]
 
@@ -46,7 +52,7 @@ def padded(x: jax.Array, multiple: int, axis: int = 1, least: int = 0) -> jax.Ar
     return jnp.pad(x, widths)
 
 
-def rwkv7_weights(block: Any, matrix: Any, dtype: Any) -> Layer7:
+def rwkv7_weights(block: PyTree, matrix: Callable[..., Matrix], dtype: DTypeLike) -> Layer7:
     """The weights of a layer of RWKV-7."""
     att, ffn = block["att"], block["ffn"]
     if "v1" not in att:  # layer 0 has no value residual: nothing reads these
@@ -80,7 +86,7 @@ def rwkv7_weights(block: Any, matrix: Any, dtype: Any) -> Layer7:
     )
 
 
-def rwkv6_weights(block: Any, matrix: Any, dtype: Any) -> Layer6:
+def rwkv6_weights(block: PyTree, matrix: Callable[..., Matrix], dtype: DTypeLike) -> Layer6:
     """The weights of a layer of RWKV-6."""
     att, ffn = block["att"], block["ffn"]
     planes = {"receptance": 3, "key": 1, "value": 2, "gate": 4}
@@ -107,8 +113,16 @@ def rwkv6_weights(block: Any, matrix: Any, dtype: Any) -> Layer6:
 
 
 def rwkv7_layer(
-    pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, active: Any, first: Any, config: Any
-) -> Any:
+    pieces: Any,
+    p: Layer7,
+    x: jax.Array,
+    state: RWKVState,
+    before: jax.Array | None,
+    i: int,
+    active: jax.Array,
+    first: jax.Array | None,
+    config: RWKV7Config,
+) -> LayerOut:
     """A layer of RWKV-7 for one token."""
     at = {"layer": i, "active": active}
     made, shift = pieces.project(p.into, x, norm=p.norm, mixes=p.mixes, last=state.att_shift, **at)
@@ -123,8 +137,16 @@ def rwkv7_layer(
 
 
 def rwkv6_layer(
-    pieces: Any, p: Any, x: Any, state: Any, before: Any, i: int, active: Any, first: Any, config: Any
-) -> Any:
+    pieces: Any,
+    p: Layer6,
+    x: jax.Array,
+    state: RWKVState,
+    before: jax.Array | None,
+    i: int,
+    active: jax.Array,
+    first: jax.Array | None,
+    config: RWKVConfig,
+) -> LayerOut:
     """A layer of RWKV-6 for one token."""
     at = {"layer": i, "active": active}
     z, shift = pieces.project(p.first, x, norm=p.norm, mixes=p.mix_x, last=state.att_shift, **at)

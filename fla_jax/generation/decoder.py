@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from ..core.arguments import check_integer, shown
 from ..core.gpu import platform_of
 from ..core.implementation import Candidate, Registry, Unsupported
 from ..layers.state import RWKVState, check_state
 from ..models import FAMILIES
+from ..models.causal_lm import RWKVForCausalLM
 from ..ops import decode
 from ..pallas.backend import triton
 from .decode_families import DECODE, decode_family
@@ -79,11 +82,11 @@ class Decoder:
 
     def __init__(
         self,
-        model: Any,
-        params: Any,
+        model: RWKVForCausalLM,
+        params: PyTree,
         *,
         implementation: str | None = None,
-        state_dtype: Any = None,
+        state_dtype: DTypeLike | None = None,
         int8_group: int | None = None,
     ) -> None:
         """Prepares the weights.
@@ -162,7 +165,7 @@ class Decoder:
             return _call(self.step, self.weights, tokens, self.state(state), active)
 
 
-def check_decoder(decoder: Any, model: Any, params: Any) -> Decoder:
+def check_decoder(decoder: object, model: RWKVForCausalLM, params: PyTree) -> Decoder:
     """``decoder``, if it was made with ``model`` and ``params``, which must not be deleted."""
     if not isinstance(decoder, Decoder):
         raise TypeError(f"decoder must be a Decoder or None, got {shown(decoder)}")
@@ -178,7 +181,7 @@ def check_decoder(decoder: Any, model: Any, params: Any) -> Decoder:
     return decoder
 
 
-def _reference(leaf: Any) -> Callable[[], Any]:
+def _reference(leaf: object) -> Callable[[], object]:
     """Returns ``leaf`` while something else refers to it: a decoder does not keep parameters alive."""
     try:
         return weakref.ref(leaf)
@@ -187,13 +190,13 @@ def _reference(leaf: Any) -> Callable[[], Any]:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _call(step: Any, weights: Any, tokens: jax.Array, state: RWKVState, active: jax.Array) -> Any:
+def _call(step: Any, weights: PyTree, tokens: jax.Array, state: RWKVState, active: jax.Array) -> Any:
     # a table is read from its end on for negative numbers; only beyond it there is NaN
     tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
     return step(weights, jnp.where(tokens < 0, step.model.config.vocab_size, tokens), state, active)
 
 
-def _state_dtype(dtype: Any, model: Any) -> Any:
+def _state_dtype(dtype: Any, model: RWKVForCausalLM) -> Any:
     own = jnp.promote_types(model.config.dtype, jnp.float32)
     if dtype is None:
         return own
@@ -206,7 +209,7 @@ def _state_dtype(dtype: Any, model: Any) -> Any:
     return dtype
 
 
-def _check_group(group: int, model: Any, params: Any) -> None:
+def _check_group(group: int, model: RWKVForCausalLM, params: PyTree) -> None:
     widths = (model.config.hidden_size, _intermediate_size(params))
     if group & (group - 1) or any(width % group for width in widths):
         raise ValueError(
@@ -215,7 +218,7 @@ def _check_group(group: int, model: Any, params: Any) -> None:
         )
 
 
-def int8_group_of(model: Any, params: Any) -> int:
+def int8_group_of(model: RWKVForCausalLM, params: PyTree) -> int:
     """The ``int8_group`` of a model's weights, the largest power of two up to 128 that divides the widths.
 
     Raises:
@@ -228,7 +231,7 @@ def int8_group_of(model: Any, params: Any) -> int:
     return groups[0]
 
 
-def unsupported(implementation: str, model: Any, params: Any) -> Unsupported | None:
+def unsupported(implementation: str, model: RWKVForCausalLM, params: PyTree) -> Unsupported | None:
     """None where an implementation of the fast path can decode with ``model``, else the reason."""
     if decode_family(model) is None:
         known = " and ".join(FAMILIES[name].model.__name__ for name in DECODE)
@@ -246,7 +249,7 @@ def unsupported(implementation: str, model: Any, params: Any) -> Unsupported | N
     return decode.STEPS.named(implementation).refusal(ctx)
 
 
-def has_room(model: Any, params: Any, device: Any = None) -> bool:
+def has_room(model: RWKVForCausalLM, params: PyTree, device: jax.Device | None = None) -> bool:
     """Whether the memory of a device, that of the parameters, holds them once more, in the compute dtype."""
     arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     device = device or next((device for x in arrays for device in x.devices()), None)
@@ -257,7 +260,7 @@ def has_room(model: Any, params: Any, device: Any = None) -> bool:
     return needed <= stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def _intermediate_size(params: Any) -> int:
+def _intermediate_size(params: PyTree) -> int:
     """Width of the feed-forward's hidden layer."""
     block = params["blocks"] if "blocks" in params else params["blocks_0"]
     (kernel,) = jax.tree.leaves(block["ffn"]["key"])
@@ -267,8 +270,8 @@ def _intermediate_size(params: Any) -> int:
 class _Context(NamedTuple):
     """What the selection of an implementation depends on."""
 
-    model: Any
-    params: Any
+    model: RWKVForCausalLM
+    params: PyTree
     int8_group: int | None
 
 

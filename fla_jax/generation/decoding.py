@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
+from ..models.causal_lm import RWKVForCausalLM
 from ..models.config import check_model
 from .decoder import Decoder, check_decoder
 from .deleted import check_deleted, explain_deleted
@@ -50,9 +52,9 @@ class Generation(NamedTuple):
 
 
 def generate(
-    model: Any,
-    params: Any,
-    prompts: Sequence[Any],
+    model: RWKVForCausalLM,
+    params: PyTree,
+    prompts: Sequence[object],
     max_tokens: int,
     sampling: SamplingParams | None = None,
     *,
@@ -129,9 +131,9 @@ def generate(
 
 
 def stream(
-    model: Any,
-    params: Any,
-    prompts: Sequence[Any],
+    model: RWKVForCausalLM,
+    params: PyTree,
+    prompts: Sequence[object],
     max_tokens: int,
     sampling: SamplingParams | None = None,
     *,
@@ -175,7 +177,7 @@ def stream(
             yield tokens
 
 
-def _check(model: Any, params: Any, sampling: Any, state: Any) -> None:
+def _check(model: RWKVForCausalLM, params: PyTree, sampling: object, state: RWKVState | None) -> None:
     if any(isinstance(x, jax.core.Tracer) for x in (jnp.zeros(()), *jax.tree.leaves((params, state)))):
         raise TypeError(
             "generate and stream run outside of jax.jit, jax.grad, jax.vmap and fla_jax.checked: how many "
@@ -188,14 +190,14 @@ def _check(model: Any, params: Any, sampling: Any, state: Any) -> None:
 
 
 def _start(
-    model: Any,
-    params: Any,
+    model: RWKVForCausalLM,
+    params: PyTree,
     rows: list[np.ndarray],
     max_tokens: int,
     sampling: SamplingParams | None,
-    seed: Any,
-    state: Any,
-    decoder: Any,
+    seed: int | Sequence[int],
+    state: RWKVState | None,
+    decoder: Decoder | None,
 ) -> tuple[DecodeState, Decoder, SamplingArrays]:
     """Reads the prompts: the loop's carry, and what else it is called with."""
     keys = row_keys(row_seeds(seed, len(rows)))
@@ -206,15 +208,15 @@ def _start(
 
 
 def _in_slots(
-    model: Any,
-    params: Any,
+    model: RWKVForCausalLM,
+    params: PyTree,
     rows: list[np.ndarray],
     max_tokens: int,
     sampling: SamplingParams | None,
-    seed: Any,
-    state: Any,
+    seed: int | Sequence[int],
+    state: RWKVState | None,
     slots: int,
-    decoder: Any,
+    decoder: Decoder | None,
 ) -> list[np.ndarray]:
     """The tokens of `generate` with fewer slots than rows."""
     if state is not None:

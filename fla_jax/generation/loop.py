@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jaxtyping import PyTree
 
 from ..layers.state import RWKVState
 from .prompts import put_like
@@ -57,7 +58,7 @@ class Step(Hashable, Protocol):
         """See the class."""
 
     def __call__(
-        self, weights: Any, tokens: jax.Array, state: RWKVState, active: jax.Array
+        self, weights: PyTree, tokens: jax.Array, state: RWKVState, active: jax.Array
     ) -> tuple[jax.Array, RWKVState]:
         """See the class."""
 
@@ -74,7 +75,9 @@ class DecodeState(struct.PyTreeNode):
     done: jax.Array  # [B]
 
 
-def begin(params: Any, logits: jax.Array, state: RWKVState, keys: jax.Array, limit: Any) -> DecodeState:
+def begin(
+    params: PyTree, logits: jax.Array, state: RWKVState, keys: jax.Array, limit: np.ndarray | int
+) -> DecodeState:
     """The carry before the first new token of rows whose prompts are read, where the parameters are."""
     batch, vocab_size = logits.shape
     limit = np.broadcast_to(np.minimum(limit, 2**31 - 1).astype(np.int32), (batch,))
@@ -107,7 +110,7 @@ def stopped_by(code: int) -> int | None:
 @functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=3)
 def decode(
     step: Step,
-    weights: Any,
+    weights: PyTree,
     rules: SamplingArrays,
     carry: DecodeState,
     most: jax.Array,

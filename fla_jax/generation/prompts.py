@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ..core.arguments import shown
 from ..layers.state import RWKVState, check_state
+from ..models.causal_lm import RWKVForCausalLM
 from ..models.config import check_model
 from .deleted import explain_deleted
 from .prefill_plan import UNMASKED_TOKENS, chunk_overhead, chunk_sizes, grouped, plan
@@ -34,7 +36,7 @@ COMPILER_OPTIONS = {
 
 
 def prefill(
-    model: Any, params: Any, prompts: Sequence[Any], state: RWKVState | None = None
+    model: RWKVForCausalLM, params: PyTree, prompts: Sequence[object], state: RWKVState | None = None
 ) -> tuple[jax.Array, RWKVState]:
     """Reads prompts of any lengths; every row's result is that of the row alone.
 
@@ -91,14 +93,14 @@ def prefill(
     return result
 
 
-def check_params(model: Any, params: Any) -> None:
+def check_params(model: RWKVForCausalLM, params: PyTree) -> None:
     """Raises unless ``model`` is a language model and ``params`` may be its parameters."""
     check_model(model)
     if not isinstance(params, Mapping) or not _some_leaves(params) or set(params) == {"params"}:
         raise ValueError("params must be the parameters alone: variables['params'] and not variables")
 
 
-def _some_leaves(params: Any) -> list[Any]:
+def _some_leaves(params: PyTree) -> list[jax.Array]:
     """Those of the embedding, which models begin with: to look through all of them takes a host 0.1 ms, in
     which the device waits.
     """
@@ -106,7 +108,7 @@ def _some_leaves(params: Any) -> list[Any]:
 
 
 def prefill_chunks(
-    model: Any, params: Any, rows: Sequence[np.ndarray], batch: int, initial: RWKVState | None
+    model: RWKVForCausalLM, params: PyTree, rows: Sequence[np.ndarray], batch: int, initial: RWKVState | None
 ) -> Iterator[tuple[jax.Array, RWKVState] | None]:
     """Reads checked rows from their ``initial`` state, which is left as it is; from zero with None.
 
@@ -213,7 +215,7 @@ def check_prompt(prompt: object, vocab_size: int) -> np.ndarray:
     return row
 
 
-def put_like(params: Any, tree: Any) -> Any:
+def put_like(params: PyTree, tree: PyTree) -> PyTree:
     """A copy of ``tree`` where the parameters are, and committed to that place if they are.
 
     Results of programs that read the parameters come back the same way, and a program whose own results
@@ -223,12 +225,14 @@ def put_like(params: Any, tree: Any) -> Any:
 
 
 @functools.partial(jax.jit, keep_unused=True)
-def _copy(place: jax.Array, tree: Any) -> Any:
+def _copy(place: jax.Array, tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, tree)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), keep_unused=True)
-def _start(model: Any, batch: int, place: jax.Array, state: RWKVState | None) -> tuple[jax.Array, RWKVState]:
+def _start(
+    model: RWKVForCausalLM, batch: int, place: jax.Array, state: RWKVState | None
+) -> tuple[jax.Array, RWKVState]:
     """The first carry of `_read`, where ``place`` is (see `beside`): with a copy of the state, or zeros."""
     state = model.init_state(batch) if state is None else jax.tree.map(jnp.copy, state)
     return jnp.zeros_like(state.att_shift[0]), state
@@ -244,9 +248,9 @@ def _device(leaf: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3, compiler_options=COMPILER_OPTIONS)
 def _read(
-    model: Any,
+    model: RWKVForCausalLM,
     with_head: bool,
-    params: Any,
+    params: PyTree,
     carry: tuple[jax.Array, RWKVState] | None,
     tokens: jax.Array,
     lengths: jax.Array | None,
@@ -269,7 +273,7 @@ def _read(
     return (_head(model, params, last) if with_head else last), state
 
 
-def _on_one_device(*trees: Any) -> bool:
+def _on_one_device(*trees: PyTree) -> bool:
     arrays = [x for x in jax.tree.leaves(trees) if isinstance(x, jax.Array)]
     return all(len(x.sharding.device_set) == 1 for x in arrays)
 
@@ -289,5 +293,6 @@ def _joined(ends: list[tuple[jax.Array, RWKVState]], back: jax.Array) -> tuple[j
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _head(model: Any, params: Any, hidden: jax.Array) -> jax.Array:
-    return model.apply({"params": params}, hidden, method="logits")
+def _head(model: RWKVForCausalLM, params: PyTree, hidden: jax.Array) -> jax.Array:
+    logits: PyTree = model.apply({"params": params}, hidden, method="logits")
+    return logits

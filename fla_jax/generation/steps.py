@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ..layers.state import RWKVState
 from ..ops import decode
@@ -26,7 +27,7 @@ class ModelStep:
     per_call: ClassVar[int | None] = None
 
     def __call__(
-        self, weights: Any, tokens: jax.Array, state: RWKVState, active: jax.Array
+        self, weights: PyTree, tokens: jax.Array, state: RWKVState, active: jax.Array
     ) -> tuple[jax.Array, RWKVState]:
         """See `fla_jax.generation.loop.Step`; ``weights`` are the model's parameters."""
         logits, new = self.model.apply({"params": weights}, tokens[:, None], state)
@@ -60,7 +61,7 @@ class FastStep:
         return 8 if self.implementation == "triton" else None
 
     def __call__(
-        self, weights: Any, tokens: jax.Array, state: RWKVState, active: jax.Array
+        self, weights: PyTree, tokens: jax.Array, state: RWKVState, active: jax.Array
     ) -> tuple[jax.Array, RWKVState]:
         """See `fla_jax.generation.loop.Step`; ``weights`` are what `prepare_decode_weights` made."""
         pieces, rows = decode.STEPS.named(self.implementation).load(), active.astype(jnp.int32)

@@ -50,9 +50,15 @@ def test_data():
 
 
 def test_generation(capsys):
+    """The parts add up, a prefix is found, one request is cancelled."""
     names = blocks.run("docs/generation.md")
-    assert [len(tokens) for tokens in names["outputs"]] == [5, 5]
-    assert len(capsys.readouterr().out.splitlines()) >= 21
+    assert [len(tokens) for tokens in names["outputs"]] == [20, 20]
+    assert len(names["several"]) == 3 and len(names["rollout"].logprobs.chosen) == 10
+    assert names["scores"].shape == (len(" upon a time"),)
+    assert names["answer"].usage.cached_tokens == len("You answer in one word. ")
+    np.testing.assert_array_equal(names["same"].tokens, names["answer"].tokens)
+    assert len(names["first"].tokens) == len(names["rest"].tokens) == 6
+    assert "cancelled" in capsys.readouterr().out and names["request"].done
 
 
 def test_tuning():
