@@ -79,7 +79,7 @@ def _merged_norms(kernel: jax.Array, lora: LoRA) -> jax.Array:
     """The norm of each output's weights [O] of ``W + scale A B``, without that matrix."""
 
     def norms(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        w = kernel.astype(jnp.float32)
+        w = kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32))
         cross = jnp.sum((a.T @ w) * b, 0)  # of W and A B
         own = jnp.sum(((a.T @ a) @ b) * b, 0)
         return jnp.sqrt(jnp.sum(w * w, 0) + 2 * lora.scale * cross + lora.scale**2 * own)

@@ -1,5 +1,6 @@
 """Losses and accumulated gradients on eight fake devices, and the same on one: for test_on_devices.py."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +9,16 @@ import small_models as small
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fla_jax.parallel import TrainStep, make_mesh
-from fla_jax.training import chunked_cross_entropy, chunked_loss, next_token_loss, truncated_value_and_grad
+from fla_jax.parallel import TrainStep, make_mesh, parameter_shardings
+from fla_jax.training import (
+    chunked_cross_entropy,
+    chunked_loss,
+    init_lora,
+    lora_loss,
+    next_token_loss,
+    token_logprobs,
+    truncated_value_and_grad,
+)
 
 
 def cross_entropy(hidden, kernel, labels):
@@ -94,6 +103,35 @@ def accumulated():
     return found
 
 
+def tuned():
+    """Errors of a LoRA step with DoRA, and of log-probabilities, on each mesh, against one device."""
+    model = small.model(7, num_layers=1, implementation="reference", dtype="float64", param_dtype="float64")
+    params, tokens, rng = small.params(model), small.tokens(8, 9), np.random.default_rng(0)
+    lora = init_lora(params, jax.random.key(0), rank=4, dora=True)
+    lora = jax.tree.map(lambda x: jnp.asarray(x + 0.2 * rng.normal(size=x.shape)), lora)
+    loss, found = lora_loss(model), {}
+    value, grads = jax.jit(jax.value_and_grad(lambda q: loss(q, tokens, frozen=params)))(lora)
+    logprobs = lambda p, q, t: token_logprobs(model, p, t, lora=q, block_tokens=16)
+    wanted = {"loss": value}, jax.tree.map(jnp.subtract, lora, grads), jax.jit(logprobs)(params, lora, tokens)
+    for name, explicit in (("auto", False), ("explicit", True)):
+        mesh = make_mesh(fsdp=2, tensor=2, sequence=2, explicit=explicit)
+        frozen = jax.device_put(params, parameter_shardings(model, mesh))
+        options = {"params": lora, "frozen": frozen, "metrics": ("loss",), "donate": False}
+        step = TrainStep(model, optax.sgd(1.0), mesh, loss, **options)
+        first, batch = step.start(lora), step.shard(tokens)
+        state, got = step(first, batch)
+        rules = () if explicit else step.rules
+        with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+            found[name] = jax.jit(logprobs)(frozen, first.params, batch)
+        found[name] = small.largest_error((got, state.params, found[name]), wanted)
+    return found
+
+
 def report():
     with small.float64():
-        return {"batch": over_the_batch(), "shard_map": in_shard_map(), "accumulated": accumulated()}
+        return {
+            "batch": over_the_batch(),
+            "shard_map": in_shard_map(),
+            "accumulated": accumulated(),
+            "tuned": tuned(),
+        }

@@ -60,5 +60,6 @@ def test_losses():
     found = processes.report("distributed/losses_run.py")
     assert len(found["shard_map"]) == 3 and {*found["accumulated"]} == {"auto", "explicit"}
     assert not wrong(found["shard_map"] | found["accumulated"], 1e-12), found
+    assert len(found["tuned"]) == 2 and not wrong(found["tuned"], 1e-11), found
     for error, spec in found["batch"].values():
         assert error < 1e-12 and spec[0] == "data"
