@@ -40,6 +40,7 @@ class Engine:
 
     Attributes:
         params: the model's parameters, read-only; see `update`.
+        decoder: made with them.
         slots: number of rows that decode together.
         started: slots times decoding steps that have been started.
         chosen: tokens that came out of them. ``chosen / started`` is the share of the slots that is used.
@@ -76,10 +77,10 @@ class Engine:
         check_params(model, params)
         self.slots = check_integer("slots", slots, 1)
         self.started = self.chosen = 0
-        self._decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model, params)
+        self.decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model, params)
         self._params = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
         self._model = model
-        self._slots = Slots(model, self._params, self._decoder, self.slots)
+        self._slots = Slots(model, self._params, self.decoder, self.slots)
         self._waiting = PromptQueue()
         self._ready: collections.deque[Prompt] = collections.deque()  # with nothing left to read
         self._rows: list[Row | None] = [None] * self.slots
@@ -95,20 +96,16 @@ class Engine:
         return self._params
 
     @property
-    def implementation(self) -> str:
-        """That of the decoder."""
-        return self._decoder.implementation
-
-    @property
     def busy(self) -> bool:
         """Whether a row waits or decodes, or an event has not been returned."""
-        return bool(self._waiting or self._events or self._in_flight)
+        return bool(self._waiting or self._ready or self._events or self._in_flight)
 
     @property
     def _in_flight(self) -> bool:
         late = (row for _, about in self._results.pending() for _, row, _ in about)
         waits = any(row.finish_reason is None for row in late)
-        return bool(self._ready or self._reading or any(self._rows) or waits)
+        begun = any(prompt.tokens is not None for prompt in self._ready)
+        return bool(begun or self._reading or any(self._rows) or waits)
 
     def submit(
         self,
@@ -212,13 +209,15 @@ class Engine:
 
     def _replace_params(self) -> None:
         assert self._next_params is not None
-        params, self._decoder = self._next_params
+        params, self.decoder = self._next_params
         self._params, self._next_params = jax.tree.map(lambda x: x, params), None
 
     def _admit(self) -> None:
         """Puts rows that wait into free slots, and reads a piece of the next prompts."""
         if self._next_params is not None and not self._in_flight:
             self._replace_params()
+        later = [prompt for prompt in self._ready if self._next_params and prompt.tokens is None]
+        self._ready = collections.deque(prompt for prompt in self._ready if prompt not in later)
         while self._ready and None in self._rows:
             prompt = self._ready.popleft()
             rows = prompt.waiting()
@@ -230,6 +229,7 @@ class Engine:
                 if rows[free:]:
                     prompt.rows = rows[free:]
                     self._ready.appendleft(prompt)
+        self._ready += later
         if self._reading is None and self._next_params is None:
             prompts = self._waiting.take(self._rows.count(None), self.slots)
             for prompt in prompts:
@@ -281,7 +281,7 @@ class Engine:
         """Puts rows into free slots, each with the state of its source in ``start``."""
         assert start is not None
         free = [slot for slot, row in enumerate(self._rows) if row is None][: len(rows)]
-        start = start.replace(rwkv=self._decoder.state(start.rwkv))
+        start = start.replace(rwkv=self.decoder.state(start.rwkv))
         most = TOGETHER[-1]
         for first in range(0, len(rows), most):
             some, slots = rows[first : first + most], free[first : first + most]
@@ -297,11 +297,11 @@ class Engine:
     def _decode(self) -> None:
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
         scores = max((row.scores for _, row in rows if row.scores is not PLAIN), default=PLAIN)
-        fixed = self._decoder.step.per_call
+        fixed = self.decoder.step.per_call
         count = fixed or (_STEPS_WHILE_WAITING if self._waiting or self._reading else STEPS_PER_CALL)
         if any(row.stepwise for _, row in rows):
             count, fixed = 1, None
-        out = self._slots.decode(self._decoder, count, fixed, scores)
+        out = self._slots.decode(self.decoder, count, fixed, scores)
         about = [(slot, row, self._slots.state(slot) if row.stepwise else None) for slot, row in rows]
         self._results.add(out, count, about)
         most = max(row.sampling.max_tokens - row.started for _, row in rows)

@@ -218,10 +218,7 @@ class Generator:
         return score(self._model, self.engine.params, *texts)
 
     def step(self) -> list[Event]:
-        """Starts a piece of a prompt and a call of the decoding loop, and returns what the call before chose.
-
-        ValueError where the parameters contain deleted arrays.
-        """
+        """Starts a piece of a prompt and a call of the loop, and returns what the call before chose."""
         for event in self.engine.step():
             self._take(event)
         events, self._events = self._events, []
@@ -342,7 +339,7 @@ class Generator:
         shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self.engine.params)]
         if shapes[0] != shapes[1]:
             raise ValueError("params must have the names, shapes and dtypes of those that they replace")
-        name = self.engine.implementation
+        name = self.engine.decoder.implementation
         self.cache.clear()
         again = self.engine.update(
             params, self._make_decoder(params=params, implementation=name), restart=in_flight == "restart"

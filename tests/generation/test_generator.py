@@ -236,6 +236,21 @@ def test_other_parameters(setup, in_flight):
     assert programs == loop.decode._cache_size()
 
 
+def test_a_state_waits_for_other_parameters(setup):
+    """A request without a prompt, added after them, does not begin with the old ones."""
+    model, params = setup
+    other = small.params(model, seed=5)
+    generator, plain = Generator(model, params, slots=2), Generator(model, other, slots=2)
+    (before,) = generator.generate([PROMPTS[2]], GREEDY, max_tokens=3, keep_state=True)
+    generator.submit(PROMPTS[4], GREEDY, max_tokens=9)
+    generator.step()
+    generator.update_params(other)
+    late = generator.submit(None, GREEDY, max_tokens=9, state=before.state)
+    (want,) = plain.generate([None], GREEDY, max_tokens=9, state=before.state)
+    got = {one.request: one.tokens.tolist() for one in generator.results()}
+    assert got[late.number] == want.tokens.tolist()
+
+
 @pytest.mark.parametrize(
     "prompt, options, error, message",
     [
