@@ -1,6 +1,6 @@
-"""What is made while the site is built: tables and charts of what was measured, pictures of what is computed.
+"""Tables and charts of the measurements, made while the site is built.
 
-A page asks for a table by a line ``{{ table NAME }}`` and for a picture by its path in ``pictures/``.
+A line ``<!-- table NAME -->`` of a page becomes a table; charts are in ``pictures/``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def on_config(config: Any, **_: Any) -> Any:
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
-    """Adds the pictures, and the changelog, which lies at the root."""
-    for name, draw in pictures.PICTURES.items():
+    """Adds the charts, and the changelog from the root."""
+    for name, draw in pictures.GENERATED.items():
         files.append(File.generated(config, f"pictures/{name}.svg", content=draw()))
     changelog = (ROOT / "CHANGELOG.md").read_text()
     files.append(File.generated(config, "changelog.md", content=changelog))
@@ -42,4 +42,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Puts tables in the place of their names, and a picture in that of the Mermaid diagram."""
     picture = "![the packages and their imports](pictures/packages.svg)"
     markdown = re.sub(r"^```mermaid\n.*?^```$", picture, markdown, flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"^\{\{ table (\w+) \}\}$", lambda m: tables.TABLES[m[1]](), markdown, flags=re.MULTILINE)
+    return re.sub(r"^<!-- table (\w+) -->$", lambda m: tables.TABLES[m[1]](), markdown, flags=re.MULTILINE)

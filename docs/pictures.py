@@ -1,8 +1,7 @@
 """The pictures of the pages, each drawn from what the library computes or what was measured, as SVG.
 
-They are made when the site is built (``docs/hooks.py``).
-``python docs/pictures.py FOLDER [NAME ...]`` writes them to files;
-``python docs/pictures.py docs/assets compared`` writes the README's.
+``python docs/pictures.py docs/assets [NAME ...]`` writes the committed ones, which forges show as well;
+``docs/hooks.py`` makes those of `GENERATED` whenever the site is built.
 """
 
 from __future__ import annotations
@@ -330,16 +329,16 @@ def _run_label(rows: list[records.Record], run: str) -> str:
     return f"{run[:10]}\n{commit}"
 
 
-DRAWN = (compared, decays, forgetting, forms, orders, growth, packages, speed, over_time)
-PICTURES = {draw.__name__: draw for draw in DRAWN}
+COMMITTED = {draw.__name__: draw for draw in (compared, decays, forgetting, forms, orders, growth)}
+GENERATED = {draw.__name__: draw for draw in (packages, speed, over_time)}
 
 
 def main() -> None:
-    """Writes all pictures, or those that are named, into a folder."""
+    """Writes the committed pictures, or those that are named, into a folder."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[2:] or PICTURES:
-        (folder / f"{name}.svg").write_text(PICTURES[name]())
+    for name in sys.argv[2:] or COMMITTED:
+        (folder / f"{name}.svg").write_text((COMMITTED | GENERATED)[name]())
 
 
 if __name__ == "__main__":

@@ -131,3 +131,12 @@ def test_paths_exist(page):
     named = re.findall(rf"(?<![\w/.:-])(?:{folders})/[\w/.*]*[\w*]", (blocks.ROOT / page).read_text())
     missing = [path for path in named if "NAME" not in path and not list(blocks.ROOT.glob(path))]
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pictures_exist(page):
+    """In the repository, apart from charts of measurements, which the site makes."""
+    path = blocks.ROOT / page
+    shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", path.read_text())
+    assert not [name for name in shown if not (path.parent / name).exists() and page != "docs/performance.md"]
+    assert "{{" not in prose(path.read_text())
