@@ -12,7 +12,7 @@ from harness import tiers
 from fla_jax.generation import SamplingParams, generate, prefill, stream
 
 PROMPTS = [[3, 5, 7, 1], [2]]
-SAMPLING = SamplingParams(temperature=0.9, top_p=0.9, top_k=12, banned=(0,), stop=(4,))
+SAMPLING = SamplingParams(temperature=0.9, top_p=0.9, top_k=12, banned=(0,), stop_tokens=(4,))
 
 
 def model_and_params(version, dtype):
