@@ -10,7 +10,7 @@ import griffe
 
 _PACKAGES = (
     *("", ".ops", ".ops.layer", ".layers", ".models"),
-    *(".generation", ".training", ".parallel", ".checkpoints"),
+    *(".generation", ".training", ".parallel", ".checkpoints", ".serve"),
 )
 
 

@@ -27,6 +27,7 @@ ANY = {
     "data": 3,
     "parallel": 0,
     "pallas": 4,
+    "serve": 0,
     "versions.py": 0,
     "__init__.py": 0,
 }

@@ -18,6 +18,7 @@ PACKAGES = (
     "generation",
     "data",
     "parallel",
+    "serve",
 )
 SHARED_BY_OPS = (
     "array_checks",

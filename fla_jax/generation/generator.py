@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -100,9 +101,8 @@ class Generator:
         self.engine = Engine(model, params, slots, decoder=decoder)
         self._collectors: dict[Row, Collector] = {}
         self._streams: dict[Request, collections.deque[Event]] = {}
-        self._events: list[Event] = []
-        self._over: collections.deque[Completion] = collections.deque()
-        self._claimed: set[Request] = set()  # whose completions `results` does not return
+        self._events: collections.deque[Event] = collections.deque()  # that were not returned yet
+        self._claimed = weakref.WeakSet[Request]()  # of `generate`, whose events nobody else gets
         self._number = 0
 
     @property
@@ -158,7 +158,7 @@ class Generator:
         # a state after a stop string is that of its last token
         stepwise = stepwise or (keep_state and bool(sampling.stop))
         rows = self.engine.submit(prompt, sampling, state=state, keep_state=keep_state, stepwise=stepwise)
-        request = Request(self._number, rows, self._cancel)
+        request = Request(self._number, rows, self.engine.finish)
         self._number += 1
         usage = Usage(length, cached, 0)
         for index, row in enumerate(rows):
@@ -218,11 +218,17 @@ class Generator:
         return score(self._model, self.engine.params, *texts)
 
     def step(self) -> list[Event]:
-        """Starts a piece of a prompt and a call of the loop, and returns what the call before chose."""
+        """Starts a piece of a prompt and a call of the loop, and returns what the call before chose.
+
+        Each event is returned once, by `step`, or as a completion by `results`. Those of `generate` and of
+        streams are returned there alone. ValueError where the parameters contain deleted arrays.
+        """
+        self._advance()
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def _advance(self) -> None:
         for event in self.engine.step():
             self._take(event)
-        events, self._events = self._events, []
-        return events
 
     def _take(self, event: RowEvent) -> None:
         row = event.row
@@ -242,25 +248,21 @@ class Generator:
         self._tell(Event(request, index, event.tokens, text, logprobs, completion, event.state))
 
     def _tell(self, event: Event) -> None:
-        self._events.append(event)
+        if event.completion is not None:
+            event.request.completions[event.index] = event.completion
         if event.request in self._streams:
             self._streams[event.request].append(event)
-        if event.completion is None:
-            return
-        event.request.completions[event.index] = event.completion
-        if event.request not in self._claimed:
-            self._over.append(event.completion)
-
-    def _cancel(self, row: Row) -> None:
-        self.engine.finish(row, "cancelled")
+        elif event.request not in self._claimed:
+            self._events.append(event)
 
     def results(self) -> Iterator[Completion]:
         """Runs until no request is left, and yields every completion as it ends, also those with an error."""
-        while self._over or self.busy:
-            while self._over:
-                yield self._over.popleft()
-            if self.busy:
-                self.step()
+        while self.busy:
+            self._advance()
+            while self._events:
+                event = self._events.popleft()
+                if event.completion is not None:
+                    yield event.completion
 
     def generate(
         self,
@@ -299,11 +301,10 @@ class Generator:
                 requests.append(self._submit(prompt, rules[i], max_tokens, states[i], keep_state, False))
                 self._claimed.add(requests[-1])
             while not all(request.done for request in requests):
-                self.step()
+                self._advance()
         finally:
             for request in requests:
                 request.cancel()
-            self._claimed -= {request for request in requests if request.done}
         found = [request.completions[i] for request in requests for i in range(len(request.rows))]
         for completion in found:
             if completion.error is not None:
@@ -320,9 +321,8 @@ class Generator:
     ) -> Stream:
         """Continues a prompt token by token, see `Stream` and `submit`."""
         request = self._submit(prompt, sampling, max_tokens, state, True, stepwise=True)
-        self._claimed.add(request)
         events = self._streams[request] = collections.deque()
-        return Stream(request, events, self.step, functools.partial(self._streams.pop, request, None))
+        return Stream(request, events, self._advance, functools.partial(self._streams.pop, request, None))
 
     def update_params(self, params: PyTree, *, in_flight: Literal["finish", "restart"] = "finish") -> None:
         """Replaces the parameters; nothing is compiled again.

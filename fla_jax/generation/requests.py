@@ -99,7 +99,7 @@ class Request:
         completions: those that are over, by index.
     """
 
-    def __init__(self, number: int, rows: list[Row], cancel: Callable[[Row], None]) -> None:
+    def __init__(self, number: int, rows: list[Row], cancel: Callable[[Row], object]) -> None:
         self.number, self.rows = number, rows
         self.completions: dict[int, Completion] = {}
         self._cancel = cancel

@@ -40,7 +40,7 @@ class Stream:
         self,
         request: Request,
         events: collections.deque[Event],
-        step: Callable[[], list[Event]],
+        step: Callable[[], object],
         close: Callable[[], object],
     ) -> None:
         self.request, self._events, self._step, self._close = request, events, step, close

@@ -1,0 +1,75 @@
+"""``python -m fla_jax.serve CHECKPOINT``: a checkpoint behind OpenAI's API."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+import uvicorn
+
+from ..checkpoints import load_checkpoint
+from ..checkpoints.native import is_native
+from ..generation import Generator, Tokenizer, load_tokenizer
+from .app import Limits, create_app
+from .chat import chat_template
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Serves a checkpoint to OpenAI's clients. SIGTERM ends the server once all requests are answered."""
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """file or folder that `fla_jax.checkpoints.load_checkpoint` reads"""
+    host: str = "127.0.0.1"
+    """address to listen on; 0.0.0.0 answers other machines too: set an API key first"""
+    port: int = 8000
+    """port to listen on; 0 for any free one"""
+    name: str | None = None
+    """name of the model for clients (default: the checkpoint's name)"""
+    tokenizer: str | None = None
+    """as `fla_jax.generation.load_tokenizer` takes it (default: the checkpoint's)"""
+    api_key_env: str = "FLA_JAX_API_KEY"
+    """environment variable with the key that clients must send; not set: none"""
+    slots: int = 64
+    """completions that decode together"""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """compute dtype"""
+    weights: Literal["int8"] | None = None
+    """precision of the decoding weights (default: the compute dtype)"""
+    state_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """dtype of the states (default: float32)"""
+    limits: Annotated[Limits, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=Limits)
+
+
+def _tokenizer(options: Options, vocab_size: int) -> Tokenizer:
+    """The one that is named, that of the checkpoint's folder, or the one of the vocabulary."""
+    folder = options.checkpoint
+    named = options.tokenizer
+    if named is None and (is_native(folder) or (folder / "tokenizer.json").is_file()):
+        named = str(folder)
+    return load_tokenizer(named, vocab_size=vocab_size)
+
+
+def main(options: Options) -> None:
+    """Loads the checkpoint and serves until a signal ends it."""
+    model, params = load_checkpoint(options.checkpoint, dtype=options.dtype)
+    tokenizer = _tokenizer(options, model.config.vocab_size)
+    generator = Generator(
+        model,
+        params,
+        slots=options.slots,
+        weights=options.weights,
+        state_dtype=options.state_dtype,
+        tokenizer=tokenizer,
+    )
+    key = os.environ.get(options.api_key_env)
+    name, template = options.name or options.checkpoint.stem, chat_template(options.checkpoint)
+    app = create_app(generator, name, template=template, limits=options.limits, api_key=key)
+    uvicorn.run(app, host=options.host, port=options.port, log_level="info")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, prog="python -m fla_jax.serve"))

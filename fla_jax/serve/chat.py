@@ -1,0 +1,98 @@
+"""Chats as prompts: RWKV World's format, or the template of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
+
+
+class Turn(NamedTuple):
+    """A message: its role (``"system"``, ``"developer"``, ``"user"``, ``"assistant"``) and its text."""
+
+    role: str
+    content: str
+
+
+class ChatTemplate(Protocol):
+    """Turns a chat into the prompt of the assistant's next message."""
+
+    @property
+    def stop(self) -> Sequence[str]:
+        """Texts that end the assistant's message."""
+        ...
+
+    def __call__(self, turns: Sequence[Turn]) -> str:
+        """The prompt.
+
+        Raises:
+            ValueError: the template refuses the chat.
+        """
+        ...
+
+
+class WorldTemplate:
+    """The format that RWKV World models are trained on: ``User: ...``, ``Assistant: ...``, between them an
+    empty line, which a message itself must not contain (BlinkDL, RWKV-5-World model card).
+    """
+
+    stop = ("\n\nUser:", "\n\nSystem:")
+
+    def __call__(self, turns: Sequence[Turn]) -> str:
+        """See `ChatTemplate`."""
+        messages = (f"{_ROLES[turn.role]}: {_without_empty_lines(turn.content)}\n\n" for turn in turns)
+        return "".join(messages) + "Assistant:"
+
+
+class JinjaTemplate:
+    """A template as Hugging Face checkpoints have it, run in a sandbox."""
+
+    stop = ()
+
+    def __init__(self, source: str) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        self._template = environment.from_string(source)
+
+    def __call__(self, turns: Sequence[Turn]) -> str:
+        """See `ChatTemplate`."""
+        messages = [turn._asdict() for turn in turns]
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from None
+
+
+def chat_template(checkpoint: Path) -> ChatTemplate:
+    """The template in a checkpoint's folder, `WorldTemplate` if there is none.
+
+    Read are ``chat_template.jinja`` and the field ``chat_template`` of ``tokenizer_config.json``.
+
+    Raises:
+        ValueError: the file is not one that Hugging Face's packages write.
+    """
+    if (path := checkpoint / "chat_template.jinja").is_file():
+        return JinjaTemplate(path.read_text())
+    if not (path := checkpoint / "tokenizer_config.json").is_file():
+        return WorldTemplate()
+    try:
+        source = json.loads(path.read_text()).get("chat_template")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not a JSON object: {error}") from None
+    if isinstance(source, list):  # several by name
+        source = next((one.get("template") for one in source if one.get("name") == "default"), None)
+    return JinjaTemplate(source) if isinstance(source, str) else WorldTemplate()
+
+
+def _without_empty_lines(text: str) -> str:
+    return "\n".join(line for line in text.strip().splitlines() if line.strip())
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
