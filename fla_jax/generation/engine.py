@@ -211,6 +211,7 @@ class Engine:
         assert self._next_params is not None
         params, self.decoder = self._next_params
         self._params, self._next_params = jax.tree.map(lambda x: x, params), None
+        self._slots.place = self._params  # the old ones may have been donated
 
     def _admit(self) -> None:
         """Puts rows that wait into free slots, and reads a piece of the next prompts."""

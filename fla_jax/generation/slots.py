@@ -25,10 +25,11 @@ class Slots:
 
     Attributes:
         number: B, how many slots there are.
+        place: the parameters, beside which new arrays are put.
     """
 
     def __init__(self, model: RWKVForCausalLM, params: PyTree, decoder: Decoder, number: int) -> None:
-        self.number, self._vocab_size, self._place = number, model.config.vocab_size, params
+        self.number, self._vocab_size, self.place = number, model.config.vocab_size, params
         # the rules of empty slots need no sorting
         empty = sampling_arrays([SamplingParams.policy()], self._vocab_size)
         rules = jax.tree.map(lambda x: np.repeat(x, number, 0), empty)
@@ -57,7 +58,7 @@ class Slots:
             np.array([*sources, *[0] * filling], np.int32),
             np.array([*slots, *[self.number] * filling], np.int32),
         )
-        self._carry, self._rules = _insert(self._carry, self._rules, start, put_like(self._place, new))
+        self._carry, self._rules = _insert(self._carry, self._rules, start, put_like(self.place, new))
 
     def decode(self, decoder: Decoder, count: int, fixed: int | None, scores: Scores) -> Chosen:
         """Starts ``count`` steps of all slots, see `fla_jax.generation.loop.decode`."""
@@ -81,15 +82,15 @@ class Slots:
 
     def _empty(self, like: GenerationState) -> DecodeState:
         """A carry of slots that are over."""
-        state = put_like(self._place, self._new_state())
+        state = put_like(self.place, self._new_state())
         logits = jnp.zeros((self.number, self._vocab_size), like.logits.dtype)
         keys = row_keys([0] * self.number)
-        return begin(self._place, put_like(self._place, logits), state, keys, 0)
+        return begin(self.place, put_like(self.place, logits), state, keys, 0)
 
     def _allow_bias(self) -> None:
         if self._rules.bias is None:
             bias = np.zeros((self.number, self._vocab_size), np.float32)
-            self._rules = self._rules.replace(bias=put_like(self._place, bias))
+            self._rules = self._rules.replace(bias=put_like(self.place, bias))
 
 
 @jax.jit

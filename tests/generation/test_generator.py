@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -234,6 +236,23 @@ def test_other_parameters(setup, in_flight):
     want = new if in_flight == "restart" else [old[0], new[1], old[2]]
     assert [got[request.number] for request in requests] == want
     assert programs == loop.decode._cache_size()
+
+
+def test_the_old_parameters_may_be_donated(setup):
+    """As a training step does before it hands over the new ones; nothing keeps them alive."""
+    model, params = setup
+    mine = jax.tree.map(jnp.copy, params)
+    alive = weakref.ref(mine["emb"]["embedding"])
+    generator = Generator(model, mine, slots=2)
+    generator.generate([PROMPTS[0]], GREEDY, max_tokens=3)
+    new = jax.jit(lambda x: jax.tree.map(lambda x: x * 1.5, x), donate_argnums=0)(mine)
+    generator.update_params(new)
+    (got,) = generator.generate([PROMPTS[0]], GREEDY, max_tokens=9)
+    (want,) = generate(model, new, [PROMPTS[0]], 9, GREEDY).tokens
+    assert got.tokens.tolist() == want.tolist()
+    del mine
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_state_waits_for_other_parameters(setup):
