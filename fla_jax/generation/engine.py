@@ -23,9 +23,8 @@ from .sampling import UNDEFINED, TokenCounts
 from .sampling_params import SamplingParams, sampling_arrays
 from .slots import Slots, state_after_prompt
 
-# Steps of a call while prompts wait, where their number is not fixed: a slot whose row ends inside a call
-# stays empty for the rest of it, and one whose row has chosen a stop token for one call more. With four a row
-# of 500 tokens wastes 1 %.
+# Steps of a call while prompts wait, where their number is not fixed: the slot of a row that ends stays empty
+# for the rest of the call, after a stop token for one call more. A row of 500 tokens wastes 1 % with four.
 _STEPS_WHILE_WAITING = 4
 
 

@@ -19,6 +19,17 @@ class Logprobs(NamedTuple):
     Attributes:
         chosen: [n], of the tokens themselves.
         top_tokens, top: [n, k], the most probable tokens and theirs; None unless ``logprobs`` >= 1.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import Generator, SamplingParams
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> generator = Generator(model, params, slots=2)
+        >>> (completion,) = generator.generate([[1, 2]], SamplingParams(logprobs=3), max_tokens=5)
+        >>> completion.logprobs.chosen.shape, completion.logprobs.top.shape
+        ((5,), (5, 3))
     """
 
     chosen: np.ndarray
@@ -33,6 +44,16 @@ class Usage(NamedTuple):
         prompt_tokens: of the prompt.
         cached_tokens: of those, read from a cache.
         completion_tokens: that were generated.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import Generator, SamplingParams
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> generator = Generator(model, params, slots=2)
+        >>> generator.generate([[1, 2]], max_tokens=5)[0].usage
+        Usage(prompt_tokens=2, cached_tokens=0, completion_tokens=5)
     """
 
     prompt_tokens: int
@@ -55,6 +76,17 @@ class Completion:
             one, or a ValueError if the initial state was donated elsewhere before the prompt was read.
         usage: numbers of tokens.
         state: after the tokens; None unless it was asked for, and after an error.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import Generator, SamplingParams
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> generator = Generator(model, params, slots=2)
+        >>> (completion,) = generator.generate([[1, 2]], max_tokens=5)
+        >>> completion.tokens.shape, completion.finish_reason
+        ((5,), 'length')
     """
 
     request: int
@@ -80,6 +112,21 @@ class Event:
         logprobs: of the new tokens; None unless asked for.
         completion: None until it is over.
         state: after the tokens, in a stream; else None.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import Generator, SamplingParams
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> generator = Generator(model, params, slots=2)
+        >>> request = generator.submit([1, 2], max_tokens=5)
+        >>> tokens = []
+        >>> while not request.done:
+        ...     for event in generator.step():
+        ...         tokens += event.tokens.tolist()
+        >>> tokens == event.completion.tokens.tolist()
+        True
     """
 
     request: Request
@@ -97,6 +144,18 @@ class Request:
     Attributes:
         number: counted from 0.
         completions: those that are over, by index.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import Generator, SamplingParams
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> generator = Generator(model, params, slots=2)
+        >>> first, second = (generator.submit([1, 2], max_tokens=5) for _ in range(2))
+        >>> first.cancel()
+        >>> sorted(completion.finish_reason for completion in generator.results())
+        ['cancelled', 'length']
     """
 
     def __init__(self, number: int, rows: list[Row], cancel: Callable[[Row], object]) -> None:

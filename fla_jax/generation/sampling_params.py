@@ -170,6 +170,11 @@ class SamplingArrays(struct.PyTreeNode):
         top_k: [B] int32, the vocabulary's size for all.
         stop, uncounted: [B, V] booleans.
         bias: [B, V] float32, -inf for banned tokens; None where no row has any.
+
+    Example:
+        >>> from fla_jax.generation import SamplingParams
+        >>> SamplingParams(top_k=5).arrays(vocab_size=100).stop.shape
+        (1, 100)
     """
 
     temperature: Rows

@@ -22,6 +22,18 @@ class Prefix:
         tokens: that were read.
         state: after them.
         rest: tokens behind them that are not read yet: ``prefix + tokens``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import Generator, SamplingParams
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> generator = Generator(model, params, slots=2)
+        >>> prefix = generator.prefix([1, 2, 3])
+        >>> (completion,) = generator.generate([prefix + [4]], max_tokens=5)
+        >>> completion.usage.cached_tokens
+        3
     """
 
     tokens: np.ndarray

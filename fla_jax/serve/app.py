@@ -38,6 +38,11 @@ class Limits:
         waiting: completions that may wait for a slot; beyond it, requests get status 429.
         body_bytes: largest body of a request.
         body_seconds: longest time that a client may take to send a body.
+
+    Example:
+        >>> from fla_jax.serve import Limits
+        >>> Limits(new_tokens=512).prompt_tokens
+        65536
     """
 
     prompt_tokens: int = 65536
@@ -74,6 +79,18 @@ def create_app(
 
     Raises:
         ValueError: ``generator`` has no tokenizer, or ``api_key`` is empty.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.generation import Generator, load_tokenizer
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.serve import create_app
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=256, hidden_size=64, num_layers=2, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> generator = Generator(model, params, tokenizer=load_tokenizer("bytes"))
+        >>> app = create_app(generator, "tiny")  # for uvicorn, or another ASGI server
+        >>> [route.path for route in app.routes][:2]
+        ['/v1/completions', '/v1/chat/completions']
     """
     if generator.tokenizer is None:
         raise ValueError("generator must have a tokenizer: Generator(model, params, tokenizer=...)")

@@ -14,14 +14,31 @@ _ROLES = {"system": "System", "developer": "System", "user": "User", "assistant"
 
 
 class Turn(NamedTuple):
-    """A message: its role (``"system"``, ``"developer"``, ``"user"``, ``"assistant"``) and its text."""
+    """A message: its role (``"system"``, ``"developer"``, ``"user"``, ``"assistant"``) and its text.
+
+    Example:
+        >>> from fla_jax.serve import Turn
+        >>> Turn("user", "Hello").content
+        'Hello'
+    """
 
     role: str
     content: str
 
 
 class ChatTemplate(Protocol):
-    """Turns a chat into the prompt of the assistant's next message."""
+    """Turns a chat into the prompt of the assistant's next message.
+
+    Example:
+        >>> from fla_jax.serve import Turn
+        >>> class LastMessage:
+        ...     stop = ()
+        ...
+        ...     def __call__(self, turns):
+        ...         return turns[-1].content
+        >>> LastMessage()([Turn("user", "Once upon a")])
+        'Once upon a'
+    """
 
     @property
     def stop(self) -> Sequence[str]:
@@ -40,6 +57,11 @@ class ChatTemplate(Protocol):
 class WorldTemplate:
     """The format that RWKV World models are trained on: ``User: ...``, ``Assistant: ...``, between them an
     empty line, which a message itself must not contain (BlinkDL, RWKV-5-World model card).
+
+    Example:
+        >>> from fla_jax.serve import Turn, WorldTemplate
+        >>> WorldTemplate()([Turn("user", "Hello")])
+        'User: Hello\\n\\nAssistant:'
     """
 
     stop = ("\n\nUser:", "\n\nSystem:")
@@ -51,7 +73,14 @@ class WorldTemplate:
 
 
 class JinjaTemplate:
-    """A template as Hugging Face checkpoints have it, run in a sandbox."""
+    """A template as Hugging Face checkpoints have it, run in a sandbox.
+
+    Example:
+        >>> from fla_jax.serve import JinjaTemplate, Turn
+        >>> template = JinjaTemplate("{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}")
+        >>> template([Turn("user", "Hello")])
+        '[user] Hello '
+    """
 
     stop = ()
 
@@ -76,6 +105,12 @@ def chat_template(checkpoint: Path) -> ChatTemplate:
 
     Raises:
         ValueError: the file is not one that Hugging Face's packages write.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fla_jax.serve import chat_template
+        >>> type(chat_template(Path("a folder without a template"))).__name__
+        'WorldTemplate'
     """
     if (path := checkpoint / "chat_template.jinja").is_file():
         return JinjaTemplate(path.read_text())

@@ -15,7 +15,7 @@ REQUESTED = sorted(
     {
         name
         for page in (ROOT / "docs").rglob("*.md")
-        for name in re.findall(r"^\{\{ table (\w+) \}\}$", page.read_text(), re.MULTILINE)
+        for name in re.findall(r"^<!-- table (\w+) -->$", page.read_text(), re.MULTILINE)
     }
 )
 

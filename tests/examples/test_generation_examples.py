@@ -70,7 +70,7 @@ def test_generate_from_train_lm(tmp_path, capsys):
         (["--prompt", ""], "--prompt must not be empty"),
         (["--prompt", "a", "--top-p", "2"], "top_p must be from 0 to 1"),
         (["--prompt", "a", "--tokenizer", "nowhere"], "nowhere"),
-        (["--prompt", "a", "--stop", "256"], "stop must hold tokens"),
+        (["--prompt", "a", "--stop", "256"], "stop_tokens must hold tokens"),
         (["--prompt", "a", "--tokens", "-1"], "max_tokens must be an integer >= 0"),
     ],
 )
