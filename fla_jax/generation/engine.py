@@ -79,7 +79,7 @@ class Engine:
         self.decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model, params)
         self._params = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
         self._model = model
-        self._slots = Slots(model, self._params, self.decoder, self.slots)
+        self._slots = Slots(model, self._params, self.slots)
         self._waiting = PromptQueue()
         self._ready: collections.deque[Prompt] = collections.deque()  # with nothing left to read
         self._rows: list[Row | None] = [None] * self.slots

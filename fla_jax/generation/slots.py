@@ -28,13 +28,12 @@ class Slots:
         place: the parameters, beside which new arrays are put.
     """
 
-    def __init__(self, model: RWKVForCausalLM, params: PyTree, decoder: Decoder, number: int) -> None:
+    def __init__(self, model: RWKVForCausalLM, params: PyTree, number: int) -> None:
         self.number, self._vocab_size, self.place = number, model.config.vocab_size, params
         # the rules of empty slots need no sorting
         empty = sampling_arrays([SamplingParams.policy()], self._vocab_size)
         rules = jax.tree.map(lambda x: np.repeat(x, number, 0), empty)
         self._rules: SamplingArrays = put_like(params, rules)
-        self._new_state = functools.partial(decoder.init_state, number)
         self._carry: DecodeState | None = None
 
     def insert(
@@ -82,7 +81,8 @@ class Slots:
 
     def _empty(self, like: GenerationState) -> DecodeState:
         """A carry of slots that are over."""
-        state = put_like(self.place, self._new_state())
+        zeros = lambda x: jnp.zeros((x.shape[0], self.number, *x.shape[2:]), x.dtype)
+        state = put_like(self.place, jax.tree.map(zeros, like.rwkv))
         logits = jnp.zeros((self.number, self._vocab_size), like.logits.dtype)
         keys = row_keys([0] * self.number)
         return begin(self.place, put_like(self.place, logits), state, keys, 0)
