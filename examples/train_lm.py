@@ -127,7 +127,7 @@ def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
     # 4. a sample, and the curve
     if options.sample_bytes:
         prompt = held_out[3, :100].tolist() if options.prompt is None else [*options.prompt.encode()] or [10]
-        sampling = SamplingParams(options.temperature, top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        sampling = SamplingParams.policy(options.temperature)
         sample = generate(model, state.params, [prompt], options.sample_bytes, sampling, seed=options.seed)
         print(f"---- sample, after the prompt {bytes(prompt).decode(errors='replace')!r}")
         print(bytes(sample.tokens[0].tolist()).decode(errors="replace"), end="\n----\n")

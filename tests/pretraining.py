@@ -58,7 +58,7 @@ def refusal(main, *more):
     return line
 
 
-def wait_for(process, is_there, seconds=120):
+def wait_for(process, is_there, seconds=600):
     deadline = time.time() + seconds
     while not is_there() and process.poll() is None and time.time() < deadline:
         time.sleep(0.001)

@@ -21,9 +21,7 @@ State = RWKVState | GenerationState
 States = State | Sequence[State | None] | None
 
 
-def states_of_each(
-    model: RWKVForCausalLM, state: State | Sequence[State | None] | None, batch: int
-) -> list[State | None]:
+def states_of_each(model: RWKVForCausalLM, state: States, batch: int) -> list[State | None]:
     """The state before each prompt."""
     if state is None or isinstance(state, GenerationState):
         return [state] * batch

@@ -68,10 +68,11 @@ class StateCache:
         self._host.pop(key, None)
         self._device[key] = state
         self._device.move_to_end(key)
-        while _bytes(self._device) > self.device_bytes:
+        size = sum(x.nbytes for x in jax.tree.leaves(state))  # that of every state of the model
+        while len(self._device) * size > self.device_bytes:
             old, moved = self._device.popitem(last=False)
             self._host[old] = jax.device_get(moved)
-        while _bytes(self._host) > self.host_bytes:
+        while len(self._host) * size > self.host_bytes:
             self._host.popitem(last=False)
 
     def longest(self, tokens: np.ndarray) -> tuple[int, GenerationState] | None:
@@ -91,7 +92,3 @@ class StateCache:
         """Forgets all states."""
         self._device.clear()
         self._host.clear()
-
-
-def _bytes(states: collections.OrderedDict[bytes, GenerationState]) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(list(states.values())))

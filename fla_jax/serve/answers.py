@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ class Answer:
         choice: JSON = {"index": index, **delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head(self.piece_kind), "choices": [choice]}
 
-    def last_piece(self, completions: Iterable[Completion]) -> JSON:
+    def last_piece(self, completions: Sequence[Completion]) -> JSON:
         """Usage, after all choices."""
         return {**self._head(self.piece_kind), "choices": [], "usage": usage(completions)}
 
@@ -148,7 +148,7 @@ class ChatAnswer(Answer):
         return {"token": self._name(token), "logprob": logprob, "bytes": data}
 
 
-def usage(completions: Iterable[Completion]) -> JSON:
+def usage(completions: Sequence[Completion]) -> JSON:
     """Counts of tokens; a prompt counts once, however many completions it has."""
     prompts = {one.request: one.usage for one in completions}
     read = sum(one.prompt_tokens for one in prompts.values())

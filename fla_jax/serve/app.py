@@ -213,7 +213,7 @@ class _Server:
     ) -> Response:
         """Answers with completions of ``prompts``, which come from the request's ``param``."""
         self._check_model(request.model)
-        rows = [self.tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
+        rows = await asyncio.to_thread(self._tokens, prompts)  # long texts would hold up other clients
         sampling = request.sampling(self._check_lengths(request, rows, param), stop)
         job = Job(rows, sampling)
         try:
@@ -237,6 +237,9 @@ class _Server:
         return StreamingResponse(
             pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
+
+    def _tokens(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+        return [self.tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
 
     def _check_lengths(self, request: Request, rows: Sequence[Sequence[int]], param: str) -> int:
         """The largest number of new tokens a completion."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import queue
 import threading
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from ..generation import Event, Generator, Request, SamplingParams
 
 _LOG = logging.getLogger(__name__)
+_STOPPED = "the generator has stopped"
 
 
 class QueueFullError(Exception):
@@ -60,6 +62,15 @@ class Job:
             yield item
 
 
+@dataclasses.dataclass
+class _Submitted:
+    """A request of the generator: its job, its first choice there, and its unfinished completions."""
+
+    job: Job
+    first: int
+    unfinished: int
+
+
 class Worker:
     """Runs a generator in a thread of its own; JAX calls never block the event loop.
 
@@ -71,12 +82,10 @@ class Worker:
     def __init__(self, generator: Generator, max_waiting: int) -> None:
         self.generator, self.max_waiting, self.slots = generator, max_waiting, generator.engine.slots
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._jobs: dict[int, tuple[Job, int]] = {}  # by number of the request: its job and first choice
-        self._left: dict[int, int] = {}  # completions of a request that have not ended
+        self._submitted: dict[int, _Submitted] = {}  # by number of the request
         self._lock = threading.Lock()
         self._unfinished = 0
-        self._stopping = False
-        self._failed: Exception | None = None
+        self._stopping = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="fla_jax.serve", daemon=True)
 
     def start(self) -> None:
@@ -91,7 +100,7 @@ class Worker:
     @property
     def is_healthy(self) -> bool:
         """Whether requests are being answered."""
-        return self._thread.is_alive() and self._failed is None
+        return self._thread.is_alive() and not self._is_closed
 
     @property
     def running(self) -> int:
@@ -110,13 +119,13 @@ class Worker:
             QueueFullError: it would leave more than ``max_waiting`` completions without a slot.
             StoppedError: the thread has ended.
         """
-        if not self.is_healthy:
-            raise StoppedError("the generator has stopped")
         with self._lock:
+            if not self.is_healthy:
+                raise StoppedError(_STOPPED)
             if self._unfinished + job.completions > self.slots + self.max_waiting:
                 raise QueueFullError
             self._unfinished += job.completions
-        self._commands.put(lambda: self._begin(job))
+            self._commands.put(lambda: self._begin(job))
 
     def cancel(self, job: Job) -> None:
         """Frees the slots of a job, at the next step; it needs no answer any more."""
@@ -125,24 +134,29 @@ class Worker:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                while not (self._commands.empty() and self._jobs):
+                while not (self._commands.empty() and self._submitted):
                     self._commands.get()()
                     if self._stopping:
                         return
                 for event in self.generator.step():
                     self._deliver(event)
-        except Exception as error:  # a device that fails: every client is told, and /health
+        except Exception:  # a device that fails: every client is told, and /health
             _LOG.exception("the generator failed")
-            self._failed = error
         finally:
-            for job in {id(job): job for job, _ in self._jobs.values()}.values():
-                job.deliver(StoppedError("the generator has stopped"))
-            self._jobs.clear()
+            with self._lock:  # nothing is submitted from here on
+                self._is_closed = True
+            for job in {id(one.job): one.job for one in self._submitted.values()}.values():
+                job.deliver(StoppedError(_STOPPED))
+            while not self._commands.empty():
+                self._commands.get()()
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _begin(self, job: Job) -> None:
+        if self._is_closed:
+            job.deliver(StoppedError(_STOPPED))
+            return
         if job.cancelled:
             self._release(job.completions)
             return
@@ -150,8 +164,8 @@ class Worker:
             for i, prompt in enumerate(job.prompts):
                 request = self.generator.submit(prompt, job.sampling)
                 job.requests.append(request)
-                self._jobs[request.number] = job, i * job.sampling.n
-                self._left[request.number] = job.sampling.n
+                n = job.sampling.n
+                self._submitted[request.number] = _Submitted(job, i * n, n)
         except (ValueError, TypeError) as error:
             self._cancel(job)
             self._release((len(job.prompts) - len(job.requests)) * job.sampling.n)
@@ -163,15 +177,14 @@ class Worker:
             request.cancel()
 
     def _deliver(self, event: Event) -> None:
-        number = event.request.number
-        job, first = self._jobs[number]
-        if not job.cancelled:
-            job.deliver((first + event.index, event))
+        one = self._submitted[event.request.number]
+        if not one.job.cancelled:
+            one.job.deliver((one.first + event.index, event))
         if event.completion is not None:
             self._release(1)
-            self._left[number] -= 1
-            if not self._left[number]:
-                del self._jobs[number], self._left[number]
+            one.unfinished -= 1
+            if not one.unfinished:
+                del self._submitted[event.request.number]
 
     def _release(self, completions: int) -> None:
         with self._lock:

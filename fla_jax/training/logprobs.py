@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ..core.mesh import is_explicit, reshard, spec_of
 from ..layers.token_blocks import token_blocks
-from .next_token import check_segment_ids
+from .losses import blocks_of_tokens
+from .next_token import check_segment_ids, variables_of
 
 
 def token_logprobs(
@@ -62,10 +63,7 @@ def token_logprobs(
     check_segment_ids(tokens, segment_ids)
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be positive, got {block_tokens}")
-    variables, labels = (
-        {"params": params} if lora is None else {"params": params, "lora": lora},
-        tokens[:, 1:],
-    )
+    variables, labels = variables_of(params, lora), tokens[:, 1:]
     ids = None if segment_ids is None else segment_ids[:, :-1]
     inputs = None if lengths is None else jnp.maximum(lengths - 1, 0)
     hidden, _ = model.apply(variables, tokens[:, :-1], segment_ids=ids, lengths=inputs, method="hidden")
@@ -79,12 +77,7 @@ def token_logprobs(
 
     T, parts = labels.shape[1], token_blocks(hidden)[0]
     block = max(1, min(T, block_tokens * parts // tokens.shape[0]))
-
-    def split(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T / block, B, block, ...]
-        x = jnp.pad(x, ((0, 0), (0, -T % block), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
-
-    found = jax.lax.map(of_block, (split(hidden), split(labels)))
+    found = jax.lax.map(of_block, (blocks_of_tokens(hidden, block), blocks_of_tokens(labels, block)))
     found = jnp.moveaxis(found, 0, 1).reshape(tokens.shape[0], -1)[:, :T]
     if lengths is not None:
         found = jnp.where(jnp.arange(1, T + 1) < lengths[:, None], found, 0)

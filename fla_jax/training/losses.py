@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ..core.arguments import check_number
 from ..core.mesh import is_explicit, reshard, shard_like, spec_of, vary_alike
@@ -35,8 +35,18 @@ def label_mask(
     """``mask`` with zeros where the label is ``ignore_index``; None for all labels."""
     if ignore_index is None:
         return mask
-    is_label = labels != ignore_index
-    return is_label if mask is None else jnp.where(is_label, mask, jnp.zeros_like(mask))
+    return mask_where(labels != ignore_index, mask)
+
+
+def mask_where(counts: Bool[Array, "*B"], mask: Shaped[Array, "*B"] | None) -> Shaped[Array, "*B"]:
+    """``mask``, or None for all positions, with zeros where a position does not count."""
+    return counts if mask is None else jnp.where(counts, mask, jnp.zeros_like(mask))
+
+
+def blocks_of_tokens(x: Shaped[Array, "B T ..."], size: int) -> Shaped[Array, "n B size ..."]:
+    """[B, T, ...] in blocks of ``size`` tokens, the last one filled up with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *((0, 0),) * (x.ndim - 2)))
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
 
 def _strength(l2wrap: object) -> float:
@@ -190,10 +200,6 @@ def _scan_blocks(
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
     dot = functools.partial(jax.lax.dot_general, preferred_element_type=dtype)
 
-    def split(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T / block, B, block, ...]
-        x = jnp.pad(x, ((0, 0), (0, -T % block), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
-
     def step(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         (total, d_kernel), (h, label, weight) = carry, x
         # masked positions may contain inf and NaN
@@ -223,7 +229,7 @@ def _scan_blocks(
     start = jnp.zeros_like(jnp.sum(weights), dtype), jnp.zeros_like(narrow, dtype) if gradients else None
     start = vary_alike(start, hidden, narrow, labels, weights)
     (total, d_kernel), d_hidden = jax.lax.scan(
-        step, start, (split(hidden), split(labels), split(weights.astype(dtype)))
+        step, start, tuple(blocks_of_tokens(x, block) for x in (hidden, labels, weights.astype(dtype)))
     )
     if d_kernel is None:
         return total, None, None

@@ -65,13 +65,18 @@ def packed_loss(
         ()
     """
     ids = None if segment_ids is None else over_sequence(segment_ids)
-    variables = {"params": params} if lora is None else {"params": params, "lora": lora}
+    variables = variables_of(params, lora)
     rngs = None if dropout_key is None else {"dropout": dropout_key}
     hidden, _ = model.apply(variables, over_sequence(tokens), segment_ids=ids, method="hidden", rngs=rngs)
     head = params["head"]["kernel"]
     return chunked_cross_entropy(
         hidden, head, labels, mask, l2wrap, block_tokens=block_tokens, ignore_index=ignore_index
     )
+
+
+def variables_of(params: PyTree, lora: PyTree) -> dict[str, PyTree]:
+    """What ``model.apply`` takes; ``lora=None`` for the parameters alone."""
+    return {"params": params} if lora is None else {"params": params, "lora": lora}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ..checkpoints import read_pth, write_pth
 from ..core.arguments import check_integer, check_number, shown
 from ..layers.state import RWKVState, SegmentState
 from ..models.config import check_model
-from .losses import chunked_cross_entropy
+from .losses import chunked_cross_entropy, mask_where
 from .next_token import check_segment_ids
 from .recipe import rwkv_optimizer, rwkv_schedule
 
@@ -136,7 +136,7 @@ def state_loss(
     variables = {"params": params}
     if segment_ids is not None:
         ids, same = segment_ids[:, :-1], segment_ids[:, 1:] == segment_ids[:, :-1]
-        mask = same if mask is None else jnp.where(same, mask, jnp.zeros_like(mask))
+        mask = mask_where(same, mask)
         if every_segment:
             max_segments = check_integer("max_segments", max_segments, 1)
             variables["segment_states"] = _segment_states(model, states, max_segments)

@@ -41,7 +41,7 @@ def test_incomplete_ones_are_removed_but_by_a_reader(folder):
     TrainingCheckpoints(folder, read_only=True).restore()
     assert left.exists()
     TrainingCheckpoints(folder).close()
-    deadline = time.time() + 10  # they are removed in the background
+    deadline = time.time() + 120  # they are removed in the background
     while left.exists() and time.time() < deadline:
         time.sleep(0.01)
     assert not left.exists()
