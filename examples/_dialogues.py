@@ -10,6 +10,7 @@ import numpy as np
 from _cli import about
 
 from fla_jax.data import JsonLines
+from fla_jax.generation import Turn, WorldTemplate
 
 Dialogue = tuple[list[int], list[int]]  # tokens, and which of them are learned
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens [B, T + 1], mask [B, T], segment_ids [B, T + 1]
@@ -29,9 +30,10 @@ def read(path: Path, tokenizer: Any, size: int, seed: int) -> tuple[list[Dialogu
 
 
 def tokenized(tokenizer: Any, prompt: str, answer: str, size: int) -> Dialogue:
-    """A dialogue as World models read it; only the answer and the end token, 0, are learned."""
-    question = tokenizer.encode(f"User: {prompt}\n\nAssistant:")
-    learned = [*tokenizer.encode(f" {answer}"), 0]
+    """A dialogue as `fla_jax.serve` reads it; only the answer and the end token, 0, are learned."""
+    template = WorldTemplate()
+    question = tokenizer.encode(template([Turn("user", prompt)]))
+    learned = [*tokenizer.encode(template.answer(answer)), 0]
     return (question + learned)[:size], ([0] * len(question) + [1] * len(learned))[:size]
 
 

@@ -1,5 +1,6 @@
 """Text generation: prompts read in large pieces, a compiled decoding loop, sampling, tokenizers."""
 
+from .chat import ChatTemplate, JinjaTemplate, Turn, WorldTemplate, chat_template
 from .decoder import Decoder
 from .decoding import Generation, generate, stream
 from .engine import Engine
@@ -15,6 +16,7 @@ from .text import decode_stream
 from .tokenizer import Tokenizer, load_tokenizer, uncounted
 
 __all__ = [
+    "ChatTemplate",
     "Completion",
     "Decoder",
     "Engine",
@@ -22,6 +24,7 @@ __all__ = [
     "Generation",
     "GenerationState",
     "Generator",
+    "JinjaTemplate",
     "Logprobs",
     "Prefix",
     "Request",
@@ -30,7 +33,10 @@ __all__ = [
     "Stream",
     "TokenCounts",
     "Tokenizer",
+    "Turn",
     "Usage",
+    "WorldTemplate",
+    "chat_template",
     "decode_stream",
     "generate",
     "load_tokenizer",

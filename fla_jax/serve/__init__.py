@@ -4,14 +4,8 @@ Installed with ``pip install "fla-jax[serve]"``.
 """
 
 from .app import Limits, create_app
-from .chat import ChatTemplate, JinjaTemplate, Turn, WorldTemplate, chat_template
 
 __all__ = [
-    "ChatTemplate",
-    "JinjaTemplate",
     "Limits",
-    "Turn",
-    "WorldTemplate",
-    "chat_template",
     "create_app",
 ]

@@ -13,8 +13,8 @@ import uvicorn
 from ..checkpoints import load_checkpoint
 from ..checkpoints.native import is_native
 from ..generation import Generator, Tokenizer, load_tokenizer
+from ..generation.chat import chat_template
 from .app import Limits, create_app
-from .chat import chat_template
 
 
 @dataclasses.dataclass(frozen=True)

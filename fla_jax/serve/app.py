@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..generation import Completion, Event, Generator, Tokenizer
+from ..generation.chat import ChatTemplate, Turn, WorldTemplate
 from .answers import Answer, ChatAnswer, CompletionAnswer
-from .chat import ChatTemplate, Turn, WorldTemplate
 from .http import HANDLERS, Counted
 from .metrics import Metrics
 from .protocol import JSON, APIError, ChatRequest, CompletionRequest, Request, parse

@@ -11,6 +11,7 @@ import small_models as small
 from pretraining import refusal
 
 from fla_jax.checkpoints import load_checkpoint, load_extras, save_checkpoint
+from fla_jax.generation import load_tokenizer
 from fla_jax.training import load_lora, load_states
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_python]
@@ -62,6 +63,14 @@ def test_methods(files, tmp_path, capsys, method, rate):
         stored = load_extras(tmp_path / "merged" / "model.pth")["blocks.0.att.time_state"]
         np.testing.assert_array_equal(stored, states[0].swapaxes(1, 2))
         assert np.abs(states).max() > 0.01
+
+
+def test_dialogues_are_as_the_server_reads_them():
+    """The prompt of `fla_jax.serve`, and the answer as later prompts repeat it; bytes are tokens."""
+    tokens, learned = _dialogues.tokenized(load_tokenizer("bytes"), "How?\n\nWhy?", "So.\n\nThus.", 100)
+    prompt, answer = b"User: How?\nWhy?\n\nAssistant:", b" So.\nThus.\0"
+    assert bytes(tokens) == prompt + answer
+    assert learned == [0] * len(prompt) + [1] * len(answer)
 
 
 def test_packing():

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 _ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 
 
@@ -17,7 +14,7 @@ class Turn(NamedTuple):
     """A message: its role (``"system"``, ``"developer"``, ``"user"``, ``"assistant"``) and its text.
 
     Example:
-        >>> from fla_jax.serve import Turn
+        >>> from fla_jax.generation import Turn
         >>> Turn("user", "Hello").content
         'Hello'
     """
@@ -30,7 +27,7 @@ class ChatTemplate(Protocol):
     """Turns a chat into the prompt of the assistant's next message.
 
     Example:
-        >>> from fla_jax.serve import Turn
+        >>> from fla_jax.generation import Turn
         >>> class LastMessage:
         ...     stop = ()
         ...
@@ -59,9 +56,12 @@ class WorldTemplate:
     empty line, which a message itself must not contain (BlinkDL, RWKV-5-World model card).
 
     Example:
-        >>> from fla_jax.serve import Turn, WorldTemplate
-        >>> WorldTemplate()([Turn("user", "Hello")])
+        >>> from fla_jax.generation import Turn, WorldTemplate
+        >>> template = WorldTemplate()
+        >>> template([Turn("user", "Hello")])
         'User: Hello\\n\\nAssistant:'
+        >>> template.answer("Hi!")
+        ' Hi!'
     """
 
     stop = ("\n\nUser:", "\n\nSystem:")
@@ -71,12 +71,20 @@ class WorldTemplate:
         messages = (f"{_ROLES[turn.role]}: {_without_empty_lines(turn.content)}\n\n" for turn in turns)
         return "".join(messages) + "Assistant:"
 
+    def answer(self, content: str) -> str:
+        """The text that follows a prompt, which fine-tuning learns; later prompts repeat it."""
+        return f" {_without_empty_lines(content)}"
+
 
 class JinjaTemplate:
-    """A template as Hugging Face checkpoints have it, run in a sandbox.
+    """A template as Hugging Face checkpoints have it, run in a sandbox of jinja2.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+        ValueError: the source is not a template.
 
     Example:
-        >>> from fla_jax.serve import JinjaTemplate, Turn
+        >>> from fla_jax.generation import JinjaTemplate, Turn
         >>> template = JinjaTemplate("{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}")
         >>> template([Turn("user", "Hello")])
         '[user] Hello '
@@ -85,16 +93,28 @@ class JinjaTemplate:
     stop = ()
 
     def __init__(self, source: str) -> None:
+        try:
+            from jinja2 import TemplateError
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as error:
+            raise ImportError("JinjaTemplate needs jinja2: pip install jinja2") from error
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        self._template = environment.from_string(source)
+        environment.globals["raise_exception"] = refuse
+        try:
+            self._template, self._error = environment.from_string(source), TemplateError
+        except TemplateError as error:
+            raise ValueError(f"source is not a chat template: {error}") from None
 
     def __call__(self, turns: Sequence[Turn]) -> str:
         """See `ChatTemplate`."""
         messages = [turn._asdict() for turn in turns]
         try:
             return self._template.render(messages=messages, add_generation_prompt=True)
-        except TemplateError as error:
+        except self._error as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from None
 
 
@@ -108,7 +128,7 @@ def chat_template(checkpoint: Path) -> ChatTemplate:
 
     Example:
         >>> from pathlib import Path
-        >>> from fla_jax.serve import chat_template
+        >>> from fla_jax.generation import chat_template
         >>> type(chat_template(Path("a folder without a template"))).__name__
         'WorldTemplate'
     """
@@ -127,7 +147,3 @@ def chat_template(checkpoint: Path) -> ChatTemplate:
 
 def _without_empty_lines(text: str) -> str:
     return "\n".join(line for line in text.strip().splitlines() if line.strip())
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)

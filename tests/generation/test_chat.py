@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fla_jax.serve import Turn, WorldTemplate, chat_template
+from fla_jax.generation import Turn, WorldTemplate, chat_template
 
 CHAT = [
     Turn("system", "Be brief."),
@@ -23,6 +23,16 @@ def test_the_format_of_world_models():
     assert WorldTemplate()(CHAT) == want
 
 
+def test_an_answer_follows_its_prompt():
+    """Learned text and the prompt of the next message agree, also where the answer has empty lines."""
+    template, asked = WorldTemplate(), [Turn("user", "\nHow?\n\nWhy?")]
+    told = template(asked) + template.answer("So.\n\n\nThus.\n")
+    assert told == "User: How?\nWhy?\n\nAssistant: So.\nThus."
+    assert template([*asked, Turn("assistant", "So.\n\n\nThus.\n"), Turn("user", "!")]).startswith(
+        f"{told}\n\n"
+    )
+
+
 @pytest.mark.parametrize("layout", ["file", "config", "list"])
 def test_a_checkpoints_own_template(tmp_path, layout):
     if layout == "file":
@@ -37,6 +47,9 @@ def test_a_checkpoints_own_template(tmp_path, layout):
 def test_templates_cannot_reach_python(tmp_path):
     """They come with checkpoints of others, and may refuse a chat."""
     path = tmp_path / "chat_template.jinja"
+    path.write_text("{% for")
+    with pytest.raises(ValueError, match="source is not a chat template"):
+        chat_template(tmp_path)
     for source in ("{{ messages.__class__.__mro__ }}", "{{ raise_exception('no system messages') }}"):
         path.write_text(source)
         with pytest.raises(ValueError, match="the chat template refuses the messages"):
