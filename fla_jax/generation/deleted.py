@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import PyTree
 
 
-def check_deleted(**arguments: Any) -> None:
+def check_deleted(**arguments: PyTree) -> None:
     """Raises a ValueError that names the first argument with a deleted array."""
     for name, tree in arguments.items():
         if is_deleted(tree):
@@ -24,14 +25,14 @@ def deleted(name: str) -> str:
     )
 
 
-def is_deleted(tree: Any) -> bool:
+def is_deleted(tree: PyTree) -> bool:
     """Whether a `jax.Array` of ``tree`` is deleted."""
     arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     return any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in arrays)
 
 
 @contextlib.contextmanager
-def explain_deleted(**arguments: Any) -> Iterator[None]:
+def explain_deleted(**arguments: PyTree) -> Iterator[None]:
     """Turns JAX's error for a deleted array into one that names the argument.
 
     Unlike `check_deleted` it looks at the arrays only after an error. Looking at all parameters takes 0.1 ms,
@@ -42,3 +43,18 @@ def explain_deleted(**arguments: Any) -> Iterator[None]:
     except (RuntimeError, ValueError):  # eager operations raise the first, compiled ones either
         check_deleted(**arguments)
         raise
+
+
+def check_untraced(tree: PyTree) -> None:
+    """Raises a TypeError inside of `jax.jit` and other transformations, or if ``tree`` has tracers."""
+    arrays = (_same(np.int32(0)), *jax.tree.leaves(tree))  # a result is traced wherever JAX traces anything
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        raise TypeError(
+            "generation runs outside of jax.jit, jax.grad, jax.vmap and fla_jax.checked: how many tokens "
+            "come depends on their values. Its parts are compiled, and NaN is an error in any case"
+        )
+
+
+@jax.jit
+def _same(x: jax.Array) -> jax.Array:
+    return x

@@ -14,7 +14,7 @@ from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
 from ..models.causal_lm import RWKVForCausalLM
 from .decoder import Decoder, check_decoder
-from .deleted import check_deleted, deleted, explain_deleted, is_deleted
+from .deleted import check_deleted, check_untraced, deleted, explain_deleted, is_deleted
 from .loop import PLAIN, STEPS_PER_CALL, Chosen, Results, stopped_by, undefined
 from .prompt_queue import TOGETHER, PromptQueue
 from .prompts import check_params, check_prompt, prefill_chunks
@@ -124,13 +124,12 @@ class Engine:
             stepwise: whether it has its state at every event; then calls have one step.
 
         Returns:
-            A row for each completion.
-
-        ValueError or TypeError where an argument does not fit.
+            A row for each completion. ValueError or TypeError where an argument does not fit.
         """
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling must be a SamplingParams or None, got {shown(sampling)}")
+        check_untraced(state)
         sampling_arrays([sampling], self._model.config.vocab_size)
         start = state if isinstance(state, GenerationState) else None
         initial = state.rwkv if isinstance(state, GenerationState) else state

@@ -18,7 +18,7 @@ from ..core.arguments import check_integer, shown
 from ..models.causal_lm import RWKVForCausalLM
 from ..models.config import check_model
 from .decoder import Decoder, int8_group_of
-from .deleted import check_deleted
+from .deleted import check_deleted, check_untraced
 from .engine import Engine
 from .prompts import check_prompt
 from .request_arguments import State, States, rules_of_each, states_of_each
@@ -65,6 +65,7 @@ class Generator:
         state_dtype: DTypeLike | None = None,
         weights: Literal["bfloat16", "int8"] | None = None,
         tokenizer: Tokenizer | None = None,
+        implementation: str | None = None,
         cache_bytes: int = 2**28,
         host_cache_bytes: int = 2**30,
     ) -> None:
@@ -78,26 +79,26 @@ class Generator:
             weights: ``"bfloat16"`` computes in that dtype, ``"int8"`` decodes with weights of 8 bits (see
                 `Decoder`); None for the model's dtype.
             tokenizer: for prompts that are text, completions' text and stop strings.
+            implementation: of the decoding step, see `Decoder`; None for the fastest.
             cache_bytes: of states after prefixes on the device, see `prefix`; 0 for none.
             host_cache_bytes: of those in the host's memory, where they go next.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the message names it.
+            ValueError, TypeError: an argument does not fit; the message names it. Or this is traced by JAX.
         """
         check_model(model)
+        check_untraced(params)
         if weights not in _WEIGHTS:
             raise ValueError(f"weights must be None, 'bfloat16' or 'int8', got {shown(weights)}")
         if weights == "bfloat16":
             model = type(model)(dataclasses.replace(model.config, dtype="bfloat16"))
         self._model, self.tokenizer = model, tokenizer
         slots = check_integer("slots", slots, 1)
-        self.cache = StateCache(
-            check_integer("cache_bytes", cache_bytes, 0),
-            check_integer("host_cache_bytes", host_cache_bytes, 0),
-        )
+        device_bytes = check_integer("cache_bytes", cache_bytes, 0)
+        self.cache = StateCache(device_bytes, check_integer("host_cache_bytes", host_cache_bytes, 0))
         group = int8_group_of(model, params) if weights == "int8" else None
         self._make_decoder = functools.partial(Decoder, model, state_dtype=state_dtype, int8_group=group)
-        decoder = self._make_decoder(params=params)
+        decoder = self._make_decoder(params=params, implementation=implementation)
         self.engine = Engine(model, params, slots, decoder=decoder)
         self._collectors: dict[Row, Collector] = {}
         self._streams: dict[Request, collections.deque[Event]] = {}
@@ -331,10 +332,10 @@ class Generator:
             params: of the same shapes.
             in_flight: ``"finish"``: requests that have begun finish with the old parameters, and no other
                 begins before; ``"restart"``: they begin again, and so do their events.
-
         """
         if in_flight not in ("finish", "restart"):
             raise ValueError(f"in_flight must be 'finish' or 'restart', got {shown(in_flight)}")
+        check_untraced(params)
         check_deleted(params=params)
         shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self.engine.params)]
         if shapes[0] != shapes[1]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import small_models as small
 
+import fla_jax
 from fla_jax.generation import (
     GenerationState,
     Generator,
@@ -127,7 +128,7 @@ def test_completions_of_one_prompt(setup, generator):
 def test_two_parts_equal_one(implementation):
     """A state without a prompt goes on with the next logits, counts and random numbers."""
     model = small.model(7, hidden_size=64, num_layers=1)
-    generator = Generator(model, small.params(model), slots=2)
+    generator = Generator(model, small.params(model), slots=2, implementation=implementation)
     rule = SamplingParams(seed=4, frequency_penalty=1.0)
     (whole,) = generator.generate([PROMPTS[2]], rule, max_tokens=23)
     (first,) = generator.generate([PROMPTS[2]], rule, max_tokens=9, keep_state=True)
@@ -302,3 +303,30 @@ def test_errors_of_the_generator(setup, generator):
         generator.generate("text")
     with pytest.raises(TypeError, match="sampling must be a SamplingParams, one for each of the 2 prompts"):
         generator.generate([[1], [2]], [GREEDY])
+
+
+def test_it_is_not_to_be_traced(setup, generator):
+    """Neither its making nor its requests; a refusal leaves the generator as it is."""
+    model, params = setup
+    state = model.init_state(1)
+    for run in (
+        lambda: fla_jax.checked(lambda: Generator(model, params, slots=1))(),
+        lambda: fla_jax.checked(lambda: generator.generate([[1]], max_tokens=2)[0].tokens)(),
+        lambda: jax.jit(lambda params: Generator(model, params, slots=1))(params),
+        lambda: jax.jit(lambda x: generator.submit([1]) and x)(1.0),
+        lambda: jax.jit(lambda params: generator.update_params(params))(params),
+        lambda: jax.grad(lambda s: generator.generate([[1]], state=s, keep_state=True)[0].state)(state),
+    ):
+        with pytest.raises(TypeError, match=r"generation runs outside of jax.jit, .* fla_jax.checked"):
+            run()
+    assert not generator.busy
+
+
+def test_the_implementation_is_the_decoders():
+    model = small.model(7, hidden_size=64, num_layers=1)
+    generator = Generator(model, small.params(model), slots=1, implementation="plain")
+    assert generator.engine.decoder.implementation == "plain"
+    generator.update_params(small.params(model, seed=5))
+    assert generator.engine.decoder.implementation == "plain"
+    with pytest.raises(ValueError, match=r"implementation must be one of .* or None, got 'xla'"):
+        Generator(model, small.params(model), implementation="xla")
