@@ -217,6 +217,9 @@ def from_tree(param_map: ParamMap, params: PyTree, config: RWKVConfig) -> dict[s
     flat = {path: np.asarray(x) for path, x in checked(params, config).items()}
     shapes = _shapes(config)
     param_map.check_paths(shapes)
+    if config.tie_embeddings:
+        flat["head/kernel"] = flat["emb/embedding"].T
+        shapes = {**shapes, "head/kernel": flat["head/kernel"].shape}
     tensors = {}
     for path, layer in param_map.order(config):
         if path not in shapes:  # the norm of the embedding, which not every model has

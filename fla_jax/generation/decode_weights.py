@@ -28,6 +28,7 @@ from flax import struct
 
 from ..core.decode_layers import CODE_ROWS, NONE, NORM_EPS, layer_norm
 from ..layers.base import LAYER_NORM_EPS
+from ..models import head_kernel
 from ..ops.decode import Layer6, Layer7, Matrix, quantised
 from .decode_families import affine, decode_family, padded
 
@@ -73,7 +74,7 @@ def prepare_decode_weights(model: Any, params: Any, group: int | None = None) ->
         layers = tuple(make(params["blocks"], np.int32(i)) for i in numbers)
     else:
         layers = tuple(make(params[f"blocks_{i}"]) for i in numbers)
-    table, head = _ends(dtype, group, params["emb"]["embedding"], params.get("ln0"), params["head"]["kernel"])
+    table, head = _ends(dtype, group, params["emb"]["embedding"], params.get("ln0"), head_kernel(params))
     return DecodeWeights(table, layers, affine(params["ln_out"]), head)
 
 

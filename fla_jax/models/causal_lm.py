@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Unpack
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..core.mesh import check_mesh, is_explicit, mesh_axes, reshard, spec_of, vary_alike
 from ..core.names import remat_policy
 from ..layers import RWKVState
 from ..layers.base import LAYER_NORM_EPS, check_lengths, with_axes, zero_beyond
-from ..layers.init import head_gain, orthogonal, symmetric_uniform
 from ..layers.norm import Norm
 from ..layers.sharding import (
     TOKEN_AXES,
     ActivationSharding,
-    DotOptions,
     check_length,
     constrain,
     is_sharded,
@@ -30,6 +27,7 @@ from ..layers.sharding import (
 from ..layers.state import check_state, zero_state
 from .block import Carry, RWKVBlock, residual
 from .config import RWKVConfig
+from .embedding import embedding_of, head_of
 from .families import family_of
 
 
@@ -45,27 +43,11 @@ def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
     )
 
 
-class _Embed(nn.Embed):
-    """`flax.linen.Embed`; with explicit axes each device reads the embeddings of its own tokens."""
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens [B, T] -> [B, T, C]."""
-        # cast after the lookup: the gradient of a frequent token is a sum over thousands, in param_dtype then
-        sharding, dtype = ActivationSharding.of(tokens), self.dtype or self.param_dtype
-        table = self.embedding
-        if sharding.mode != "explicit":
-            table = constrain(constrain(table, "vocab", "embed"), "activation_vocab", None)
-            return residual(jnp.take(table, tokens, axis=0).astype(dtype))
-        channels = without(spec_of(table)[1], sharding.batch_axes)
-        spec = P(*spec_of(tokens), channels)
-        return reshard(table, None, channels).at[tokens].get(out_sharding=spec).astype(dtype)
-
-
 class RWKVForCausalLM(nn.Module):
     """The language model of any family; use `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
 
     Parameters: emb/embedding, ln0 (with ``norm_first``), blocks_{i}/{ln1,att,ln2,ffn} (stacked under
-    ``blocks`` with ``scan_layers``), ln_out, head/kernel.
+    ``blocks`` with ``scan_layers``), ln_out, head/kernel (without ``tie_embeddings``; see `head_kernel`).
 
     Attributes:
         config: of a class that a row of `FAMILIES` has.
@@ -88,14 +70,7 @@ class RWKVForCausalLM(nn.Module):
         if not isinstance(self, model):
             got = f"{type(config).__name__} in {type(self).__name__}"
             raise TypeError(f"a config of {model.__name__} needs that class, got {got}")
-        boxed = functools.partial(with_axes, logical_axes=config.logical_axes)
-        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-        self.emb = _Embed(
-            config.vocab_size,
-            config.hidden_size,
-            embedding_init=boxed(symmetric_uniform(1e-4), ("vocab", "embed")),
-            **dtypes,
-        )
+        self.emb = embedding_of(config)
         if config.norm_first:
             self.ln0 = _layer_norm(config)
         block: Any = RWKVBlock
@@ -126,16 +101,8 @@ class RWKVForCausalLM(nn.Module):
         else:
             self.blocks = [block(config) for _ in range(config.num_layers)]
         self.ln_out = _layer_norm(config)
-        wide = jnp.promote_types(config.dtype, jnp.float32)
-        self.head = nn.Dense(
-            config.vocab_size,
-            use_bias=False,
-            kernel_init=boxed(
-                orthogonal(head_gain(config.vocab_size, config.hidden_size)), ("embed", "vocab")
-            ),
-            dot_general=functools.partial(_head_dot, preferred_element_type=wide),
-            **dtypes,
-        )
+        if not config.tie_embeddings:
+            self.head = head_of(config)
 
     @nn.nowrap
     def init_state(self, batch: int) -> RWKVState:
@@ -165,7 +132,7 @@ class RWKVForCausalLM(nn.Module):
         config = self.config
         read = _check_tokens(tokens, embeddings, segment_ids, lengths, config.hidden_size)
         if not self.is_initializing():
-            check_layers(self.variables.get("params", {}), config)
+            check_params(self.variables.get("params", {}), config)
         zeros = self.init_state(read.shape[0])
         if state is None:
             state = zeros
@@ -205,7 +172,7 @@ class RWKVForCausalLM(nn.Module):
     def logits(self, hidden: Float[Array, "*B C"]) -> Float[Array, "*B V"]:
         """The head: [..., C] -> float32 logits [..., V]."""
         check_mesh(type(self).__name__, hidden, self.variables)
-        logits = self.head(hidden)
+        logits = self.emb.attend(hidden) if self.config.tie_embeddings else self.head(hidden)
         # not sharded along V: losses index it and sampling sorts it
         return reshard(logits, *spec_of(logits)[:-1], None) if is_explicit() else logits
 
@@ -243,18 +210,14 @@ class RWKVForCausalLM(nn.Module):
         return self.logits(hidden), state
 
 
-def _head_dot(x: jax.Array, kernel: jax.Array, _: object, **options: Unpack[DotOptions]) -> jax.Array:
-    return ActivationSharding.of(x).dot(x, kernel, ("embed", "vocab"), **options)
-
-
 def _with_batch_of(tokens: jax.Array, x: jax.Array) -> jax.Array:
     """An array [L, B, ...] of a state with its batch on the devices of the tokens' batch."""
     batch = spec_of(tokens)[0]
     return reshard(x, None, batch, *(without(entry, mesh_axes(batch)) for entry in spec_of(x)[2:]))
 
 
-def check_layers(params: PyTree, config: RWKVConfig) -> None:
-    """Raises ValueError where layers are stacked and should not be, or the other way round."""
+def check_params(params: PyTree, config: RWKVConfig) -> None:
+    """Raises ValueError where layers are stacked and should not be, or the other way round; so for a head."""
     if "blocks_0" in params and config.scan_layers:
         raise ValueError(
             f"params has separate layers, but the model's scan_layers={config.scan_layers!r} needs them "
@@ -265,6 +228,9 @@ def check_layers(params: PyTree, config: RWKVConfig) -> None:
             "params has stacked layers, but the model's scan_layers=False needs them separate: use "
             "unstack_layers(params), or scan_layers='unroll'"
         )
+    if "emb" in params and ("head" in params) == config.tie_embeddings:
+        must = "have no head" if config.tie_embeddings else "contain head/kernel"
+        raise ValueError(f"params must {must}: the model's tie_embeddings={config.tie_embeddings}")
 
 
 def _check_tokens(

@@ -36,6 +36,8 @@ class RWKVConfig:
         remat: recompute each block in the backward pass; the forward of the op still runs once
             (`fla_jax.remat_policy`). ``"dense"`` also saves the outputs of the dense projections.
         norm_first: whether a layer norm, ``ln0``, follows the embedding, as in all official models.
+        tie_embeddings: whether the head is the transposed embedding; the parameters then have no ``head``
+            (see `head_kernel`). False in all official models.
         logical_axes: ``model.init`` returns parameters boxed with logical axis names
             (`flax.linen.LogicallyPartitioned`), otherwise plain arrays; ``model.apply`` takes both. Names:
             vocab, embed, heads, kv, mlp, layers, as MaxText has them, and rank; for those of activations see
@@ -66,6 +68,7 @@ class RWKVConfig:
     scan_layers: bool | Literal["unroll"] = False
     remat: bool | Literal["dense"] = False
     norm_first: bool = True
+    tie_embeddings: bool = False
     logical_axes: bool = False
     chunk_size: int | None = None
     implementation: str | None = None

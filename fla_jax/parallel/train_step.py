@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from ..core.arguments import check_integer
 from ..models import initial_params
-from ..models.causal_lm import check_layers
+from ..models.causal_lm import check_params
 from ..training.next_token import Loss, WeightedLoss, next_token_loss
 from .accumulate import accumulated_value_and_grad, microbatches
 from .mesh import BATCH_AXES, batch_parts, is_explicit_mesh
@@ -337,7 +337,7 @@ def _sharding_on(mesh: Mesh, x: jax.Array | jax.ShapeDtypeStruct) -> NamedShardi
 
 def _check_params(model: nn.Module, params: PyTree) -> None:
     """Raises unless ``params`` have the names and shapes of the model's."""
-    check_layers(params, model.config)
+    check_params(params, model.config)
     given, wanted = flatten_dict(params, sep="/"), flatten_dict(parameter_shapes(model), sep="/")
     for name in [*wanted, *given]:
         if name not in given:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ..core.mesh import is_explicit, reshard, vary_alike
 from ..layers.state import RWKVState, check_state
+from ..models import head_kernel
 from .losses import chunked_cross_entropy
 from .next_token import check_segment_ids, over_sequence
 
@@ -179,7 +180,7 @@ def carried_loss(
         tokens, ids = over_sequence(batch["tokens"]), over_sequence(batch["segment_ids"])
         state = _batch_first(_kept(batch["carry"], batch["continues"]))
         found: PyTree = model.apply({"params": params}, tokens, state, ids, method="hidden")
-        head, labels, mask = nn.meta.unbox(params["head"]["kernel"]), batch["labels"], batch["mask"]
+        head, labels, mask = head_kernel(params), batch["labels"], batch["mask"]
         mean = chunked_cross_entropy(found[0], head, labels, mask, l2wrap, block_tokens=block_tokens)
         return mean, _batch_first(jax.lax.stop_gradient(found[1]))
 
@@ -209,7 +210,7 @@ def _scan_chunks(
             state = _batch_first(_kept(_batch_first(state), continues))
         found: PyTree = model.apply({"params": params}, tokens, state, ids, method="hidden")
         hidden, state = found
-        mean = chunked_cross_entropy(hidden, nn.meta.unbox(params["head"]["kernel"]), labels, weights, l2wrap)
+        mean = chunked_cross_entropy(hidden, head_kernel(params), labels, weights, l2wrap)
         local = jnp.sum(weights)
         return mean * (jnp.where(local != 0, local, 1) / total), state
 

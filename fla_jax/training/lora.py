@@ -168,5 +168,6 @@ def projections(params: PyTree) -> dict[str, jax.Array]:
 def _matching(pattern: str, kernels: dict[str, jax.Array]) -> list[str]:
     if not (found := fnmatch.filter(kernels, pattern)):
         known = next(iter(kernels), "blocks_0/att/key")
-        raise ValueError(f"targets must match projections such as {known}, got {pattern!r}")
+        why = "only projections of layers have pairs, embedding and head do not"
+        raise ValueError(f"targets must match projections such as {known}, got {pattern!r}: {why}")
     return found

@@ -271,7 +271,7 @@ def chunked_cross_entropy(
     Args:
         hidden: [B, T, C], the input of the head:
             ``model.apply({"params": params}, tokens, method="hidden")[0]``.
-        kernel: [C, V] of the head, ``params["head"]["kernel"]``; cast to ``hidden``'s dtype.
+        kernel: [C, V] of the head, ``fla_jax.models.head_kernel(params)``; cast to ``hidden``'s dtype.
         labels: [B, T] integers, the token that follows each position.
         mask: [B, T] booleans or weights as for `cross_entropy`; None for all. Not differentiated.
         l2wrap: strength of L2Wrap, a Python number (see `cross_entropy`); 0 for none.

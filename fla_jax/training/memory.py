@@ -44,7 +44,8 @@ def estimate_memory(
     """
     C, L, V = config.hidden_size, config.num_layers, config.vocab_size
     size = mesh.shape
-    params = (14 * L * C * C + 2 * V * C) / (size["fsdp"] * size["tensor"])
+    ends = 1 if config.tie_embeddings else 2
+    params = (14 * L * C * C + ends * V * C) / (size["fsdp"] * size["tensor"])
     tokens = batch * sequence / accumulate / (size["data"] * size["fsdp"] * size["sequence"])
     saved = _SAVED_OF_TOKEN * np.dtype(config.dtype).itemsize * tokens * C * L
     return _BYTES_OF_PARAMETER * params + saved + _BYTES_OF_WORD * V

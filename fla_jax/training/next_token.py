@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ..core.mesh import is_explicit, reshard, spec_of
+from ..models import head_kernel
 from .losses import chunked_cross_entropy, label_mask
 
 Loss = Callable[..., PyTree]  # of parameters and a batch
@@ -68,7 +69,7 @@ def packed_loss(
     variables = variables_of(params, lora)
     rngs = None if dropout_key is None else {"dropout": dropout_key}
     hidden, _ = model.apply(variables, over_sequence(tokens), segment_ids=ids, method="hidden", rngs=rngs)
-    head = params["head"]["kernel"]
+    head = head_kernel(params)
     return chunked_cross_entropy(
         hidden, head, labels, mask, l2wrap, block_tokens=block_tokens, ignore_index=ignore_index
     )

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 from ..checkpoints import read_pth, write_pth
 from ..core.arguments import check_integer, check_number, shown
 from ..layers.state import RWKVState, SegmentState
+from ..models import head_kernel
 from ..models.config import check_model
 from .losses import chunked_cross_entropy, mask_where
 from .next_token import check_segment_ids
@@ -141,7 +142,7 @@ def state_loss(
             max_segments = check_integer("max_segments", max_segments, 1)
             variables["segment_states"] = _segment_states(model, states, max_segments)
     hidden, _ = model.apply(variables, tokens[:, :-1], state, ids, method="hidden")
-    return chunked_cross_entropy(hidden, params["head"]["kernel"], tokens[:, 1:], mask, l2wrap=0.0)
+    return chunked_cross_entropy(hidden, head_kernel(params), tokens[:, 1:], mask, l2wrap=0.0)
 
 
 def _segment_states(model: nn.Module, states: jax.Array, max_segments: int) -> dict[str, PyTree]:

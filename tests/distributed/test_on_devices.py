@@ -63,3 +63,10 @@ def test_losses():
     assert len(found["tuned"]) == 2 and not wrong(found["tuned"], 1e-11), found
     for error, spec in found["batch"].values():
         assert error < 1e-12 and spec[0] == "data"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [7, pytest.param(6, marks=pytest.mark.one_python)])
+def test_tied_embeddings(version):
+    found = processes.report("distributed/tied_run.py", version)
+    assert len(found) == 6 and not wrong(found, 1e-5), found
