@@ -20,6 +20,7 @@ CHECKED_BELOW = (
     "docs/tuning.md",
     "docs/long_contexts.md",
     "docs/models.md",
+    "docs/reinforcement.md",
     "docs/start.md",
 )
 
@@ -47,6 +48,12 @@ def test_data():
     assert (
         losses == pytest.approx({False: 2.37, True: 2.31}, abs=0.06) and losses[True] < losses[False] - 0.02
     )
+
+
+def test_reinforcement():
+    """Sampler and model agree before an update of the same parameters."""
+    differences = blocks.run("docs/reinforcement.md")["differences"]
+    assert len(differences) == 3 and max(differences) < 1e-4
 
 
 def test_generation(capsys):
