@@ -8,6 +8,7 @@ for tokens in batches:
 """
 
 from ..training.next_token import over_sequence
+from .carry import CarriedTrainState
 from .mesh import make_mesh
 from .rules import (
     axis_rules,
@@ -20,6 +21,7 @@ from .train_step import TrainStep
 from .xla_options import overlap_flags, overlap_options
 
 __all__ = [
+    "CarriedTrainState",
     "TrainStep",
     "axis_rules",
     "batch_sharding",

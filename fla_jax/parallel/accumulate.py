@@ -15,6 +15,9 @@ from jaxtyping import PyTree
 from ..core.mesh import spec_of
 from ..layers.sharding import out_sharding
 
+LossAndAux = Callable[[PyTree, PyTree, jax.Array | None], tuple[jax.Array, PyTree]]
+Weight = Callable[[PyTree], jax.Array]
+
 
 def microbatches(batch: PyTree, count: int) -> PyTree:
     """[B, ...] -> [count, B / count, ...] of each array: sequence i goes into microbatch i % count, so that
@@ -29,27 +32,35 @@ def microbatches(batch: PyTree, count: int) -> PyTree:
     return jax.tree.map(split, batch)
 
 
+def joined(parts: PyTree) -> PyTree:
+    """[count, B / count, ...] -> [B, ...] of each array: undoes `microbatches`."""
+
+    def join(x: jax.Array) -> jax.Array:
+        _, first, *rest = spec_of(x) or (None, None)
+        x = x.swapaxes(0, 1)
+        return x.reshape(-1, *x.shape[2:], **out_sharding(first, *rest))
+
+    return jax.tree.map(join, parts)
+
+
 def accumulated_value_and_grad(
-    loss: Callable[[PyTree, PyTree, jax.Array | None], PyTree],
-    weight: Callable[[PyTree], jax.Array],
-    count: int,
-    has_aux: bool,
-    constrain: Callable[[PyTree], PyTree],
+    loss: LossAndAux, weight: Weight, count: int, constrain: Callable[[PyTree], PyTree]
 ) -> Callable[[PyTree, PyTree, jax.Array | None], tuple[PyTree, PyTree]]:
     """`jax.value_and_grad` of a loss that is a weighted mean, in ``count`` microbatches.
 
     Only one microbatch's activations are in memory at a time. ``weight`` weighs losses and gradients,
     so that value and gradient are those of the whole batch; gradients are summed in at least float32. Aux
-    outputs are stacked, [count, ...].
+    outputs of several microbatches are stacked, [count, ...].
 
     Args:
         loss: of parameters, a batch, and a key of random numbers or None; each microbatch gets another key.
         weight: of a batch, such as its number of labels.
         count: microbatches.
-        has_aux: whether the loss returns ``(scalar, aux)``.
         constrain: shards the sum of gradients like the parameters.
     """
-    value_and_grad = jax.value_and_grad(loss, has_aux=has_aux)
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+    if count == 1:
+        return value_and_grad
 
     def accumulated(params: PyTree, batch: PyTree, key: jax.Array | None) -> tuple[PyTree, PyTree]:
         total = weight(batch)
@@ -58,15 +69,34 @@ def accumulated_value_and_grad(
         def add(sums: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
             microbatch, key = xs
             share = weight(microbatch) / total
-            value, grads = value_and_grad(params, microbatch, key)
-            value, aux = value if has_aux else (value, None)
+            (value, aux), grads = value_and_grad(params, microbatch, key)
             sums = jax.tree.map(lambda total, x: total + share * x, sums, grads)
             return constrain(sums), (share * value, aux)
 
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
         keys = None if key is None else jax.random.split(key, count)
         grads, (values, aux) = jax.lax.scan(add, constrain(zeros), (microbatches(batch, count), keys))
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        return ((jnp.sum(values), aux) if has_aux else jnp.sum(values)), grads
+        return (jnp.sum(values), aux), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
     return accumulated
+
+
+def weighted_losses(
+    loss: LossAndAux, weight: Weight, count: int, params: PyTree, batch: PyTree
+) -> tuple[jax.Array, PyTree]:
+    """Sums of weighted losses and of weights over ``count`` microbatches; aux outputs, stacked if several."""
+
+    def one(microbatch: PyTree) -> tuple[jax.Array, PyTree]:
+        share = weight(microbatch)
+        value, aux = loss(params, microbatch, None)
+        return jnp.stack([value * share, share]), aux
+
+    if count == 1:
+        return one(batch)
+    sums, aux = jax.lax.map(one, microbatches(batch, count))
+    return sums.sum(0), aux
+
+
+def num_sequences(batch: PyTree) -> jax.Array:
+    """The weight of a batch whose loss does not name another."""
+    return jnp.float32(jax.tree.leaves(batch)[0].shape[0])

@@ -8,13 +8,16 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core.mesh import Entry
 from ..layers.state import RWKVState
+from ..models.causal_lm import check_params as check_layout
 from .mesh import BATCH_AXES, batch_parts, check_axes
 
 Rules = tuple[tuple[str, Entry], ...]
@@ -187,6 +190,28 @@ def state_shardings(mesh: Mesh) -> PyTree:
 def parameter_shapes(model: nn.Module) -> PyTree:
     """Shapes and dtypes of the parameters, without boxes."""
     return jax.tree.map(lambda box: box.value, _boxed(model), is_leaf=_is_box)
+
+
+def sharding_on(mesh: Mesh, x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    """The sharding of ``x`` if it is on the mesh, else that of an array which every device has whole."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return sharding
+    return NamedSharding(mesh, P())
+
+
+def check_params(model: nn.Module, params: PyTree) -> None:
+    """Raises unless ``params`` have the names and shapes of the model's."""
+    check_layout(params, model.config)
+    given, wanted = flatten_dict(params, sep="/"), flatten_dict(parameter_shapes(model), sep="/")
+    for name in [*wanted, *given]:
+        if name not in given:
+            raise ValueError(f"params must contain {name}")
+        if name not in wanted:
+            raise ValueError(f"params contain {name}, which the model does not have")
+        shape, want = np.shape(given[name]), wanted[name].shape
+        if shape != want:
+            raise ValueError(f"params: {name} must have shape {list(want)}, got {list(shape)}")
 
 
 @functools.lru_cache(maxsize=4)

@@ -14,19 +14,28 @@ import numpy as np
 import optax
 from flax.core import unfreeze
 from flax.training.train_state import TrainState
-from flax.traverse_util import flatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from ..core.arguments import check_integer
+from ..layers.state import RWKVState
 from ..models import initial_params
-from ..models.causal_lm import check_params
+from ..training.carry import carried_loss, zero_carry
 from ..training.next_token import Loss, WeightedLoss, next_token_loss
-from .accumulate import accumulated_value_and_grad, microbatches
+from .accumulate import LossAndAux, accumulated_value_and_grad, num_sequences, weighted_losses
+from .carry import CarriedTrainState, carry_shardings, stored_carry, train_state, with_carry
 from .mesh import BATCH_AXES, batch_parts, is_explicit_mesh
-from .rules import axis_rules, batch_sharding, optimizer_shardings, parameter_shapes, parameter_shardings
+from .rules import (
+    axis_rules,
+    batch_sharding,
+    check_params,
+    optimizer_shardings,
+    parameter_shapes,
+    parameter_shardings,
+    sharding_on,
+)
 
 METRICS = ("loss", "grad_norm", "tokens")
 
@@ -71,6 +80,7 @@ class TrainStep:
         weight: Callable[[PyTree], jax.Array] | None = None,
         accumulate: int = 1,
         has_aux: bool = False,
+        carry_sequences: int | None = None,
         metrics: Sequence[str] | None = None,
         rng: jax.Array | None = None,
         params: PyTree = None,
@@ -93,6 +103,10 @@ class TrainStep:
             accumulate: number of microbatches that a batch is computed in, to save memory.
                 Loss and gradient stay those of the whole batch, but for rounding.
             has_aux: whether the loss returns ``(scalar, aux)``; with ``accumulate``, aux is stacked.
+            carry_sequences: the number B of a batch's sequences, whose recurrent states are then carried to
+                the next batch, for documents longer than a sequence: batches are those of
+                `fla_jax.data.pack_documents` with ``carry_state=True``. States are `CarriedTrainState`, the
+                default loss is `fla_jax.training.carried_loss`; another one has its form.
             metrics: names of what a step returns in a dict: ``"loss"``, ``"grad_norm"`` (global norm of the
                 gradient, before the optimiser clips it), ``"tokens"`` (the batch's `weight`). None: the loss
                 alone, without a dict.
@@ -106,32 +120,43 @@ class TrainStep:
             compiler_options: of XLA, for the step's program alone, such as `overlap_options`.
 
         Raises:
-            ValueError: see `axis_rules`, ``accumulate`` is not an integer >= 1, or a metric is unknown.
+            ValueError: see `axis_rules`, ``accumulate`` is not an integer >= 1, a metric is unknown, or
+                ``carry_sequences`` does not fit the mesh, or is given with ``has_aux``.
         """
         self.model, self.mesh, self.rules = model, mesh, axis_rules(model, mesh)
         if unknown := sorted({*(metrics or ())} - {*METRICS}):
             raise ValueError(f"metrics must be of {', '.join(METRICS)}, got {unknown[0]!r}")
-        self._optimizer, self._loss, self._has_aux = optimizer, loss or next_token_loss(model), has_aux
-        of_loss = self._loss.weight if isinstance(self._loss, WeightedLoss) else _num_sequences
+        self._carry_sequences = carry_sequences
+        if carry_sequences is not None and has_aux:
+            raise ValueError("has_aux must be False with carry_sequences, whose losses return the carry")
+        default = next_token_loss(model) if carry_sequences is None else carried_loss(model)
+        self._optimizer, self._loss, self._has_aux = optimizer, loss or default, has_aux
+        of_loss = self._loss.weight if isinstance(self._loss, WeightedLoss) else num_sequences
         self._weight = of_loss if weight is None else weight
         self._accumulate = check_integer("accumulate", accumulate, 1)
+        if carry_sequences is not None:
+            self._check_batch(check_integer("carry_sequences", carry_sequences, 1))
         self._metrics, self._rng = metrics, rng
         self._frozen = () if frozen is None else (frozen,)
         self._trains_model = params is None
         if params is None:
             shapes, shardings = parameter_shapes(model), parameter_shardings(model, mesh)
         else:
-            shapes, shardings = params, jax.tree.map(functools.partial(_sharding_on, mesh), params)
+            shapes, shardings = params, jax.tree.map(functools.partial(sharding_on, mesh), params)
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
         stored = {"step": NamedSharding(mesh, P()), "params": shardings}
         stored["opt_state"] = optimizer_shardings(optimizer, self._shapes, shardings, mesh)
-        self.shardings = TrainState(apply_fn=model.apply, tx=optimizer, **stored)
-        # with explicit axes the types already have the shardings
-        out: dict[str, PyTree] = {} if is_explicit_mesh(mesh) else {"out_shardings": (self.shardings, None)}
+        carry = self._carry_shardings = None if carry_sequences is None else carry_shardings(mesh)
+        self.shardings = train_state(carry, apply_fn=model.apply, tx=optimizer, **stored)
+        out: dict[str, PyTree] = {"out_shardings": (self.shardings, None)}
+        out_evaluate: dict[str, PyTree] = {"out_shardings": (None, carry)}
+        if is_explicit_mesh(mesh):  # the types already have the shardings
+            out, out_evaluate = {}, {}
         options = None if compiler_options is None else dict(compiler_options)
         donated = (0,) if donate else ()
         self._compiled = jax.jit(self._step, donate_argnums=donated, compiler_options=options, **out)
-        self._evaluate = jax.jit(self._weighted_losses)
+        self._evaluate = jax.jit(self._weighted_losses, **out_evaluate)
+        self._zero_carry = jax.jit(self._carry, out_shardings=carry)
 
     def init(self, key: jax.Array) -> TrainState:
         """A new state, initialised on the devices that store it. ``key``: from `jax.random.key`.
@@ -160,7 +185,7 @@ class TrainStep:
         """
         params = unfreeze(nn.meta.unbox(params))
         if self._trains_model:
-            _check_params(self.model, params)
+            check_params(self.model, params)
         else:
             chex.assert_trees_all_equal_shapes(params, self._shapes, exception_type=ValueError)
         params = jax.device_put(params, self.shardings.params, may_alias=False)
@@ -217,7 +242,8 @@ class TrainStep:
 
     def evaluate(self, state: TrainState, batches: Iterable[PyTree]) -> float:
         """The loss over several batches, each weighed by its `weight`: with the default loss the mean over
-        all labels, in nats per token. Batches are computed in ``accumulate`` microbatches, like a step.
+        all labels, in nats per token. Batches are computed in ``accumulate`` microbatches, like a step. With
+        ``carry_sequences``, recurrent states are zeros before the first one.
 
         Args:
             state: of which the parameters alone are read.
@@ -225,8 +251,9 @@ class TrainStep:
         """
         sums = np.zeros(2)
         with jax.set_mesh(self.mesh):
+            carry = self._zero_carry()
             for batch in batches:
-                found = self._evaluate(state.params, self.shard(batch), *self._frozen)
+                found, carry = self._evaluate(state.params, self.shard(batch), carry, *self._frozen)
                 sums += np.asarray(found, np.float64)
         return float(sums[0] / (sums[1] or 1))
 
@@ -240,7 +267,11 @@ class TrainStep:
     def _state(self, params: PyTree) -> TrainState:
         optimizer, opt_state = self._optimizer, self._optimizer.init(params)
         stored = {"step": jnp.int32(0), "params": params, "opt_state": opt_state}
-        return TrainState(apply_fn=self.model.apply, tx=optimizer, **stored)
+        return train_state(self._carry(), apply_fn=self.model.apply, tx=optimizer, **stored)
+
+    def _carry(self) -> RWKVState | None:
+        """The carry before the first batch."""
+        return None if self._carry_sequences is None else zero_carry(self.model, self._carry_sequences)
 
     def _check_batch(self, size: int) -> None:
         parts = batch_parts(self.mesh)
@@ -255,95 +286,65 @@ class TrainStep:
         """The logical axis rules in context; with explicit axes the types decide."""
         return contextlib.nullcontext() if is_explicit_mesh(self.mesh) else nn.logical_axis_rules(self.rules)
 
-    def _loss_of(self, frozen: tuple[PyTree, ...]) -> Callable[[PyTree, PyTree, jax.Array | None], PyTree]:
-        """The loss as a function of parameters, a batch, and a key or None."""
+    def _loss_of(self, frozen: tuple[PyTree, ...]) -> LossAndAux:
+        """The loss as a function of parameters, a batch, and a key or None; aux is None without one."""
         more = {"frozen": frozen[0]} if frozen else {}
+        has_aux = self._has_aux or self._carry_sequences is not None
 
-        def loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
-            return self._loss(params, batch, **more, **({} if key is None else {"key": key}))
+        def loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
+            found: PyTree = self._loss(params, batch, **more, **({} if key is None else {"key": key}))
+            return found if has_aux else (found, None)
 
         return loss
 
-    def _value_and_grad(
-        self, state: TrainState, batch: PyTree, frozen: tuple[PyTree, ...]
-    ) -> tuple[PyTree, PyTree]:
+    def _value_and_grad(self, state: TrainState, batch: PyTree, frozen: tuple[PyTree, ...]) -> PyTree:
         key = None if self._rng is None else jax.random.fold_in(self._rng, state.step)
-        loss = self._loss_of(frozen)
-        if self._accumulate == 1:
-            return jax.value_and_grad(loss, has_aux=self._has_aux)(state.params, batch, key)
 
         def constrain(grads: PyTree) -> PyTree:
             if is_explicit_mesh(self.mesh):  # the types shard them like the parameters
                 return grads
             return jax.lax.with_sharding_constraint(grads, self.shardings.params)
 
-        args = loss, self._weight, self._accumulate, self._has_aux, constrain
+        args = self._loss_of(frozen), self._weight, self._accumulate, constrain
         return accumulated_value_and_grad(*args)(state.params, batch, key)
 
     def _step(self, state: TrainState, batch: PyTree, *frozen: PyTree) -> tuple[TrainState, PyTree]:
+        if isinstance(state, CarriedTrainState):
+            batch = with_carry(batch, state.carry)
         for x in jax.tree.leaves(batch):
             self._check_batch(x.shape[0])
         with self._axis_rules():
-            found, grads = self._value_and_grad(state, batch, frozen)
-            metrics = found if self._metrics is None else self._named(found, grads, batch)
+            (loss, aux), grads = self._value_and_grad(state, batch, frozen)
+            if isinstance(state, CarriedTrainState):
+                state = state.replace(carry=stored_carry(aux, self._accumulate, self._carry_shardings))
+            metrics = self._reported(loss, aux, grads, batch)
         update = self._update
         if is_explicit_mesh(self.mesh):  # optax's products do not say how their results are sharded
             stored = self.shardings.params, self.shardings.opt_state
             update = jax.sharding.auto_axes(update, out_sharding=stored)
-        value = found[0] if self._has_aux else found
-        params, opt_state = update(grads, state.opt_state, state.params, value)
+        params, opt_state = update(grads, state.opt_state, state.params, loss)
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
-    def _named(self, found: PyTree, grads: PyTree, batch: PyTree) -> dict[str, PyTree]:
-        """The metrics of a step by name."""
-        loss, aux = found if self._has_aux else (found, None)
+    def _reported(self, loss: jax.Array, aux: PyTree, grads: PyTree, batch: PyTree) -> PyTree:
+        """The second result of a step."""
+        if self._metrics is None:
+            return (loss, aux) if self._has_aux else loss
         made = {"loss": lambda: loss, "grad_norm": lambda: optax.tree.norm(grads)}
         made["tokens"] = lambda: self._weight(batch)
-        return {name: made[name]() for name in self._metrics or ()} | ({"aux": aux} if self._has_aux else {})
+        return {name: made[name]() for name in self._metrics} | ({"aux": aux} if self._has_aux else {})
 
-    def _update(
-        self, grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array
-    ) -> tuple[PyTree, PyTree]:
+    def _update(self, grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> PyTree:
         # some transformations read the loss: optax.contrib.reduce_on_plateau, optax.polyak_sgd
         update = optax.with_extra_args_support(self._optimizer).update
         updates, opt_state = update(grads, opt_state, params, value=value)
         return optax.apply_updates(params, updates), opt_state
 
-    def _weighted_losses(self, params: PyTree, batch: PyTree, *frozen: PyTree) -> jax.Array:
-        """Sum of weighted losses, and of weights, over the microbatches of a batch."""
-        loss_of = self._loss_of(frozen)
-
-        def one(microbatch: PyTree) -> jax.Array:
-            weight, loss = self._weight(microbatch), loss_of(params, microbatch, None)
-            return jnp.stack([(loss[0] if self._has_aux else loss) * weight, weight])
-
+    def _weighted_losses(
+        self, params: PyTree, batch: PyTree, carry: RWKVState | None, *frozen: PyTree
+    ) -> tuple[jax.Array, RWKVState | None]:
+        """See `weighted_losses`; and the carry after the batch."""
+        batch = batch if carry is None else with_carry(batch, carry)
+        args = self._loss_of(frozen), self._weight, self._accumulate, params, batch
         with self._axis_rules():
-            if self._accumulate == 1:
-                return one(batch)
-            return jax.lax.map(one, microbatches(batch, self._accumulate)).sum(0)
-
-
-def _num_sequences(batch: PyTree) -> jax.Array:
-    return jnp.float32(jax.tree.leaves(batch)[0].shape[0])
-
-
-def _sharding_on(mesh: Mesh, x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-    """The sharding of ``x`` if it is on the mesh, else that of an array which every device has whole."""
-    sharding = getattr(x, "sharding", None)
-    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
-        return sharding
-    return NamedSharding(mesh, P())
-
-
-def _check_params(model: nn.Module, params: PyTree) -> None:
-    """Raises unless ``params`` have the names and shapes of the model's."""
-    check_params(params, model.config)
-    given, wanted = flatten_dict(params, sep="/"), flatten_dict(parameter_shapes(model), sep="/")
-    for name in [*wanted, *given]:
-        if name not in given:
-            raise ValueError(f"params must contain {name}")
-        if name not in wanted:
-            raise ValueError(f"params contain {name}, which the model does not have")
-        shape, want = np.shape(given[name]), wanted[name].shape
-        if shape != want:
-            raise ValueError(f"params: {name} must have shape {list(want)}, got {list(shape)}")
+            sums, aux = weighted_losses(*args)
+            return sums, None if carry is None else stored_carry(aux, self._accumulate, self._carry_shardings)

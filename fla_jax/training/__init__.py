@@ -1,8 +1,9 @@
 """Training: the official recipe, losses, long contexts, state tuning, and the parts of a training program."""
 
+from .carry import carried_loss, zero_carry
 from .checkpointing import TrainingCheckpoints, last_checkpoint
 from .logprobs import token_logprobs
-from .long_context import carried_loss, chunked_loss, truncated_value_and_grad, zero_carry
+from .long_context import chunked_loss, truncated_value_and_grad
 from .lora import init_lora, lora_loss, merge_lora
 from .lora_files import load_lora, save_lora
 from .losses import chunked_cross_entropy, cross_entropy

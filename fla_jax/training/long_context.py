@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 from ..core.mesh import is_explicit, reshard, vary_alike
 from ..layers.state import RWKVState, check_state
 from ..models import head_kernel
+from .carry import batch_first, kept
 from .losses import chunked_cross_entropy
-from .next_token import check_segment_ids, over_sequence
+from .next_token import check_segment_ids
 
 
 class _Chunks(NamedTuple):
@@ -132,72 +133,6 @@ def truncated_value_and_grad(
     return value_and_grad
 
 
-def zero_carry(model: nn.Module, size: int) -> RWKVState:
-    """The state before the first batch of `carried_loss`: `init_state` with the batch axis first.
-
-    Example:
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> from fla_jax.training import zero_carry
-        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
-        >>> zero_carry(model, 8).wkv.shape  # [B, L, H, K, V]
-        (8, 1, 2, 16, 16)
-    """
-    return _batch_first(model.init_state(size))
-
-
-def carried_loss(
-    model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int = 4096
-) -> Callable[[PyTree, PyTree], tuple[jax.Array, RWKVState]]:
-    """Next-token loss of rows that continue those of the batch before, whose states are carried on.
-
-    The value is that of the documents without ends of rows; gradients end with a row.
-
-    Args:
-        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-        l2wrap, block_tokens: see `fla_jax.training.chunked_cross_entropy`.
-
-    Returns:
-        ``loss(params, batch) -> (loss, carry)``, for `fla_jax.parallel.TrainStep` with ``has_aux=True``. The
-        batch is one of `fla_jax.data.pack_documents` with ``carry_state=True``, with the carry of the batch
-        before as ``carry``, `zero_carry` at first. A carry's arrays have the batch axis first, so that
-        ``TrainStep.shard`` splits them like the batch.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, numpy as np
-        >>> import grain
-        >>> from fla_jax.data import pack_documents
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> from fla_jax.training import carried_loss, zero_carry
-        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
-        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        >>> documents = grain.MapDataset.source([np.arange(1, 50)])
-        >>> loss_of, carry = jax.jit(carried_loss(model)), zero_carry(model, 1)
-        >>> for batch in pack_documents(documents, 16, 1, carry_state=True):
-        ...     loss, carry = loss_of(params, {**batch, "carry": carry})
-    """
-
-    def loss(params: PyTree, batch: PyTree) -> tuple[jax.Array, RWKVState]:
-        tokens, ids = over_sequence(batch["tokens"]), over_sequence(batch["segment_ids"])
-        state = _batch_first(_kept(batch["carry"], batch["continues"]))
-        found: PyTree = model.apply({"params": params}, tokens, state, ids, method="hidden")
-        head, labels, mask = head_kernel(params), batch["labels"], batch["mask"]
-        mean = chunked_cross_entropy(found[0], head, labels, mask, l2wrap, block_tokens=block_tokens)
-        return mean, _batch_first(jax.lax.stop_gradient(found[1]))
-
-    return loss
-
-
-def _batch_first(state: RWKVState) -> RWKVState:
-    """Arrays [L, B, ...] as [B, L, ...], and back."""
-    return jax.tree.map(lambda x: x.swapaxes(0, 1), state)
-
-
-def _kept(state: RWKVState, continues: Shaped[Array, " B"]) -> RWKVState:
-    """Arrays [B, L, ...] of a state, zeros where a sequence does not continue."""
-    keep = lambda x: jnp.where(continues.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
-    return jax.tree.map(keep, state)
-
-
 def _scan_chunks(
     model: nn.Module, params: PyTree, chunks: _Chunks, state: RWKVState, total: jax.Array, l2wrap: float
 ) -> tuple[jax.Array, RWKVState]:
@@ -207,7 +142,7 @@ def _scan_chunks(
     def chunk_loss(params: PyTree, state: RWKVState, chunk: _Chunks) -> tuple[jax.Array, RWKVState]:
         tokens, labels, weights, ids, continues = chunk
         if continues is not None:
-            state = _batch_first(_kept(_batch_first(state), continues))
+            state = batch_first(kept(batch_first(state), continues))
         found: PyTree = model.apply({"params": params}, tokens, state, ids, method="hidden")
         hidden, state = found
         mean = chunked_cross_entropy(hidden, head_kernel(params), labels, weights, l2wrap)

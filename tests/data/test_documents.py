@@ -1,20 +1,17 @@
-"""Packed documents: the rows of each lane, states that are carried on, iterators that are resumed."""
+"""Packed documents: the rows of each lane, and iterators that are resumed."""
 
 from __future__ import annotations
 
 import json
 
 import grain
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import small_models as small
 from grain import checkpoint as grain_checkpoint
-from harness import processes
 
 from fla_jax.data import BinIdxWriter, JsonLines, open_binidx, pack_documents
-from fla_jax.training import TrainingCheckpoints, carried_loss, zero_carry
+from fla_jax.training import TrainingCheckpoints
 
 LENGTHS = [5, 1, 12, 3, 8, 1, 40, 9, 16, 4, 7]
 
@@ -122,51 +119,6 @@ def test_a_source_of_binidx(tmp_path):
         pack_documents(source, 8, 2), pack_documents(grain.MapDataset.source(documents()), 8, 2)
     ):
         np.testing.assert_equal(got, want)
-
-
-def log_probabilities(model, params, document):
-    """Of every token of a document that is read whole, in NumPy from the logits."""
-    logits, state = model.apply({"params": params}, np.array([[0, *document[:-1]]]))
-    logits = np.asarray(logits[0])
-    shifted = logits - logits.max(-1, keepdims=True)
-    logs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return logs[np.arange(len(document)), document], state
-
-
-@pytest.mark.parametrize("version", small.VERSIONS)
-def test_carried_states_are_those_of_whole_documents(version):
-    """float64: the loss of every document without ends of rows, and the state at the end of the last row."""
-    lengths = [37, 5, 64, 1, 8, 16]
-    with small.float64():
-        model = small.model(version, dtype="float64", param_dtype="float64", implementation="xla")
-        params, found = small.params(model), documents(lengths)
-        whole = [log_probabilities(model, params, document) for document in found]
-        loss_of = jax.jit(carried_loss(model, l2wrap=0.0))
-
-        def total(carries):
-            carry, sum_ = zero_carry(model, 2), 0.0
-            for batch in pack_documents(grain.MapDataset.source(found), 8, 2, carry_state=True):
-                loss, new = loss_of(params, {**batch, "carry": carry})
-                sum_ += float(loss) * float(batch["mask"].sum())
-                carry = new if carries else carry
-            return sum_, new
-
-        want = -sum(logs.sum() for logs, _ in whole)
-        got, _ = total(carries=True)
-        assert abs(got / want - 1) < 1e-13
-        assert abs(total(carries=False)[0] / want - 1) > 1e-4
-        carry = zero_carry(model, 1)
-        # 64 tokens: the last row ends with the document
-        for batch in pack_documents(grain.MapDataset.source([found[2]]), 8, 1, carry_state=True):
-            _, carry = loss_of(params, {**batch, "carry": carry})
-        small.assert_close(jax.tree.map(lambda x: x.swapaxes(0, 1), carry), whole[2][1], 1e-13)
-
-
-def test_a_carried_step_on_eight_devices():
-    """`TrainStep` with carried states on a mesh, and on one device: the losses of a few steps."""
-    found = processes.report("data/carried_run.py")
-    np.testing.assert_allclose(found["mesh"], found["one device"], rtol=1e-6)
-    assert len(set(found["mesh"])) == len(found["mesh"]) > 3
 
 
 def test_refusals():

@@ -1,0 +1,97 @@
+"""States carried between batches, for documents longer than a sequence (truncated backpropagation)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from ..layers.state import RWKVState
+from ..models import head_kernel
+from .losses import chunked_cross_entropy
+from .next_token import over_sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class CarriedLoss:
+    """The result of `carried_loss`: the loss, and the `weight` of a batch."""
+
+    model: nn.Module
+    l2wrap: float
+    block_tokens: int
+
+    def __call__(self, params: PyTree, batch: PyTree) -> tuple[jax.Array, RWKVState]:
+        """The mean over the labels of a batch, and the states at the ends of its sequences."""
+        tokens, ids = over_sequence(batch["tokens"]), over_sequence(batch["segment_ids"])
+        state = batch_first(kept(batch["carry"], batch["continues"]))
+        found: PyTree = self.model.apply({"params": params}, tokens, state, ids, method="hidden")
+        mean = chunked_cross_entropy(
+            found[0],
+            head_kernel(params),
+            batch["labels"],
+            batch["mask"],
+            self.l2wrap,
+            block_tokens=self.block_tokens,
+        )
+        return mean, batch_first(jax.lax.stop_gradient(found[1]))
+
+    def weight(self, batch: PyTree) -> jax.Array:
+        """The divisor of the mean: the sum of the mask."""
+        return jnp.sum(batch["mask"], dtype=jnp.float32)
+
+
+def carried_loss(model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int = 4096) -> CarriedLoss:
+    """Next-token loss of documents that continue in the next batch, where their states are carried on.
+
+    The value is that of whole documents. Gradients end at the end of a sequence: the carry is a constant.
+    `fla_jax.parallel.TrainStep` with ``carry_sequences=`` uses this loss, and passes the carry on.
+
+    Args:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+        l2wrap, block_tokens: see `fla_jax.training.chunked_cross_entropy`.
+
+    Returns:
+        ``loss(params, batch) -> (loss, carry)``. The batch is one of `fla_jax.data.pack_documents` with
+        ``carry_state=True``, and has the carry of the batch before as ``carry``, `zero_carry` at first.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> import grain
+        >>> from fla_jax.data import pack_documents
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.training import carried_loss, zero_carry
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
+        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        >>> documents = grain.MapDataset.source([np.arange(1, 50)])
+        >>> loss_of, carry = jax.jit(carried_loss(model)), zero_carry(model, 1)
+        >>> for batch in pack_documents(documents, 16, 1, carry_state=True):
+        ...     loss, carry = loss_of(params, {**batch, "carry": carry})
+    """
+    return CarriedLoss(model, l2wrap, block_tokens)
+
+
+def zero_carry(model: nn.Module, size: int) -> RWKVState:
+    """The states before the first batch: `init_state` with the batch axis first, to be sharded like a batch.
+
+    Example:
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.training import zero_carry
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
+        >>> zero_carry(model, 8).wkv.shape  # [B, L, H, K, V]
+        (8, 1, 2, 16, 16)
+    """
+    return batch_first(model.init_state(size))
+
+
+def batch_first(state: RWKVState) -> RWKVState:
+    """Arrays [L, B, ...] as [B, L, ...], and back."""
+    return jax.tree.map(lambda x: x.swapaxes(0, 1), state)
+
+
+def kept(state: RWKVState, continues: Bool[Array, " B"]) -> RWKVState:
+    """Arrays [B, L, ...] of a state, zeros where a sequence does not continue."""
+    keep = lambda x: jnp.where(continues.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+    return jax.tree.map(keep, state)
