@@ -34,6 +34,7 @@ _OPTIONS = (
     "scan_layers",
     "remat",
     "norm_first",
+    "tie_embeddings",
     "logical_axes",
     "chunk_size",
     "implementation",
@@ -64,11 +65,12 @@ def load_checkpoint(
             shards; a folder of the library's own format is also read in shards. None: everything on the
             default device.
         **options: fields of the model's configuration that no tensor gives: ``dtype``, ``param_dtype``,
-            ``scan_layers``, ``remat``, ``norm_first``, ``logical_axes``, ``chunk_size``, ``implementation``;
-            see `RWKV7Config`. ``param_dtype`` casts the parameters; by default each has its dtype in the file
-            (stacked layers the widest of theirs). ``dtype``, the compute dtype, is float32 by default.
-            ``norm_first`` is that of ``config.json`` by default, True without one. For the library's own
-            format the defaults are the fields of the saved model.
+            ``scan_layers``, ``remat``, ``norm_first``, ``tie_embeddings``, ``logical_axes``, ``chunk_size``,
+            ``implementation``; see `RWKV7Config`. ``param_dtype`` casts the parameters; by default each has
+            its dtype in the file (stacked layers the widest of theirs). ``dtype``, the compute dtype, is
+            float32 by default. ``norm_first`` is that of ``config.json`` by default, True without one, and
+            ``tie_embeddings`` its ``tie_word_embeddings``, False without one. For the library's own format
+            the defaults are the fields of the saved model.
 
     Returns:
         ``(model, params)``: ``model.apply({"params": params}, tokens)``. Params are JAX arrays, not boxed.
@@ -77,8 +79,9 @@ def load_checkpoint(
     Raises:
         ValueError: the file is broken, truncated, damaged (``.pth`` files have checksums), no regular file,
             or contains code; it is of an unknown or newer variant; a tensor is missing, surplus, has a wrong
-            shape or dtype, or shares its values with others, as only embedding and head may; config.json has
-            another norm_eps or activation; an option does not fit. The message names file and tensor.
+            shape or dtype, or shares its values with others, as only embedding and head may; the head differs
+            from the embedding of a model with ``tie_embeddings``; config.json has another norm_eps or
+            activation; an option does not fit. The message names file and tensor.
         TypeError: an option is unknown, is given by the file, or has another type; ``path`` is no path.
         OSError: the file cannot be opened, or neither found in the cache nor downloaded.
         ImportError: safetensors or huggingface_hub is needed and not installed.
@@ -120,6 +123,8 @@ def load_checkpoint(
         planned = tree.plan(param_map, tensors, config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    if config.tie_embeddings:
+        tree.check_tied(path, param_map, tensors)
     model = cast(RWKVForCausalLM, param_map.family.model(config))
     where = None if shardings is None else shardings(model)
     return model, tree.read(planned, config.param_dtype if "param_dtype" in options else None, where)
@@ -142,11 +147,12 @@ def save_checkpoint(
     * ``"orbax"``, the library's own: a folder with ``fla_jax.json`` (every field of the configuration, the
       tokenizer, the version) and ``params``, an Orbax checkpoint to which each device writes its own shards.
       In a run of several processes all of them call this function.
-    * ``"pth"``: one file with the official names, for RWKV-LM and PyPI ``rwkv``.
+    * ``"pth"``: one file with the official names, for RWKV-LM and PyPI ``rwkv``. It has a head also where
+      ``tie_embeddings`` makes that the embedding: load it with ``tie_embeddings=True``.
     * ``"huggingface"``: ``config.json``, ``generation_config.json`` and safetensors, with names, shapes and
       dtypes of flash-linear-attention's `RWKV7ForCausalLM` and `RWKV6ForCausalLM` (0.6.0, which loads them in
-      a test) and of rwkv7-hf (0.9.0, likewise). Not compared with files that are published at Hugging Face:
-      that needs a network.
+      a test) and of rwkv7-hf (0.9.0, likewise); ``tie_word_embeddings`` is ``tie_embeddings``. Not compared
+      with files that are published at Hugging Face: that needs a network.
 
     A warning names parameters whose dtype differs from that of most, except in the library's own format. A
     file appears, or is replaced, when it is complete, also where several processes save to one path; a folder

@@ -94,7 +94,7 @@ def load_native(
     """Model and parameters. A device reads the shards that it gets, on any mesh, and nothing else.
 
     Layers that are stacked in the folder, and not in the model that is asked for, are converted, and the
-    other way round.
+    other way round. A head that is the embedding can be left out (``tie_embeddings``).
 
     Raises:
         ValueError: the folder is broken, or of another version with other fields or parameters.
@@ -103,7 +103,10 @@ def load_native(
     saved, version = _described(path)
     config = dataclasses.replace(saved, **options)
     wanted = cast(RWKVForCausalLM, family_of(config).model(config))
-    stored = wanted.clone(config=dataclasses.replace(config, scan_layers=saved.scan_layers))
+    if saved.tie_embeddings and not config.tie_embeddings:
+        raise ValueError(f"{path} has no head: it was saved with tie_embeddings=True")
+    as_saved = {name: getattr(saved, name) for name in ("scan_layers", "tie_embeddings")}
+    stored = wanted.clone(config=dataclasses.replace(config, **as_saved))
     found = _metadata(path / _PARAMS)
     shapes = {name: list(x.shape) for name, x in found.items()}
     if text := mismatch(shapes, {name: list(x) for name, x in tree.model_shapes(stored.config).items()}):
@@ -117,6 +120,9 @@ def load_native(
             raise ValueError(f"{path}: {name} is {dtype}: give param_dtype, or set jax_enable_x64")
         target[name] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=places.get(name, default))
     params = _restored(path / _PARAMS, unflatten_dict(target, sep="/"))
+    if config.tie_embeddings and not saved.tie_embeddings:
+        head = params.pop("head")["kernel"]
+        tree.check_same(path, tree.HEAD, head.T, params["emb"]["embedding"])
     if bool(config.scan_layers) != bool(saved.scan_layers):
         convert = stack_layers if config.scan_layers else unstack_layers
         out = None if shardings is None else shardings(wanted)

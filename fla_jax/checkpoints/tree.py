@@ -6,7 +6,8 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -20,6 +21,9 @@ from ..layers.fields import DTYPES
 from ..models import RWKVConfig, family_of
 from .param_maps.param_map import ParamMap, Transform
 from .tensors import StoredTensor, copy_into, quoted, read_ahead
+
+Array: TypeAlias = np.ndarray | jax.Array
+EMBEDDING, HEAD = "emb/embedding", "head/kernel"  # paths of parameters
 
 
 class Parameter(NamedTuple):
@@ -50,7 +54,7 @@ def sizes(param_map: ParamMap, tensors: Mapping[str, StoredTensor]) -> dict[str,
             raise ValueError(f"{quoted(tensor.name)} has the wrong shape, {list(tensor.shape)}")
         return shape
 
-    vocab_size, hidden_size = shape("emb/embedding")
+    vocab_size, hidden_size = shape(EMBEDDING)
     found = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_layers": len(layers)}
     for field, size in param_map.family.sizes.items():
         if size.layer < len(layers):
@@ -93,7 +97,7 @@ def model_shapes(config: RWKVConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def checked(params: PyTree, config: RWKVConfig) -> dict[str, np.ndarray | jax.Array]:
+def checked(params: PyTree, config: RWKVConfig) -> dict[str, Array]:
     """The parameters by path, without boxes.
 
     Raises:
@@ -123,11 +127,16 @@ def plan(
     """
     shapes, used = _shapes(config), set()
     param_map.check_paths(shapes)
+    if config.tie_embeddings:
+        used.add(param_map.ref(HEAD).name)  # see `check_tied`
 
     def source(path: str, layer: int | None = None) -> tuple[StoredTensor, Transform]:
         (name, transform), shape = param_map.ref(path, layer), shapes[path]
         if path.startswith("ln0/") and name not in tensors:
             hint = "norm_first=False loads a model that does not normalise its embeddings"
+            raise ValueError(f"lacks the tensor {quoted(name)}; {hint}")
+        if path == HEAD and name not in tensors:
+            hint = "tie_embeddings=True loads a model whose head is its embedding"
             raise ValueError(f"lacks the tensor {quoted(name)}; {hint}")
         tensor = find(tensors, name)
         want = transform.save(np.broadcast_to(np.uint8(0), shape)).shape
@@ -177,7 +186,7 @@ def _check_shared(planned: Mapping[str, Parameter]) -> None:
         for tensor, _ in parameter.layers.values():
             if tensor.storage is not None:
                 sharing[tensor.storage].append(tensor)
-    embedding, head = (planned[path].layers[0][0] for path in ("emb/embedding", "head/kernel"))
+    embedding, head = (planned[path].layers[0][0] if path in planned else None for path in (EMBEDDING, HEAD))
     for tensors in sharing.values():
         tied = any(tensor is embedding for tensor in tensors)
         taken = 0
@@ -186,6 +195,27 @@ def _check_shared(planned: Mapping[str, Parameter]) -> None:
             if taken > tensor.storage_nbytes:
                 what = f"{len(tensors)} tensors have {tensor.storage_nbytes} bytes together"
                 raise ValueError(f"{quoted(tensor.name)} shares its values with other tensors: {what}")
+
+
+def check_tied(path: Path, param_map: ParamMap, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises ValueError unless a file's head, if it has one, is the embedding."""
+    refs = {name: param_map.ref(name) for name in (EMBEDDING, HEAD)}
+    if refs[HEAD].name in tensors:
+        embedding, head = (ref.transform.load(tensors[ref.name].read()) for ref in refs.values())
+        check_same(path, refs[HEAD].name, head.T, embedding)
+
+
+def check_same(path: Path, name: str, head: Array, embedding: Array) -> None:
+    """Raises ValueError unless the head [V, C] of a model with ``tie_embeddings`` is the embedding."""
+    must = f"{path}: {quoted(name)} must be the embedding of a model with tie_embeddings=True"
+    if head.shape != embedding.shape:
+        raise ValueError(f"{must}, got shapes {list(head.shape)} and {list(embedding.shape)}")
+    differ = int((head != embedding).sum())
+    if differ:
+        wide = jnp.promote_types(head.dtype, jnp.float32)
+        largest = float(abs(head.astype(wide) - embedding.astype(wide)).max())
+        got = f"{differ} of {head.size} values that differ, by up to {largest:.3g}"
+        raise ValueError(f"{must}, got {got}; tie_embeddings=False loads both")
 
 
 def read(
@@ -217,12 +247,12 @@ def from_tree(param_map: ParamMap, params: PyTree, config: RWKVConfig) -> dict[s
     flat = {path: np.asarray(x) for path, x in checked(params, config).items()}
     shapes = _shapes(config)
     param_map.check_paths(shapes)
-    if config.tie_embeddings:
-        flat["head/kernel"] = flat["emb/embedding"].T
-        shapes = {**shapes, "head/kernel": flat["head/kernel"].shape}
+    if config.tie_embeddings and not param_map.can_tie:
+        flat[HEAD] = flat[EMBEDDING].T
+        shapes = {**shapes, HEAD: flat[HEAD].shape}
     tensors = {}
     for path, layer in param_map.order(config):
-        if path not in shapes:  # the norm of the embedding, which not every model has
+        if path not in shapes:  # the norm of the embedding and the head, which not every model has
             continue
         if layer is None:
             x = flat[path]
@@ -233,7 +263,7 @@ def from_tree(param_map: ParamMap, params: PyTree, config: RWKVConfig) -> dict[s
     return tensors
 
 
-def check_array(name: str, x: object) -> np.ndarray | jax.Array:
+def check_array(name: str, x: object) -> Array:
     """Raises TypeError unless ``x`` is an array of a dtype that files may hold; the message has ``name``."""
     if not isinstance(x, np.ndarray | jax.Array):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")

@@ -132,9 +132,10 @@ from fla import models
 
 step, folders = sys.argv[1], sys.argv[2:]
 for folder in folders:
-    version, norm_first = int(folder[-2]), folder[-1] == "1"
+    version, norm_first, tied = int(folder[-3]), folder[-2] == "1", folder[-1] == "1"
     Config, Model = getattr(models, f"RWKV{version}Config"), getattr(models, f"RWKV{version}ForCausalLM")
     sizes = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, norm_first=norm_first)
+    sizes |= dict(tie_word_embeddings=tied)
     if version == 7:
         ranks = dict(decay_low_rank_dim=4, a_low_rank_dim=6, v_low_rank_dim=5, gate_low_rank_dim=8)
         config = Config(head_dim=16, **sizes, **ranks)
@@ -174,14 +175,15 @@ def test_flash_linear_attention(tmp_path):
         files = [fla.load(folder, file.name) for file in folder.glob("*.safetensors")]
         return {name: (x.shape, x.dtype) for tensors in files for name, x in tensors.items()}
 
-    cases = [(version, norm_first) for version in small.VERSIONS for norm_first in (True, False)]
-    theirs, ours = ([tmp_path / f"{who}{a}{b:d}" for a, b in cases] for who in ("theirs", "ours"))
+    cases = [(a, *b) for a in small.VERSIONS for b in ((True, False), (False, False), (True, True))]
+    theirs, ours = ([tmp_path / f"{who}{a}{b:d}{c:d}" for a, b, c in cases] for who in ("theirs", "ours"))
     run("save", theirs)
-    for (_, norm_first), source, target in zip(cases, theirs, ours, strict=True):
+    for (_, norm_first, tied), source, target in zip(cases, theirs, ours, strict=True):
         model, params = load_checkpoint(source)
-        assert model.config.norm_first is norm_first and model.config.head_dim == 16
+        assert model.config.norm_first is norm_first and model.config.tie_embeddings is tied
+        assert model.config.head_dim == 16
         save_checkpoint(tmp_path / "a.pth", model, params)
-        model, params = load_checkpoint(tmp_path / "a.pth", norm_first=norm_first)
+        model, params = load_checkpoint(tmp_path / "a.pth", norm_first=norm_first, tie_embeddings=tied)
         save_checkpoint(target, model, params, format="huggingface", max_shard_size=20_000)
         maps = [json.loads((folder / INDEX).read_text())["weight_map"] for folder in (source, target)]
         assert maps[0].keys() == maps[1].keys() and kinds(source) == kinds(target)

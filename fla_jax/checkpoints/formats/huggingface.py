@@ -27,7 +27,12 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 # values of fields that no tensor shows, FLA's default first
-_KNOWN = {"norm_eps": (1e-5,), "hidden_act": ("sqrelu",), "norm_first": (True, False)}
+_KNOWN = {
+    "norm_eps": (1e-5,),
+    "hidden_act": ("sqrelu",),
+    "norm_first": (True, False),
+    "tie_word_embeddings": (False, True),
+}
 
 
 def _safetensors() -> types.ModuleType:
@@ -128,7 +133,8 @@ def _fields(path: Path) -> dict[str, Json]:
         if config.get(field, known[0]) not in known:
             what = f"{field} must be {' or '.join(map(repr, known))}, got {config[field]!r:.200}"
             raise ValueError(f"{path / _CONFIG}: {what}: the tensors would fit, the results would not")
-    return {"norm_first": config.get("norm_first", True)}
+    tied = config.get("tie_word_embeddings", False)
+    return {"norm_first": config.get("norm_first", True), "tie_embeddings": tied}
 
 
 def write_safetensors(

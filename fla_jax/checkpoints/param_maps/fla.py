@@ -67,7 +67,7 @@ def _config_json(config: RWKVConfig, dtype: np.dtype) -> dict[str, Json]:
         "norm_first": config.norm_first,
         "norm_bias": True,
         "norm_eps": 1e-5,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": 0,  # RWKV's documents are separated by token 0
         "eos_token_id": 0,
         "pad_token_id": None,  # the embedding of a padding token is not trained by PyTorch
@@ -124,6 +124,7 @@ FLA6 = ParamMap(
     ),
     prefix=PREFIX,
     slices={"attn.x_bias": tuple(f"attn.x_bias[{i}]" for i in range(5))},
+    can_tie=True,
     config_json=_config_json6,
 )
 FLA7 = ParamMap(
@@ -155,5 +156,6 @@ FLA7 = ParamMap(
     extras={r"model\.layers\.0\.attn\.v_lora\..*": any_shape},  # no program reads layer 0's
     prefix=PREFIX,
     slices={"attn.x_x": tuple(f"attn.x_{name}" for name in "rwkvag")},  # of older files
+    can_tie=True,
     config_json=_config_json7,
 )

@@ -113,6 +113,7 @@ class ParamMap:
         prefix: regular expression of what trainers prepend to names.
         slices: {end of a name: ends of the names of its slices} of tensors that hold several parameters.
             Slices named like ``x_bias[0]`` are written as one tensor, others as separate tensors.
+        can_tie: whether `config_json` can say that the head is the embedding; files then lack the head.
         config_json: the contents of the ``config.json`` of a directory, from a configuration without a size
             that is None, and the dtype of the embedding.
 
@@ -132,6 +133,7 @@ class ParamMap:
     extras: Mapping[str, Callable[[tuple[int, ...], Any], None]] = dataclasses.field(default_factory=dict)
     prefix: str = ""
     slices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    can_tie: bool = False
     config_json: Callable[[Any, np.dtype], dict[str, Json]] = no_config_json
 
     def detect(self, names: Iterable[str]) -> bool:
