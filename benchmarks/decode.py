@@ -1,8 +1,9 @@
 """Times decoding on one GPU: ``python benchmarks/decode.py``.
 
-A token is all of `generate`: bfloat16 weights, float32 states, random parameters. The floor is a copy of the
-bytes that a token needs: every weight once, every state twice. ``kernels`` counts those of a token,
-``copies`` those that copy a layer's states, which should be none. Peers run last, in their own processes.
+A token is all of a `Generator`'s loop: bfloat16 weights, float32 states, random parameters. The floor is a
+copy of the bytes that a token needs: every weight once, every state twice. ``kernels`` counts those of a
+token, ``copies`` those that copy a layer's states, which should be none. Peers run last, in their own
+processes.
 
     python benchmarks/decode.py                                   # everything: many minutes
     python benchmarks/decode.py --models 24x2048 --batches 1      # the first number to look at
@@ -168,7 +169,7 @@ def token_times(
 
 
 def prompt_rates(model: Any, params: Any, length: int) -> dict[str, float]:
-    """Tokens/s of a prompt by `prefill`, as in generate, and by one call of the model; each is waited for."""
+    """Tokens/s of a prompt by `prefill` and by one call of the model; each is waited for."""
     import jax
     import numpy as np
 
@@ -197,14 +198,15 @@ def engine_rates(model: Any, params: Any, slots: int, options: argparse.Namespac
     """Tokens/s of `Engine` in all and while prompts wait; prompts of 8 to 256 tokens, 16 to 1024 new ones."""
     import numpy as np
 
-    from fla_jax.generation import Decoder, Engine, SamplingParams
+    from fla_jax.generation import Decoder, SamplingParams
+    from fla_jax.generation.engine import Engine
 
     small = options.quick
     decoder = Decoder(model, params, state_dtype=options.state, int8_group=options.int8_group)
     count = (2 if small else 8) * slots
 
     def run() -> dict[str, float]:
-        engine, rng = Engine(model, params, slots, decoder=decoder), np.random.default_rng(0)
+        engine, rng = Engine(params, decoder, slots), np.random.default_rng(0)
         for _ in range(count):
             prompt = rng.integers(1, model.config.vocab_size, rng.integers(8, 33 if small else 257))
             limit = int(rng.integers(16, 33 if small else 1025))

@@ -20,14 +20,13 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from _cli import compute_dtype, parse, program
 
 from fla_jax.checkpoints import load_checkpoint
-from fla_jax.generation import SamplingParams, decode_stream, load_tokenizer, stream, uncounted
+from fla_jax.generation import Generator, SamplingParams, load_tokenizer, uncounted
 from fla_jax.training import TrainingCheckpoints, initial_state, load_states
 
 
@@ -54,7 +53,7 @@ class Options:
     penalty_decay: float = 0.996
     """factor on these counts at every step"""
     stop: tuple[int, ...] | None = None
-    """tokens that end the text (default: 0 for the World vocabulary, else none)"""
+    """tokens that end the text (default: the tokenizer's end of text)"""
     ban: tuple[int, ...] = ()
     """tokens that never come"""
     seed: int = 0
@@ -91,42 +90,38 @@ def run(options: Options) -> None:
     vocab_size = model.config.vocab_size
     tokenizer = options.tokenizer and os.path.expanduser(options.tokenizer)
     tokenizer = load_tokenizer(tokenizer, vocab_size=vocab_size)
-    stop = ((0,) if vocab_size > 65000 else ()) if options.stop is None else options.stop
     names = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "penalty_decay")
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
-    given |= {"banned": options.ban, "stop_tokens": stop}
-    sampling = SamplingParams(**given, uncounted=uncounted(tokenizer, vocab_size))
-    prompts = [tokenizer.encode(text) for text in options.prompt]
-    if not all(prompts):
+    given |= {"banned": options.ban, "stop_tokens": options.stop or (), "max_tokens": options.tokens}
+    given |= {"uncounted": uncounted(tokenizer, vocab_size), "ignore_eos": options.stop is not None}
+    if not all(options.prompt):
         raise ValueError("--prompt must not be empty")
     state = None
     if options.states is not None:
-        state = initial_state(model, load_states(options.states, model), len(prompts))
-    texts = [list[int]() for _ in prompts]
-    began = 0.0
-
-    def steps() -> Iterator[Any]:
-        """The next token of each text, -1 for those that have ended."""
-        nonlocal began
-        for new in stream(model, params, prompts, options.tokens, sampling, seed=options.seed, state=state):
-            began = began or time.perf_counter()  # the first one waits for the compiler
-            for text, token in zip(texts, new.tolist()):
-                text += [token] * (token >= 0)
-            yield new
-
-    if len(prompts) == 1:
-        parts = decode_stream(tokenizer, (int(new[0]) for new in steps()))
-        first = next(parts, "")  # before anything is printed: an error gets a line for itself
-        for part in itertools.chain((options.prompt[0], first), parts):
-            print(part, end="", flush=True)
+        state = initial_state(model, load_states(options.states, model), batch=1)
+    generator = Generator(model, params, slots=len(options.prompt), tokenizer=tokenizer)
+    streams = [
+        generator.stream(prompt, SamplingParams(**given, seed=options.seed + i), state=state)
+        for i, prompt in enumerate(options.prompt)
+    ]
+    rounds = itertools.zip_longest(*streams)  # one token of each text that has not ended
+    first = next(rounds)  # before anything is printed: an error gets a line for itself
+    began = time.perf_counter()  # the first token waits for the compiler
+    texts, is_single = [*options.prompt], len(streams) == 1
+    if is_single:
+        print(texts[0], end="")
+    for events in itertools.chain([first], rounds):
+        for i, event in enumerate(events):
+            texts[i] += event.text if event else ""
+        if is_single:
+            print(events[0].text, end="", flush=True)
+    late = time.perf_counter() - began
+    if is_single:
         print("\n\n", end="", flush=True, file=sys.stderr)
     else:
-        for _ in steps():
-            pass
-        whole = (prompt + tokenizer.decode(text) for prompt, text in zip(options.prompt, texts))
-        print("\n\n---\n\n".join(whole), flush=True)
-    count, late = sum(map(len, texts)), time.perf_counter() - began
-    timed = count - sum(map(bool, texts))
+        print("\n\n---\n\n".join(texts), flush=True)
+    count = sum(len(one.completion.tokens) for one in streams)
+    timed = count - sum(len(event.tokens) for event in first)
     print(f"{count} tokens" + (f", {timed / late:.1f} tokens/s" if timed else ""), file=sys.stderr)
 
 

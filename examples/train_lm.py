@@ -127,10 +127,12 @@ def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
     # 4. a sample, and the curve
     if options.sample_bytes:
         prompt = held_out[3, :100].tolist() if options.prompt is None else [*options.prompt.encode()] or [10]
-        sampling = SamplingParams.policy(options.temperature)
-        sample = generate(model, state.params, [prompt], options.sample_bytes, sampling, seed=options.seed)
+        sampling = SamplingParams.policy(
+            options.temperature, seed=options.seed, max_tokens=options.sample_bytes
+        )
+        (sample,) = generate(model, state.params, [prompt], sampling)
         print(f"---- sample, after the prompt {bytes(prompt).decode(errors='replace')!r}")
-        print(bytes(sample.tokens[0].tolist()).decode(errors="replace"), end="\n----\n")
+        print(bytes(sample.tokens.tolist()).decode(errors="replace"), end="\n----\n")
     _run.plot(options.out, f"{options.model}, {options.num_layers} x {options.hidden_size}")
     metrics.print_results(f"({metrics.evaluation_loss / np.log(2):.3f} bits) over {held_out.size:,} bytes")
 

@@ -65,11 +65,11 @@ def generated(version):
     params = small_models.draw(small_models.shapes(model, jnp.zeros((1, 1), jnp.int32)))
     loss = lambda params: jnp.mean(model.apply({"params": params}, jnp.array([[1, 2, 3]]))[0] ** 2)
     grads = jax.jit(jax.grad(loss))(params)
-    (tokens,), _ = generate(model, params, [[1, 2, 3]], max_tokens=3, sampling=SamplingParams(temperature=0))
+    (completion,) = generate(model, params, [[1, 2, 3]], SamplingParams(temperature=0), max_tokens=3)
     text = [1, 2, 3]
     for _ in range(3):
         text.append(int(model.apply({"params": params}, jnp.array([text]))[0][0, -1].argmax()))
-    return all(np.isfinite(g).all() for g in jax.tree.leaves(grads)), list(tokens), text[3:]
+    return all(np.isfinite(g).all() for g in jax.tree.leaves(grads)), completion.tokens.tolist(), text[3:]
 
 
 @pytest.mark.parametrize("version", small_models.VERSIONS)

@@ -1,9 +1,8 @@
 """Text generation: prompts read in large pieces, a compiled decoding loop, sampling, tokenizers."""
 
 from .chat import ChatTemplate, JinjaTemplate, Turn, WorldTemplate, chat_template
+from .convenience import generate, stream
 from .decoder import Decoder
-from .decoding import Generation, generate, stream
-from .engine import Engine
 from .generator import Generator
 from .prompts import prefill
 from .requests import Completion, Event, Logprobs, Request, Usage
@@ -19,9 +18,7 @@ __all__ = [
     "ChatTemplate",
     "Completion",
     "Decoder",
-    "Engine",
     "Event",
-    "Generation",
     "GenerationState",
     "Generator",
     "JinjaTemplate",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,16 +29,14 @@ _STATE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Decoder:
-    """One token of every row at a time: what `generate`, `stream` and `Engine` run, for loops of one's own.
+    """One token of every row at a time: what a `Generator` runs, for loops of one's own.
 
     A call of the model with one token is the definition. On an NVIDIA GPU a fast path computes the same, to
     rounding, in five kernels a layer (RWKV-6: seven) from weights that are laid out anew here, once, as
     `fla_jax.generation.decode_weights` says: they take as much memory as the parameters in the compute
-    dtype, and are made anew by every `Decoder`. Create one and pass it to every call of `generate`. The
-    parameters of the call must be the arrays that the decoder was made with: `generate`, `stream` and
-    `Engine` refuse others. The fast path needs parameters on one device, no mesh in context, and float32,
-    bfloat16 or float16. It is selected automatically where it can run and the device's memory has room for
-    its weights.
+    dtype, and are made anew by every `Decoder`. The fast path needs parameters on one device, no mesh in
+    context, and float32, bfloat16 or float16. It is selected automatically where it can run and the device's
+    memory has room for its weights.
 
     States of 16 bits halve what a large batch reads and writes, weights of 8 bits what a small one reads.
     What they cost (``benchmarks/decode_precision.py``: RWKV-7, 3 x 128, trained on the reference that Python
@@ -111,7 +108,6 @@ class Decoder:
         selected = _IMPLEMENTATIONS.select(_Context(model, params, int8_group), implementation)
         self.model, self.implementation = model, selected.name
         self.state_dtype = _state_dtype(state_dtype, model)
-        self._made_of = [_reference(leaf) for leaf in jax.tree.leaves(params)]
         self.step = selected.load()(model)
         if self.implementation == "model":
             self.weights = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
@@ -163,30 +159,6 @@ class Decoder:
         check_deleted(state=state)
         with explain_deleted(params=self.weights):
             return _call(self.step, self.weights, tokens, self.state(state), active)
-
-
-def check_decoder(decoder: object, model: RWKVForCausalLM, params: PyTree) -> Decoder:
-    """``decoder``, if it was made with ``model`` and ``params``, which must not be deleted."""
-    if not isinstance(decoder, Decoder):
-        raise TypeError(f"decoder must be a Decoder or None, got {shown(decoder)}")
-    if decoder.model != model:
-        raise ValueError("decoder must be one of the same model")
-    leaves, made_of = jax.tree.leaves(params), decoder._made_of
-    if len(leaves) != len(made_of) or any(made() is not leaf for made, leaf in zip(made_of, leaves)):
-        raise ValueError(
-            "decoder was made with arrays other than those of params and would decode with the old ones: "
-            "create a new one, Decoder(model, params), or pass the parameters that it was made with"
-        )
-    check_deleted(params=params)
-    return decoder
-
-
-def _reference(leaf: object) -> Callable[[], object]:
-    """Returns ``leaf`` while something else refers to it: a decoder does not keep parameters alive."""
-    try:
-        return weakref.ref(leaf)
-    except TypeError:  # Python's numbers have no weak references
-        return lambda: leaf
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)

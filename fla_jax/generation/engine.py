@@ -12,12 +12,11 @@ from jaxtyping import PyTree
 
 from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
-from ..models.causal_lm import RWKVForCausalLM
-from .decoder import Decoder, check_decoder
+from .decoder import Decoder
 from .deleted import check_deleted, check_untraced, deleted, explain_deleted, is_deleted
 from .loop import PLAIN, STEPS_PER_CALL, Chosen, Results, stopped_by, undefined
 from .prompt_queue import TOGETHER, PromptQueue
-from .prompts import check_params, check_prompt, prefill_chunks
+from .prompts import check_prompt, prefill_chunks
 from .rows import FinishReason, GenerationState, Prompt, Row, RowEvent, requeued, row_scores
 from .sampling import UNDEFINED, TokenCounts
 from .sampling_params import SamplingParams, sampling_arrays
@@ -49,11 +48,12 @@ class Engine:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.generation import Engine, SamplingParams
+        >>> from fla_jax.generation import Decoder, SamplingParams
+        >>> from fla_jax.generation.engine import Engine
         >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
         >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        >>> engine = Engine(model, params, slots=2)
+        >>> engine = Engine(params, Decoder(model, params), slots=2)
         >>> (row,) = engine.submit([1, 2, 3], SamplingParams(max_tokens=4))
         >>> tokens = []
         >>> while engine.busy:
@@ -62,24 +62,19 @@ class Engine:
         (4, 'length')
     """
 
-    def __init__(
-        self, model: RWKVForCausalLM, params: PyTree, slots: int, *, decoder: Decoder | None = None
-    ) -> None:
+    def __init__(self, params: PyTree, decoder: Decoder, slots: int) -> None:
         """Makes empty slots.
 
         Args:
-            model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-            params: its parameters.
+            params: the parameters that prompts are read with.
+            decoder: made with them.
             slots: number of rows that decode together.
-            decoder: made with this ``model`` and these very arrays ``params``; None to make one.
         """
-        check_params(model, params)
         self.slots = check_integer("slots", slots, 1)
         self.started = self.chosen = 0
-        self.decoder = Decoder(model, params) if decoder is None else check_decoder(decoder, model, params)
+        self.decoder, self._model = decoder, decoder.model
         self._params = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
-        self._model = model
-        self._slots = Slots(model, self._params, self.slots)
+        self._slots = Slots(self._model, self._params, self.slots)
         self._waiting = PromptQueue()
         self._ready: collections.deque[Prompt] = collections.deque()  # with nothing left to read
         self._rows: list[Row | None] = [None] * self.slots

@@ -16,11 +16,10 @@ from jaxtyping import PyTree
 
 from ..core.arguments import check_integer, shown
 from ..models.causal_lm import RWKVForCausalLM
-from ..models.config import check_model
 from .decoder import Decoder, int8_group_of
 from .deleted import check_deleted, check_untraced
 from .engine import Engine
-from .prompts import check_prompt
+from .prompts import check_params, check_prompt
 from .request_arguments import State, States, rules_of_each, states_of_each
 from .requests import Collector, Completion, Event, Request, Usage, joined_logprobs
 from .rows import Row, RowEvent
@@ -86,20 +85,19 @@ class Generator:
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it. Or this is traced by JAX.
         """
-        check_model(model)
         check_untraced(params)
+        check_params(model, params)
         if weights not in _WEIGHTS:
             raise ValueError(f"weights must be None, 'bfloat16' or 'int8', got {shown(weights)}")
         if weights == "bfloat16":
             model = type(model)(dataclasses.replace(model.config, dtype="bfloat16"))
         self._model, self.tokenizer = model, tokenizer
-        slots = check_integer("slots", slots, 1)
         device_bytes = check_integer("cache_bytes", cache_bytes, 0)
         self.cache = StateCache(device_bytes, check_integer("host_cache_bytes", host_cache_bytes, 0))
         group = int8_group_of(model, params) if weights == "int8" else None
         self._make_decoder = functools.partial(Decoder, model, state_dtype=state_dtype, int8_group=group)
         decoder = self._make_decoder(params=params, implementation=implementation)
-        self.engine = Engine(model, params, slots, decoder=decoder)
+        self.engine = Engine(params, decoder, slots)
         self._collectors: dict[Row, Collector] = {}
         self._streams: dict[Request, collections.deque[Event]] = {}
         self._events: collections.deque[Event] = collections.deque()  # that were not returned yet

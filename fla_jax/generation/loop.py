@@ -1,4 +1,4 @@
-"""The decoding loop that `generate`, `stream` and `Engine` share: tokens of a batch of rows, one program.
+"""The decoding loop of `Engine`: tokens of a batch of rows, one program.
 
 A row is over when it has chosen a stop token or has as many tokens as it may have. It then stays in the
 batch: it keeps the state that it stopped with, and whatever else is computed for it is thrown away.

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from ..core.arguments import as_integer, as_integers, check_integer, check_number, shown
+from ..core.arguments import as_integers, check_integer, check_number, shown
 
 _FLOAT32 = np.finfo(np.float32)
 LARGEST = float(_FLOAT32.max)
@@ -244,19 +244,3 @@ def sampling_arrays(requests: Sequence[SamplingParams], vocab_size: int) -> Samp
         uncounted=uncounted,
         bias=bias,
     )
-
-
-def row_seeds(seed: object, batch: int) -> tuple[int, ...]:
-    """The seed of each row.
-
-    Raises:
-        ValueError: ``seed`` is neither an integer nor one for each row, or not from -2**63 to 2**64 - 1.
-    """
-    first = as_integer(seed)
-    seeds = as_integers(seed) if first is None else tuple(range(first, first + batch))
-    if seeds is None or len(seeds) != batch:
-        raise ValueError(f"seed must be an integer or one for each of the {batch} prompts, got {shown(seed)}")
-    wrong = [row for row in seeds if not _SEEDS[0] <= row <= _SEEDS[1]]
-    if wrong:
-        raise ValueError(f"seed must be from -2**63 to 2**64 - 1 for every row, got {shown(wrong[0])}")
-    return seeds

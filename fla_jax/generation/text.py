@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-
 from ..core.arguments import as_integer, shown
 from .tokenizer import Tokenizer
 
@@ -102,15 +100,13 @@ def decode_stream(tokenizer: Tokenizer, tokens: Iterable[object]) -> Iterator[st
 
     Args:
         tokenizer: from `load_tokenizer`, or anything that decodes as `Tokenizer` says.
-        tokens: integers, or arrays [1] such as `fla_jax.generation.stream` yields for one prompt. For several
-            prompts pass the tokens of one row: ``(t[0] for t in stream(...))``. Negative ones, which
-            `fla_jax.generation.stream` yields for a row that has ended, are skipped.
+        tokens: integers of Python, NumPy or JAX.
 
     Yields:
         A non-empty piece of text.
 
     Raises:
-        TypeError: a token is neither an integer nor an array [1].
+        TypeError: a token is no integer.
 
     Example:
         >>> from fla_jax.generation import decode_stream, load_tokenizer
@@ -119,21 +115,12 @@ def decode_stream(tokenizer: Tokenizer, tokens: Iterable[object]) -> Iterator[st
     """
     decoder = TextDecoder(tokenizer)
     for token in tokens:
-        number = _single(token)
-        piece = decoder.push(number) if number >= 0 else ""
+        number = as_integer(token)
+        if number is None:
+            raise TypeError(f"tokens must be integers, got {shown(token)}")
+        piece = decoder.push(number)
         if piece:
             yield piece
     rest = decoder.finish()
     if rest:
         yield rest
-
-
-def _single(token: object) -> int:
-    """An integer, or an array [1] of one."""
-    number = as_integer(np.asarray(token)[0] if getattr(token, "shape", None) == (1,) else token)
-    if number is None:
-        raise TypeError(
-            f"tokens must be integers or arrays [1], got {shown(token)}. For a stream of several rows pass "
-            "the tokens of one row: (t[0] for t in stream(...))"
-        )
-    return number

@@ -30,17 +30,17 @@ def report(version: int) -> dict:
     key = shared["blocks_0"]["att"]["key"]["kernel"]
     assert len(key.sharding.device_set) == 2 and not key.sharding.is_fully_replicated
     prompts, greedy = [[3, 1, 4, 1, 5], [9], [2, 6, 5]], SamplingParams(temperature=0.0)
-    want = generate(model, params, prompts, 6, greedy)
-    got = generate(model, shared, prompts, 6, greedy)
-    slots = generate(model, shared, prompts, 6, greedy, slots=2)
+    want = generate(model, params, prompts, greedy, max_tokens=6)
+    got = generate(model, shared, prompts, greedy, max_tokens=6)
+    slots = generate(model, shared, prompts, greedy, max_tokens=6, slots=2)
     try:
         Decoder(model, shared, implementation="plain")
         refused = None
     except ValueError as error:
         refused = str(error)
     return {
-        "tokens": [[request.tolist() for request in one.tokens] for one in (want, got, slots)],
-        "state": small.largest_error(got.state, want.state),
+        "tokens": [[completion.tokens.tolist() for completion in one] for one in (want, got, slots)],
+        "state": small.largest_error(*([one.state.rwkv for one in run] for run in (got, want))),
         "implementation": Decoder(model, shared).implementation,
         "refused": refused,
     }

@@ -61,7 +61,7 @@ def report(version):
         wide = small.model(version, vocab_size=32, scan_layers=True, **exact)
         wide_params = small.params(wide)
         want_tuned = tuned(wide, wide_params, tokens, mask)
-    text = generate(model, params, PROMPTS, 6, GREEDY)
+    text = generate(model, params, PROMPTS, GREEDY, max_tokens=6)
 
     mesh, found = make_mesh(fsdp=2, sequence=2, tensor=2), {}
     put = jax.device_put(params, parameter_shardings(model, mesh))
@@ -72,9 +72,10 @@ def report(version):
             found["tuned, float64"] = small.largest_error(tuned(wide, put_wide, tokens, mask), want_tuned)
     for name, rules in (("no rules", ()), ("rules", axis_rules(model, mesh, batch=len(PROMPTS)))):
         with jax.set_mesh(mesh), nn.logical_axis_rules(rules) if rules else contextlib.nullcontext():
-            got = generate(model, put, PROMPTS, 6, GREEDY)
-            assert [row.tolist() for row in got.tokens] == [row.tolist() for row in text.tokens], name
-            found[f"generated, {name}"] = small.largest_error(got.state, text.state)
+            got = generate(model, put, PROMPTS, GREEDY, max_tokens=6)
+            assert [one.tokens.tolist() for one in got] == [one.tokens.tolist() for one in text], name
+            states = ([one.state.rwkv for one in run] for run in (got, text))
+            found[f"generated, {name}"] = small.largest_error(*states)
     with jax.enable_x64(True):  # what float32 rounds differently would say little of one layer's gradients
         short = small.model(version, vocab_size=32, num_layers=1, **exact)
         for name, check in (("unchecked", False), ("checked", True)):

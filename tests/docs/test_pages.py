@@ -59,7 +59,7 @@ def test_reinforcement():
 def test_generation(capsys):
     """The parts add up, a prefix is found, one request is cancelled."""
     names = blocks.run("docs/generation.md")
-    assert [len(tokens) for tokens in names["outputs"]] == [20, 20]
+    assert [len(output.tokens) for output in (*names["outputs"], *names["more"])] == [20, 20, 5, 5]
     assert len(names["several"]) == 3 and len(names["rollout"].logprobs.chosen) == 10
     assert names["scores"].shape == (len(" upon a time"),)
     assert names["answer"].usage.cached_tokens == len("You answer in one word. ")
@@ -72,7 +72,7 @@ def test_tuning():
     """Tuned, saved, loaded, generating; tests/training says that states learn."""
     names = blocks.run("docs/tuning.md", "State tuning")
     assert names["losses"].shape == (20,) and np.isfinite(names["losses"]).all()
-    assert names["states"].shape == (2, 1, 64, 64) and len(names["outputs"][0]) == 5
+    assert names["states"].shape == (2, 1, 64, 64) and len(names["completion"].tokens) == 5
 
 
 def test_models():

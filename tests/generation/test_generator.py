@@ -71,10 +71,10 @@ def test_every_request_is_what_it_is_alone(setup, generator):
     for_all = generator.generate(PROMPTS, rules, state=states, keep_state=True)
     assert programs == (loop.decode._cache_size(), slots._insert._cache_size())
     for prompt, rule, state, got in zip(PROMPTS, rules, states, for_all, strict=True):
-        want = generate(*setup, [prompt], rule.max_tokens, rule, seed=rule.seed, state=state)
-        np.testing.assert_array_equal(got.tokens, want.tokens[0])
+        (want,) = generate(*setup, [prompt], rule, state=state)
+        np.testing.assert_array_equal(got.tokens, want.tokens)
         assert got.finish_reason == ("length" if len(got.tokens) == rule.max_tokens else "stop")
-        small.assert_close(got.state.rwkv, want.state)
+        small.assert_close(got.state.rwkv, want.state.rwkv)
         assert got.usage == (len(prompt), 0, len(got.tokens))
 
 
@@ -120,8 +120,8 @@ def test_completions_of_one_prompt(setup, generator):
     got = sorted(generator.results(), key=lambda one: one.index)
     assert request.done and [one.index for one in got] == list(range(5))
     for i, one in enumerate(got):
-        (want,) = generate(*setup, [PROMPTS[0]], 6, RULES, seed=9 + i).tokens
-        np.testing.assert_array_equal(one.tokens, want)
+        (want,) = generate(*setup, [PROMPTS[0]], dataclasses.replace(RULES, seed=9 + i), max_tokens=6)
+        np.testing.assert_array_equal(one.tokens, want.tokens)
 
 
 @pytest.mark.parametrize("implementation", ["model", "plain"])
@@ -211,8 +211,8 @@ def test_a_request_that_becomes_nan_fails_alone(setup, generator):
     done = {one.request: one for one in generator.results()}
     assert done[bad.number].finish_reason == "error" and len(done[bad.number].tokens) == 0
     assert isinstance(done[bad.number].error, FloatingPointError)
-    (want,) = generate(*setup, [PROMPTS[2]], 9, GREEDY).tokens
-    np.testing.assert_array_equal(done[good.number].tokens, want)
+    (want,) = generate(*setup, [PROMPTS[2]], GREEDY, max_tokens=9)
+    np.testing.assert_array_equal(done[good.number].tokens, want.tokens)
     with pytest.raises(FloatingPointError, match="the logits for new token 0 hold NaN"):
         generator.generate([[1]], state=nan)
 
@@ -223,7 +223,7 @@ def test_other_parameters(setup, in_flight):
     model, params = setup
     other = small.params(model, seed=5)
     old, new = (
-        [generate(model, p, [PROMPTS[i]], 50, GREEDY).tokens[0].tolist() for i in (0, 2, 5)]
+        [generate(model, p, [PROMPTS[i]], GREEDY, max_tokens=50)[0].tokens.tolist() for i in (0, 2, 5)]
         for p in (params, other)
     )
     generator = Generator(model, params, slots=2)
@@ -249,8 +249,8 @@ def test_the_old_parameters_may_be_donated(setup):
     new = jax.jit(lambda x: jax.tree.map(lambda x: x * 1.5, x), donate_argnums=0)(mine)
     generator.update_params(new)
     (got,) = generator.generate([PROMPTS[0]], GREEDY, max_tokens=9)
-    (want,) = generate(model, new, [PROMPTS[0]], 9, GREEDY).tokens
-    assert got.tokens.tolist() == want.tolist()
+    (want,) = generate(model, new, [PROMPTS[0]], GREEDY, max_tokens=9)
+    assert got.tokens.tolist() == want.tokens.tolist()
     del mine
     gc.collect()
     assert alive() is None
@@ -297,6 +297,9 @@ def test_errors_of_the_generator(setup, generator):
         Generator(*setup, slots=0)
     with pytest.raises(ValueError, match="weights must be None, 'bfloat16' or 'int8', got 'int3'"):
         Generator(*setup, weights="int3")
+    for weights in (None, "int8"):
+        with pytest.raises(ValueError, match="params must be the parameters alone"):
+            Generator(setup[0], {"params": setup[1]}, weights=weights)
     with pytest.raises(ValueError, match="in_flight must be 'finish' or 'restart'"):
         generator.update_params(setup[1], in_flight="stop")
     with pytest.raises(TypeError, match="prompts must be a sequence of prompts, got text"):

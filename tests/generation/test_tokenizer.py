@@ -127,15 +127,12 @@ def test_bytes_that_are_no_text():
     assert "".join(decode_stream(tokenizer, broken)) == tokenizer.decode(broken) == "H\ufffdi\ufffd"
 
 
-@pytest.mark.parametrize("as_row", [np.array, jnp.array])
-def test_tokens_of_a_stream(as_row):
-    """One request as `stream` yields it, and one of several, which may end before the others."""
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_tokens_of_any_kind(array):
     tokenizer = load_tokenizer("bytes")
-    rows = [as_row([byte, other]) for byte, other in zip("né!".encode(), [72, 105, -1, -1])]
-    assert list(decode_stream(tokenizer, (row[:1] for row in rows))) == ["n", "é", "!"]
-    assert "".join(decode_stream(tokenizer, (row[1] for row in rows))) == "Hi"
-    for wrong, shown in ((rows, r".*\[110,  72\].*"), ([[72]], r"\[72\]"), ("text", "'t'"), ([7.0], "7.0")):
-        with pytest.raises(TypeError, match=f"must be integers or arrays .1., got {shown}. For a str"):
+    assert list(decode_stream(tokenizer, array([*"né!".encode()]))) == ["n", "é", "!"]
+    for wrong, shown in (([array([72, 1])], r".*\[72,? +1\].*"), ("text", "'t'"), ([7.0], "7.0")):
+        with pytest.raises(TypeError, match=f"tokens must be integers, got {shown}"):
             list(decode_stream(tokenizer, wrong))
 
 

@@ -126,18 +126,12 @@ def test_a_family_trains_saves_loads_and_generates(tmp_path):
 
     # the model itself decodes: greedy tokens are those of a call on the whole text
     assert Decoder(model, params).implementation == "model"
-    rows, _ = generate(
-        scanned,
-        stacked,
-        [[1, 2, 3]],
-        4,
-        SamplingParams.policy(0),
-    )
+    (completion,) = generate(scanned, stacked, [[1, 2, 3]], SamplingParams.policy(0), max_tokens=4)
     text = [1, 2, 3]
     for _ in range(4):
         logits, _ = model.apply({"params": params}, jnp.array([text]))
         text.append(int(jnp.argmax(logits[0, -1])))
-    assert list(map(int, rows[0])) == text[3:]
+    assert completion.tokens.tolist() == text[3:]
 
 
 def test_a_config_of_another_family_is_refused():
