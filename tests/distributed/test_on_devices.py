@@ -44,7 +44,7 @@ def test_decoding(version):
     assert "the parameters lie on several devices" in found["refused"]
 
 
-@pytest.mark.parametrize("name", tiers.first(OPTIMIZERS, 4))
+@pytest.mark.parametrize("name", tiers.first(OPTIMIZERS, 4, (tiers.SLOW, tiers.ONE_PYTHON)))
 def test_optimizer(name):
     found = processes.report("distributed/optimizers_run.py", name)
     assert len(found) == 4

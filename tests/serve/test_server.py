@@ -17,7 +17,7 @@ import openai
 import pytest
 from server_process import running
 
-pytestmark = pytest.mark.slow  # one process for all of them
+pytestmark = [pytest.mark.slow, pytest.mark.one_python]  # one process for all of them
 
 
 @pytest.fixture(scope="module")

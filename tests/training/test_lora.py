@@ -9,6 +9,7 @@ import optax
 import pytest
 import small_models as small
 from flax.traverse_util import flatten_dict, unflatten_dict
+from harness import tiers
 
 from fla_jax.layers import RWKV7FeedForward
 from fla_jax.models import stack_layers
@@ -36,17 +37,21 @@ def merged(params, lora, alpha):
     return jax.tree.map(jnp.float32, unflatten_dict(flat, sep="/"))
 
 
-@pytest.mark.parametrize("version, options", [(6, {}), (7, {}), (7, {"dora": True})])
+@pytest.mark.parametrize(
+    "version, options",
+    tiers.first([(7, {"dora": True}), (6, {}), (7, {})], 1, (tiers.SLOW, tiers.ONE_PYTHON)),
+)
 def test_against_merged_weights(version, options):
     model = small.model(version)
     params = small.params(model)
     lora = init_lora(params, jax.random.key(0), rank=3, alpha=6.0, **options)
-    run = lambda lora: model.apply({"params": params, "lora": lora}, TOKENS)[0]
-    plain = model.apply({"params": params}, TOKENS)[0]
+    apply = jax.jit(model.apply)
+    run = lambda lora: apply({"params": params, "lora": lora}, TOKENS)[0]
+    plain = apply({"params": params}, TOKENS)[0]
     small.assert_close(run(lora), plain)
     want = merged(params, filled(lora), 6.0)
     assert small.largest_error(plain, run(filled(lora))) > 0.1
-    small.assert_close(run(filled(lora)), model.apply({"params": want}, TOKENS)[0], 3e-5)
+    small.assert_close(run(filled(lora)), apply({"params": want}, TOKENS)[0], 3e-5)
     small.assert_close(merge_lora(params, filled(lora)), want)
 
 
@@ -79,7 +84,7 @@ def test_gradients_are_those_of_merged_weights():
             flat[path + "/kernel"] += 2.0 * pair.a @ pair.b
         return token_logprobs(model, unflatten_dict(flat, sep="/"), TOKENS).sum()
 
-    small.assert_close(jax.grad(run)(lora), jax.grad(merged_run)(lora), 1e-4)
+    small.assert_close(jax.jit(jax.grad(run))(lora), jax.jit(jax.grad(merged_run))(lora), 1e-4)
 
 
 def test_training():

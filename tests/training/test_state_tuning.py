@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import official
 import pytest
 import small_models as small
+from harness import tiers
 
 from fla_jax.checkpoints import read_pth, write_pth
 from fla_jax.training import initial_state, load_states, save_states, state_loss, tune_states, zero_states
@@ -55,7 +58,9 @@ def test_tuning_lowers_the_loss_and_leaves_the_weights(setup):
     np.testing.assert_array_equal(more, states)
 
 
-@pytest.mark.parametrize("version, stacked", [(6, False), (7, True)])
+@pytest.mark.parametrize(
+    "version, stacked", tiers.first([(7, True), (6, False)], 1, (tiers.SLOW, tiers.ONE_PYTHON))
+)
 def test_documents_of_a_sequence(version, stacked):
     """Packed documents have the losses of separate ones, each started from the states, and the gradient."""
     model = small.model(version, scan_layers=stacked)
@@ -71,11 +76,11 @@ def test_documents_of_a_sequence(version, stacked):
         return state_loss(model, params, states, tokens, segment_ids=ids, **options)
 
     states = 0.5 * random_states(model)
-    want, wanted = jax.value_and_grad(apart)(states)
-    got, grad = jax.value_and_grad(packed)(states)
+    want, wanted = jax.jit(jax.value_and_grad(apart))(states)
+    got, grad = jax.jit(jax.value_and_grad(packed))(states)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     np.testing.assert_allclose(grad, wanted, rtol=1e-3, atol=1e-5)
-    assert np.isnan(packed(states, 2)), "5 documents, memory for 4"
+    assert np.isnan(jax.jit(packed, static_argnums=1)(states, 2)), "5 documents, memory for 4"
 
 
 def test_first_document_alone(setup):
@@ -83,14 +88,16 @@ def test_first_document_alone(setup):
     model, params = setup
     tokens, states = small.tokens(1, 9), random_states(model)
     ids = jnp.array([[0] * 5 + [1] * 4])
-    first = state_loss(model, params, states, tokens[:, :5]) * 4
-    second = state_loss(model, params, zero_states(model), tokens[:, 5:]) * 3
-    got = state_loss(model, params, states, tokens, segment_ids=ids)
+    loss = jax.jit(functools.partial(state_loss, model, params))
+    first = loss(states, tokens[:, :5]) * 4
+    second = loss(zero_states(model), tokens[:, 5:]) * 3
+    got = loss(states, tokens, segment_ids=ids)
     np.testing.assert_allclose(got, (first + second) / 7, rtol=1e-5)
     options = {"every_segment": True, "max_segments": 2}
     batch = (tokens, None, ids)
     tuned, losses = tune_states(model, params, [batch] * 5, 5, **options)
-    assert state_loss(model, params, tuned, tokens, segment_ids=ids, **options) < losses[0] - 0.05
+    after = jax.jit(functools.partial(state_loss, model, params, **options))(tuned, tokens, segment_ids=ids)
+    assert after < losses[0] - 0.05
     with pytest.raises(ValueError, match="segment_ids must have the shape"):
         state_loss(model, params, states, tokens, segment_ids=ids[:, 1:])
 
