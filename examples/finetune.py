@@ -104,8 +104,7 @@ def save(options: Options, model: Any, params: Any, trained: Any) -> Path:
     elif not is_whole:
         training.save_states(path, trained)
     elif options.method == "state":
-        extras = {f"blocks.{i}.att.time_state": x.swapaxes(1, 2) for i, x in enumerate(trained)}
-        save_checkpoint(path, model, params, extras=extras)
+        save_checkpoint(path, model, params, states=trained)
     else:
         merged = trained if options.method == "full" else training.merge_lora(params, trained)
         save_checkpoint(path, model, merged)

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import jax
 import numpy as np
 from flax.core import FrozenDict
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ..core.arguments import check_integer
 from ..layers.fields import DTYPES
@@ -138,6 +138,7 @@ def save_checkpoint(
     format: Literal["orbax", "pth", "huggingface"] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     max_shard_size: int | None = None,
+    states: Float[Array, "L H K V"] | None = None,
     extras: Mapping[str, np.ndarray | jax.Array] | None = None,
 ) -> None:
     """Saves a model in the library's own format, as an official ``.pth`` file, or for Hugging Face.
@@ -167,14 +168,16 @@ def save_checkpoint(
         tokenizer: the path of a file of a tokenizer, or of a folder with some, copied into the folder; in the
             library's own format also a name that `fla_jax.generation.load_tokenizer` takes.
         max_shard_size: bytes of tensors in each safetensors file, 5e9 by default.
-        extras: {name in the file: array} of tensors that are no parameters: "blocks.0.att.v0" (v1, v2), which
-            other readers of RWKV-7 files may require, and "blocks.0.att.time_state" [H, V, K] and so on.
+        states: tuned initial states, one of a layer, saved as ``time_state``; `fla_jax.training.load_states`
+            reads them. FLA's code, which has none, warns of them.
+        extras: {name in the file: array} of other tensors that are no parameters: "blocks.0.att.v0" (v1, v2),
+            which other readers of RWKV-7 files may require.
 
     Raises:
-        ValueError: ``params`` are not those of ``model``; an extra is not known in this format, is of a layer
-            that the model lacks, or has a wrong shape; the model has a ``rate_scale`` other than 1, which
-            only the library's own format stores; the directory holds another model or something else; an
-            argument does not fit the format.
+        ValueError: ``params`` are not those of ``model``; ``states`` or an extra has a wrong shape, or an
+            extra is not known in this format or is of a layer that the model lacks; the model has a
+            ``rate_scale`` other than 1, which only the library's own format stores; the directory holds
+            another model or something else; an argument does not fit the format.
         TypeError: an argument has another type, or a parameter another dtype than float32, bfloat16,
             float16 or float64.
         OSError: a file cannot be written; the error names it.
@@ -201,12 +204,13 @@ def save_checkpoint(
     if not isinstance(extras, Mapping | None):
         raise TypeError(f"extras must be a dict of arrays or None, got {type(extras).__name__}")
     config, form = model.config, _form(path, format)
+    param_map = map_for(family_of(config), "official" if form is None else form.scheme)
+    extras = {**(extras or {}), **tree.time_states(param_map, states, config)}
     if max_shard_size is not None and form is not HUGGINGFACE:
         raise ValueError(f"max_shard_size is of the format 'huggingface', and {path} is written in another")
     if form is None:
-        if extras:
-            _check_extras("a checkpoint", map_for(family_of(config), "official"), extras, config)
-        return save_native(path, config, params, extras or {}, tokenizer)
+        _check_extras("a checkpoint", param_map, extras, config)
+        return save_native(path, config, params, extras, tokenizer)
     for name, want in family_of(config).not_in_checkpoints.items():
         if (got := getattr(config, name)) != want:
             what = f"must be {want:g}, that of official models, got {got}: {form.name} does not store it"
@@ -214,13 +218,12 @@ def save_checkpoint(
     if tokenizer is not None and form is not HUGGINGFACE:
         raise ValueError(f"tokenizer must be None for {form.name}, which has no place for it")
     beside = find_tokenizer(tokenizer, names=False)
-    param_map = map_for(family_of(config), form.scheme)
     tensors = tree.from_tree(param_map, params, config)
     sizes: dict[str, Any] = tree.sizes(param_map, {name: stored(name, x) for name, x in tensors.items()})
     embedding = tensors[param_map.ref("emb/embedding").name]
     _warn_of_mixed_dtypes(tensors)
-    _check_extras(form.name, param_map, extras or {}, config)
-    tensors |= {name: np.asarray(x) for name, x in (extras or {}).items()}
+    _check_extras(form.name, param_map, extras, config)
+    tensors |= {name: np.asarray(x) for name, x in extras.items()}
     config_json = param_map.config_json(dataclasses.replace(config, **sizes), embedding.dtype)
     shards = (
         {}
@@ -274,8 +277,8 @@ def _warn_of_mixed_dtypes(tensors: Mapping[str, np.ndarray]) -> None:
 def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint that `load_checkpoint` leaves out, by their names in the file.
 
-    These are layer 0's v0, v1, v2, which no program reads, and tuned initial states,
-    ``blocks.{i}.att.time_state`` [H, V, K]. Arguments and errors: `load_checkpoint`.
+    These are layer 0's v0, v1, v2, which no program reads, and tuned initial states, ``time_state``
+    [H, V, K], for which `fla_jax.training.load_states` is simpler. Arguments and errors: `load_checkpoint`.
 
     Example:
         >>> import tempfile
@@ -284,9 +287,9 @@ def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         >>> import jax, jax.numpy as jnp
         >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
         >>> params = initial_params(model, jax.random.key(0))
-        >>> states = {f"blocks.{i}.att.time_state": jnp.ones((4, 16, 16)) for i in range(2)}
+        >>> states = jnp.ones((2, 4, 16, 16))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_checkpoint(folder + "/tuned.pth", model, params, extras=states)
+        ...     save_checkpoint(folder + "/tuned.pth", model, params, states=states)
         ...     sorted(load_extras(folder + "/tuned.pth"))
         ['blocks.0.att.time_state', 'blocks.1.att.time_state']
     """

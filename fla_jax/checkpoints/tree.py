@@ -263,6 +263,24 @@ def from_tree(param_map: ParamMap, params: PyTree, config: RWKVConfig) -> dict[s
     return tensors
 
 
+def time_states(param_map: ParamMap, states: Array | None, config: RWKVConfig) -> dict[str, np.ndarray]:
+    """The tensors of tuned initial states [L, H, K, V], by name.
+
+    Raises:
+        ValueError: the states have another shape, or the map no name for them. TypeError: see `check_array`.
+    """
+    if states is None:
+        return {}
+    N = config.head_dim
+    want, got = (config.num_layers, config.hidden_size // N, N, N), check_array("states", states).shape
+    if got != want:
+        raise ValueError(f"states must have shape [L, H, K, V] = {list(want)}, got {list(got)}")
+    if not param_map.time_state:
+        raise ValueError(f"states must be None: {param_map.name} has no name for them")
+    layers = np.asarray(states).swapaxes(2, 3)  # [H, V, K] in files
+    return {param_map.time_state.replace("{}", str(i)): np.ascontiguousarray(x) for i, x in enumerate(layers)}
+
+
 def check_array(name: str, x: object) -> Array:
     """Raises TypeError unless ``x`` is an array of a dtype that files may hold; the message has ``name``."""
     if not isinstance(x, np.ndarray | jax.Array):

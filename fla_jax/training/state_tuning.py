@@ -18,7 +18,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from ..checkpoints import read_pth, write_pth
+from ..checkpoints import load_extras, read_pth, write_pth
+from ..checkpoints.hub import located
 from ..core.arguments import check_integer, check_number, shown
 from ..layers.state import RWKVState, SegmentState
 from ..models import head_kernel
@@ -27,7 +28,7 @@ from .losses import chunked_cross_entropy, mask_where
 from .next_token import check_segment_ids
 from .recipe import rwkv_optimizer, rwkv_schedule
 
-_NAME = re.compile(r"(?:.*\.)?blocks\.(\d+)\.att\.time_state")
+_NAME = re.compile(r"(?:.*\.)?(?:blocks\.(\d+)\.att|layers\.(\d+)\.attn)\.time_state")
 
 
 def zero_states(model: nn.Module) -> Float[Array, "L H K V"]:
@@ -263,7 +264,11 @@ def save_states(path: str | os.PathLike[str], states: Float[Array, "L H K V"]) -
 
 
 def load_states(path: str | os.PathLike[str], model: nn.Module) -> Float[Array, "L H K V"]:
-    """Reads states from a ``.pth`` of `save_states`, of RWKV-PEFT, or of a whole model with states in it.
+    """Reads states from a ``.pth`` of `save_states` or RWKV-PEFT, or from a whole model with states in it.
+
+    Args:
+        path: of a ``.pth`` file, or of a checkpoint in any format (`fla_jax.checkpoints.load_checkpoint`).
+        model: whose states they are.
 
     Returns:
         [L, H, K, V] float32.
@@ -282,18 +287,18 @@ def load_states(path: str | os.PathLike[str], model: nn.Module) -> Float[Array, 
         ...     load_states(folder + "/states.pth", model).shape
         (2, 4, 16, 16)
     """
-    layers = {
-        int(match[1]): value for name, value in read_pth(path).items() if (match := _NAME.fullmatch(name))
-    }
+    path = located(path)
+    tensors = load_extras(path) if path.is_dir() or path.suffix == ".safetensors" else read_pth(path)
+    found = {name: match for name in tensors if (match := _NAME.fullmatch(name))}
+    layers = {int(match[1] or match[2]): name for name, match in found.items()}
     L, H, K, V = zero_states(model).shape
     for i in sorted(set(layers) | set(range(L))):
-        name = f"blocks.{i}.att.time_state"
         if i not in layers:
-            raise ValueError(f"{path}: {name} is missing; the model has {L} layers")
+            raise ValueError(f"{path}: the time_state of layer {i} is missing; the model has {L} layers")
+        name = layers[i]
         if i >= L:
             raise ValueError(f"{path}: {name} is surplus; the model has {L} layers")
-        if layers[i].shape != (H, V, K):
-            raise ValueError(
-                f"{path}: {name} must have shape [H, V, K] = {[H, V, K]}, got {list(layers[i].shape)}"
-            )
-    return jnp.stack([jnp.asarray(np.asarray(layers[i], np.float32)).swapaxes(1, 2) for i in range(L)])
+        if tensors[name].shape != (H, V, K):
+            got = list(tensors[name].shape)
+            raise ValueError(f"{path}: {name} must have shape [H, V, K] = {[H, V, K]}, got {got}")
+    return jnp.stack([jnp.asarray(tensors[layers[i]], jnp.float32).swapaxes(1, 2) for i in range(L)])

@@ -11,8 +11,9 @@ import official
 import pytest
 import small_models as small
 from harness import tiers
+from harness.compare import assert_same_bits as same
 
-from fla_jax.checkpoints import read_pth, write_pth
+from fla_jax.checkpoints import load_checkpoint, load_extras, read_pth, save_checkpoint, write_pth
 from fla_jax.training import initial_state, load_states, save_states, state_loss, tune_states, zero_states
 
 
@@ -119,6 +120,36 @@ def test_files(setup, tmp_path):
     np.testing.assert_array_equal(load_states(tmp_path / "prefixed.pth", model), states)
 
 
+@pytest.mark.parametrize("version", small.VERSIONS)
+@pytest.mark.parametrize("format, suffix", [("pth", ".pth"), ("huggingface", ""), ("orbax", "")])
+def test_whole_models_with_states(version, format, suffix, tmp_path):
+    """Every format stores them beside the parameters, which it returns as without them."""
+    model = small.model(version)
+    params, states = small.params(model), random_states(model)
+    path = tmp_path / f"a{suffix}"
+    save_checkpoint(path, model, params, format=format, states=states.astype(jnp.bfloat16))
+    name = "model.layers.{}.attn.time_state" if format == "huggingface" else "blocks.{}.att.time_state"
+    found = load_extras(path)
+    assert sorted(found) == [name.format(i) for i in range(2)]
+    for i, x in enumerate(found.values()):
+        assert x.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(x, np.asarray(states.astype(jnp.bfloat16))[i].transpose(0, 2, 1))
+    read = load_states(path, model)
+    assert read.dtype == jnp.float32
+    np.testing.assert_array_equal(read, states.astype(jnp.bfloat16).astype(jnp.float32))
+    same(load_checkpoint(path)[1], params)
+    bare = tmp_path / f"b{suffix}"
+    save_checkpoint(bare, model, params, format=format)
+    assert load_extras(bare) == {}
+    with pytest.raises(
+        ValueError, match=r"b.*: the time_state of layer 0 is missing; the model has 2 layers"
+    ):
+        load_states(bare, model)
+    with pytest.raises(ValueError, match=r"states must have shape .*, got \[1, 2, 16, 16\]"):
+        save_checkpoint(bare, model, params, format=format, states=states[:1])
+    assert load_extras(bare) == {}
+
+
 def test_errors(setup, tmp_path):
     model, params = setup
     states, tokens = random_states(model), small.tokens(2, 9)
@@ -166,7 +197,7 @@ def test_errors(setup, tmp_path):
     with pytest.raises(ValueError, match="states must have shape"):
         save_states(tmp_path / "states.pth", states[0])
     for wrong, message in (
-        (states[:1], "blocks.1.att.time_state is missing"),
+        (states[:1], "the time_state of layer 1 is missing"),
         (jnp.concatenate([states, states[:1]]), "blocks.2.att.time_state is surplus"),
         (states[:, :1], r"blocks.0.att.time_state must have .* = \[2, 16, 16\], got \[1, 16, 16\]"),
     ):

@@ -19,6 +19,7 @@ from .param_map import (
     TensorRef,
     Transform,
     any_shape,
+    check_time_state,
     dense,
     model_refs,
 )
@@ -27,6 +28,8 @@ PREFIX = r"(_forward_module\.)?"
 LAYER = r"model\.layers\.(0|[1-9][0-9]{0,5})\."
 _LAYER = "model.layers.{}."
 _ATT, _FFN = _LAYER + "attn.", _LAYER + "ffn."
+TIME_STATE = _ATT + "time_state"  # RWKV-PEFT's word; FLA's code leaves it out, with a warning
+_TIME_STATES = {LAYER + r"attn\.time_state": check_time_state}
 NAMES = {
     "emb": "model.embeddings",
     "ln0": "model.layers.0.pre_norm",
@@ -122,6 +125,8 @@ FLA6 = ParamMap(
             **dense("blocks/ffn", _LAYER + "ffn", "key=key.linear receptance=receptance.linear value"),
         },
     ),
+    extras=_TIME_STATES,
+    time_state=TIME_STATE,
     prefix=PREFIX,
     slices={"attn.x_bias": tuple(f"attn.x_bias[{i}]" for i in range(5))},
     can_tie=True,
@@ -153,7 +158,8 @@ FLA7 = ParamMap(
             **dense("blocks/ffn", _LAYER + "ffn", "key value"),
         },
     ),
-    extras={r"model\.layers\.0\.attn\.v_lora\..*": any_shape},  # no program reads layer 0's
+    extras={r"model\.layers\.0\.attn\.v_lora\..*": any_shape, **_TIME_STATES},  # no program reads layer 0's
+    time_state=TIME_STATE,
     prefix=PREFIX,
     slices={"attn.x_x": tuple(f"attn.x_{name}" for name in "rwkvag")},  # of older files
     can_tie=True,

@@ -5,7 +5,7 @@ Source: RWKV-LM ``RWKV-v5/src/model.py``, ``RWKV-v7/train_temp/src/model.py``; P
 
 from __future__ import annotations
 
-from ...models import FAMILIES, RWKVConfig
+from ...models import FAMILIES
 from .param_map import (
     SAME,
     UNIT_AXES,
@@ -13,12 +13,14 @@ from .param_map import (
     TensorRef,
     Transform,
     any_shape,
+    check_time_state,
     dense,
     model_refs,
 )
 
 PREFIX = r"(_forward_module\.)?(model\.)?"
 LAYER = r"blocks\.(0|[1-9][0-9]{0,5})\."
+TIME_STATE = "blocks.{}.att.time_state"  # RWKV-PEFT's and PyPI rwkv's
 NAMES = {
     "emb": "emb",
     "ln0": "blocks.0.ln0",
@@ -28,13 +30,6 @@ NAMES = {
     "ln_out": "ln_out",
     "head": "head",
 }
-
-
-def check_time_state(shape: tuple[int, ...], config: RWKVConfig) -> None:
-    """Raises ValueError unless this is the shape of a tuned initial state."""
-    want = config.hidden_size // config.head_dim, config.head_dim, config.head_dim
-    if shape != want:
-        raise ValueError(f"must have shape [H, V, K] = {list(want)}, got {list(shape)}")
 
 
 def _layer_refs(part: str, names: str, transform: Transform) -> dict[str, TensorRef]:
@@ -64,6 +59,7 @@ OFFICIAL6 = ParamMap(
         | dense("blocks/ffn", "blocks.{}.ffn", "key receptance value"),
     ),
     extras={LAYER + r"att\.time_state": check_time_state},
+    time_state=TIME_STATE,
     prefix=PREFIX,
 )
 OFFICIAL7 = ParamMap(
@@ -81,5 +77,6 @@ OFFICIAL7 = ParamMap(
     ),
     # official files have layer 0's v0, v1, v2, which no program reads
     extras={r"blocks\.0\.att\.v[012]": any_shape, LAYER + r"att\.time_state": check_time_state},
+    time_state=TIME_STATE,
     prefix=PREFIX,
 )

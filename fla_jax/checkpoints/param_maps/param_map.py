@@ -92,6 +92,13 @@ def any_shape(shape: tuple[int, ...], config: RWKVConfig) -> None:
     """The check of tensors that are ignored."""
 
 
+def check_time_state(shape: tuple[int, ...], config: RWKVConfig) -> None:
+    """Raises ValueError unless this is the shape of a tuned initial state."""
+    want = config.hidden_size // config.head_dim, config.head_dim, config.head_dim
+    if shape != want:
+        raise ValueError(f"must have shape [H, V, K] = {list(want)}, got {list(shape)}")
+
+
 def no_config_json(config: RWKVConfig, dtype: np.dtype) -> dict[str, Json]:
     """`ParamMap.config_json` where files have no description of the model."""
     return {}
@@ -113,6 +120,8 @@ class ParamMap:
         prefix: regular expression of what trainers prepend to names.
         slices: {end of a name: ends of the names of its slices} of tensors that hold several parameters.
             Slices named like ``x_bias[0]`` are written as one tensor, others as separate tensors.
+        time_state: name of a layer's tuned initial state [H, V, K], ``{}`` for the layer's number; it is one
+            of ``extras``. Empty if files have no place for it.
         can_tie: whether `config_json` can say that the head is the embedding; files then lack the head.
         config_json: the contents of the ``config.json`` of a directory, from a configuration without a size
             that is None, and the dtype of the embedding.
@@ -133,6 +142,7 @@ class ParamMap:
     extras: Mapping[str, Callable[[tuple[int, ...], Any], None]] = dataclasses.field(default_factory=dict)
     prefix: str = ""
     slices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    time_state: str = ""
     can_tie: bool = False
     config_json: Callable[[Any, np.dtype], dict[str, Json]] = no_config_json
 
