@@ -27,7 +27,10 @@ def _calls() -> Iterator[Any]:
                 exact = dtype == "float32" or place in (PALLAS_GPU, SCAN_GPU)
                 tol = scales.FLOAT32 if exact else scales.of_one_head(places.RECURRENCE[place][dtype])
                 exponents = (-60, 40) if interpreted else scales.EXPONENTS
-                yield pytest.param(case, place, form, exponents, tol, id=f"{place} {form}_{op} {dtype}")
+                marks = [pytest.mark.slow] if interpreted and form == "fused_recurrent" else []
+                yield pytest.param(
+                    case, place, form, exponents, tol, id=f"{place} {form}_{op} {dtype}", marks=marks
+                )
 
 
 @pytest.mark.parametrize("case, place, form, exponents, tol", _calls())

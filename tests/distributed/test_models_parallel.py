@@ -28,6 +28,7 @@ from fla_jax.parallel import (
     parameter_shardings,
 )
 
+pytestmark = pytest.mark.slow  # all of a version's from one process
 MODES = [
     (version, mode)
     for version, modes in processes.load("distributed/parallel_run.py").MODES.items()

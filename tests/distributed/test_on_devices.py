@@ -44,7 +44,7 @@ def test_decoding(version):
     assert "the parameters lie on several devices" in found["refused"]
 
 
-@pytest.mark.parametrize("name", tiers.first(OPTIMIZERS, 4, (tiers.SLOW, tiers.ONE_PYTHON)))
+@pytest.mark.parametrize("name", tiers.first(OPTIMIZERS, 2, (tiers.SLOW, tiers.ONE_PYTHON)))
 def test_optimizer(name):
     found = processes.report("distributed/optimizers_run.py", name)
     assert len(found) == 4
@@ -56,6 +56,7 @@ def test_optimizer(name):
     assert sharded < stored["data"] == stored["one device"], found
 
 
+@pytest.mark.slow
 def test_losses():
     found = processes.report("distributed/losses_run.py")
     assert len(found["shard_map"]) == 3 and {*found["accumulated"]} == {"auto", "explicit"}

@@ -114,7 +114,7 @@ def initial(request):
 
 
 @pytest.mark.parametrize(
-    "param_dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.one_python)]
+    "param_dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=(pytest.mark.slow, pytest.mark.one_python))]
 )
 def test_bfloat16_is_finite_at_initialisation(initial, param_dtype):
     """Whole models, also for a repeated token, whose token shift is all zero."""

@@ -31,7 +31,7 @@ def test_blocks_in_a_loop_are_the_model(setup):
         small.assert_close(state, jax.tree.map(lambda x, i=i: x[i], want))
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_embeddings_instead_of_tokens(setup, scan):
     model, params = setup
     want = model.apply({"params": params}, TOKENS, lengths=jnp.array([5, 3]))

@@ -62,7 +62,7 @@ def test_a_state_keeps_its_dtypes(version):
             assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(state)]
 
 
-@pytest.mark.parametrize("version", small.VERSIONS)
+@pytest.mark.parametrize("version", [6, pytest.param(7, marks=pytest.mark.slow)])
 def test_second_derivatives(version):
     """The Hessian of a loss times a vector, against differences of gradients in float64."""
     with jax.enable_x64(True):
@@ -186,6 +186,7 @@ def test_stacking_refuses_the_wrong_form(setup):
         stack_layers({name: value for name, value in params.items() if name != "blocks_0"})
 
 
+@pytest.mark.slow
 def test_unrolled_layers_are_no_loop():
     """Parameters stacked as for a loop, and none in the compiled gradient but those of the op over tokens."""
 
@@ -213,7 +214,7 @@ def test_a_loop_copies_no_residual_stream():
     assert barriers(True, jax.grad) == 2 * low_rank
 
 
-@pytest.mark.parametrize("version, scan", [(6, False), (7, True)])
+@pytest.mark.parametrize("version, scan", [pytest.param(6, False, marks=pytest.mark.slow), (7, True)])
 def test_remat_runs_the_op_once(version, scan, monkeypatch):
     """The token loops of the compiled gradient are as many with remat as without."""
     tokens = small.tokens(1, 5)

@@ -55,6 +55,7 @@ def test_value_and_gradient(params, block_tokens):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4), got, wanted)
 
 
+@pytest.mark.slow
 def test_lengths(params):
     x, lengths = tokens(3), jnp.array([8, 4, 0])
     got = jax.jit(functools.partial(token_logprobs, MODEL))(params, x, lengths)
@@ -64,6 +65,7 @@ def test_lengths(params):
     assert not np.any(got[1, 3:]) and not np.any(got[2])
 
 
+@pytest.mark.slow
 def test_documents_of_a_row(params):
     x, ids = tokens(1), jnp.array([[0, 0, 0, 4, 4, 4, 4, 4]])
     got = jax.jit(functools.partial(token_logprobs, MODEL))(params, x, segment_ids=ids)[0]

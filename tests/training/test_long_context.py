@@ -52,6 +52,7 @@ def setup():
     return model, small.params(model), small.random_state(model, 2)
 
 
+@pytest.mark.slow
 def test_truncated(setup):
     """Two groups of two chunks are two calls on the halves, the state passed on as a constant."""
     model, params, state = setup
@@ -69,6 +70,7 @@ def test_truncated(setup):
     assert small.largest_error(exact, grad) > 1e-3, "truncation must count"
 
 
+@pytest.mark.slow
 def test_memory():
     """Truncated: no state more for four times the groups. Exact: one a chunk, far less than activations."""
     model = small.model(7, num_layers=1, implementation="reference")
@@ -127,6 +129,7 @@ def test_truncation_errors(setup):
         truncated_value_and_grad(setup[0], chunk_size=8, chunks_per_gradient=2)(setup[1], TOKENS)
 
 
+@pytest.mark.slow
 def test_packed_documents():
     """The state restarts within chunks and between them; values and gradients are those of `packed_loss`."""
     model = small.model(7)

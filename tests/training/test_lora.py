@@ -55,6 +55,7 @@ def test_against_merged_weights(version, options):
     small.assert_close(merge_lora(params, filled(lora)), want)
 
 
+@pytest.mark.slow
 def test_stacked_layers():
     """A loop over layers that recomputes them has the numbers of separate ones."""
     model, stacked = small.model(7), small.model(7, scan_layers=True, remat=True)
@@ -72,6 +73,7 @@ def test_stacked_layers():
     small.assert_close(pull_stacked(jnp.ones_like(got))[0], wanted, 1e-4)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_merged_weights():
     model = small.model(7, num_layers=1)
     params = small.params(model)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 import small_models as small
+from harness import tiers
 
 from fla_jax.models import stack_layers
 from fla_jax.training import matrix_mask, muon_dimension_numbers, parameter_groups, rwkv_optimizer
@@ -53,7 +54,7 @@ def test_which_parameters_are_matrices(version, scan):
     assert {name for name, group in groups.items() if group == "matrix"} == matrices
 
 
-@pytest.mark.parametrize("version, kind", [(7, kind) for kind in OPTIMIZERS] + [(6, "muon")])
+@pytest.mark.parametrize("version, kind", tiers.first([(7, kind) for kind in OPTIMIZERS] + [(6, "muon")]))
 def test_stacked_layers_get_the_same_updates(version, kind):
     plain = small.params(small.model(version))
     optimizer = OPTIMIZERS[kind]

@@ -60,12 +60,14 @@ def test_batches_of_packed_documents(model, params, tmp_path):
     assert int(state.step) == 1
 
 
+@pytest.mark.slow
 def test_l2wrap_is_passed_on(model, params):
     tokens = small.tokens(1, 5)
     plain, wrapped = (jax.jit(jax.grad(next_token_loss(model, l2wrap=x)))(params, tokens) for x in (0, 1))
     assert small.error(plain["head"]["kernel"], wrapped["head"]["kernel"]) > 0.01
 
 
+@pytest.mark.slow
 def test_ignored_labels_weigh_nothing(model, params):
     """As loss of `TrainStep` it weighs microbatches of unequal numbers of labels."""
     tokens = small.tokens(2, 9)

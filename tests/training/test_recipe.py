@@ -108,6 +108,7 @@ def test_warmup_stable_decay(warmup):
             wsd_schedule(2.0, 0.5, 100, decay, warmup)
 
 
+@pytest.mark.slow
 def test_a_model_learns():
     """Twenty steps from the official initialisation on one batch, with bfloat16 activations."""
     model = small.model(7, num_layers=1, remat=True, dtype=jnp.bfloat16, implementation="reference")

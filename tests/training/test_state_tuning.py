@@ -44,6 +44,7 @@ def test_loss_and_initial_state(setup):
     np.testing.assert_allclose(loss(mask), np.average(want, weights=np.ravel(mask)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_tuning_lowers_the_loss_and_leaves_the_weights(setup):
     model, params = setup
     before = jax.tree.map(np.array, params)
@@ -84,6 +85,7 @@ def test_documents_of_a_sequence(version, stacked):
     assert np.isnan(jax.jit(packed, static_argnums=1)(states, 2)), "5 documents, memory for 4"
 
 
+@pytest.mark.slow
 def test_first_document_alone(setup):
     """Without ``every_segment`` other documents start from zeros."""
     model, params = setup
