@@ -127,7 +127,7 @@ def token_times(
     import numpy as np
 
     from fla_jax.generation import Decoder, SamplingParams, sampling_arrays
-    from fla_jax.generation.loop import STEPS_PER_CALL, begin, decode, row_keys
+    from fla_jax.generation.decode_loop import STEPS_PER_CALL, begin, decode, row_keys
     from fla_jax.generation.prompts import prefill
 
     began = time.perf_counter()

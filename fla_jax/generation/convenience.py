@@ -8,8 +8,7 @@ from jaxtyping import PyTree
 
 from ..models.causal_lm import RWKVForCausalLM
 from .generator import Generator
-from .request_arguments import State, States, rules_of_each
-from .requests import Completion
+from .requests import Completion, State, States, rules_of_each
 from .sampling_params import SamplingParams
 from .streaming import Stream
 from .tokenizer import Tokenizer
@@ -59,9 +58,6 @@ def generate(
         >>> states = [completion.state for completion in first]
         >>> second = generate(model, params, [[5], [6]], max_tokens=3, state=states)  # goes on
     """
-    if isinstance(prompts, str | bytes):
-        raise TypeError("prompts must be a sequence of prompts, got text: pass [text]")
-    prompts = list(prompts)
     rules = rules_of_each(sampling, len(prompts))
     if slots is None:
         slots = max(1, sum(1 if rule is None else rule.n for rule in rules))

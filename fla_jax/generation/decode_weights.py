@@ -30,7 +30,7 @@ from ..core.decode_layers import CODE_ROWS, NONE, NORM_EPS, layer_norm
 from ..layers.base import LAYER_NORM_EPS
 from ..models import head_kernel
 from ..ops.decode import Layer6, Layer7, Matrix, quantised
-from .decode_families import affine, decode_family, padded
+from .decode_steps import affine, decode_family, padded
 
 assert NORM_EPS == LAYER_NORM_EPS
 

@@ -19,11 +19,10 @@ from ..models import FAMILIES
 from ..models.causal_lm import RWKVForCausalLM
 from ..ops import decode
 from ..pallas.backend import triton
-from .decode_families import DECODE, decode_family
+from .array_checks import check_deleted, explain_deleted
+from .decode_steps import DECODE, FastStep, ModelStep, decode_family
 from .decode_weights import prepare_decode_weights
-from .deleted import check_deleted, explain_deleted
 from .prompts import check_params
-from .steps import FastStep, ModelStep
 
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -61,7 +60,7 @@ class Decoder:
         model: as given.
         implementation: ``"triton"`` or ``"plain"`` (the fast path), or ``"model"``.
         weights: what the step reads.
-        step: the step, `fla_jax.generation.steps`.
+        step: the step, `fla_jax.generation.decode_steps`.
         state_dtype: of the states [L, B, H, K, V].
 
     Example:

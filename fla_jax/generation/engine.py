@@ -12,12 +12,21 @@ from jaxtyping import PyTree
 
 from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState, check_state
+from .array_checks import check_deleted, check_untraced, deleted, explain_deleted, is_deleted
+from .decode_loop import PLAIN, STEPS_PER_CALL, Chosen, Results, stopped_by, undefined
 from .decoder import Decoder
-from .deleted import check_deleted, check_untraced, deleted, explain_deleted, is_deleted
-from .loop import PLAIN, STEPS_PER_CALL, Chosen, Results, stopped_by, undefined
-from .prompt_queue import TOGETHER, PromptQueue
 from .prompts import check_prompt, prefill_chunks
-from .rows import FinishReason, GenerationState, Prompt, Row, RowEvent, requeued, row_scores
+from .rows import (
+    TOGETHER,
+    FinishReason,
+    GenerationState,
+    Prompt,
+    PromptQueue,
+    Row,
+    RowEvent,
+    requeued,
+    row_scores,
+)
 from .sampling import UNDEFINED, TokenCounts
 from .sampling_params import SamplingParams, sampling_arrays
 from .slots import Slots, state_after_prompt
@@ -45,21 +54,6 @@ class Engine:
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fla_jax.generation import Decoder, SamplingParams
-        >>> from fla_jax.generation.engine import Engine
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=64, num_layers=2, head_dim=16))
-        >>> params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        >>> engine = Engine(params, Decoder(model, params), slots=2)
-        >>> (row,) = engine.submit([1, 2, 3], SamplingParams(max_tokens=4))
-        >>> tokens = []
-        >>> while engine.busy:
-        ...     tokens += [token for event in engine.step() for token in event.tokens]
-        >>> len(tokens), row.finish_reason
-        (4, 'length')
     """
 
     def __init__(self, params: PyTree, decoder: Decoder, slots: int) -> None:

@@ -16,12 +16,23 @@ from jaxtyping import PyTree
 
 from ..core.arguments import check_integer, shown
 from ..models.causal_lm import RWKVForCausalLM
+from .array_checks import check_deleted, check_untraced
 from .decoder import Decoder, int8_group_of
-from .deleted import check_deleted, check_untraced
 from .engine import Engine
 from .prompts import check_params, check_prompt
-from .request_arguments import State, States, rules_of_each, states_of_each
-from .requests import Collector, Completion, Event, Request, Usage, joined_logprobs
+from .requests import (
+    Collector,
+    Completion,
+    Event,
+    Request,
+    State,
+    States,
+    Usage,
+    joined_logprobs,
+    rules_of_each,
+    rules_of_request,
+    states_of_each,
+)
 from .rows import Row, RowEvent
 from .sampling_params import SamplingParams
 from .scoring import score
@@ -143,16 +154,7 @@ class Generator:
         keep_state: bool,
         stepwise: bool,
     ) -> Request:
-        sampling = SamplingParams() if sampling is None else sampling
-        if not isinstance(sampling, SamplingParams):
-            raise TypeError(f"sampling must be a SamplingParams or None, got {shown(sampling)}")
-        if max_tokens is not None:
-            sampling = dataclasses.replace(sampling, max_tokens=max_tokens)
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("sampling.stop needs a tokenizer: Generator(..., tokenizer=)")
-        end = getattr(self.tokenizer, "end_of_text", None)
-        if end is not None and not sampling.ignore_eos:
-            sampling = dataclasses.replace(sampling, stop_tokens=(*sampling.stop_tokens, end))
+        sampling = rules_of_request(sampling, max_tokens, self.tokenizer)
         prompt, state, length, cached = self._cached(prompt, state)
         # a state after a stop string is that of its last token
         stepwise = stepwise or (keep_state and bool(sampling.stop))

@@ -17,9 +17,9 @@ from ..core.arguments import shown
 from ..layers.state import RWKVState, check_state
 from ..models.causal_lm import RWKVForCausalLM
 from ..models.config import check_model
-from .deleted import explain_deleted
+from .array_checks import explain_deleted
+from .decode_steps import of_rows
 from .prefill_plan import UNMASKED_TOKENS, chunk_overhead, chunk_sizes, grouped, plan
-from .steps import of_rows
 
 # For the programs that read. One call of a model of 24 x 1024 for 8192 tokens takes an H200 17.5 ms with all
 # three, 18.2 with the first alone, and 20 with none.

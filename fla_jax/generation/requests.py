@@ -1,16 +1,27 @@
-"""What a generator returns: requests, their completions, and the events on the way."""
+"""Requests of a generator: rules and states of each, events on the way, completions."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from ..core.arguments import shown
+from ..layers.state import RWKVState, check_state
+from ..models.causal_lm import RWKVForCausalLM
+from .array_checks import check_deleted
+from .prompts import take_rows
 from .rows import FinishReason, GenerationState, Row, RowEvent
+from .sampling_params import SamplingParams
 from .text import StopStrings, TextDecoder
 from .tokenizer import Tokenizer
+
+State = RWKVState | GenerationState
+States = State | Sequence[State | None] | None
 
 
 class Logprobs(NamedTuple):
@@ -252,3 +263,55 @@ def joined_logprobs(events: list[RowEvent], asked: int | None) -> Logprobs | Non
     tokens = np.concatenate([np.empty((0, asked), np.int32), *(event.top_tokens for event in tops)])
     values = np.concatenate([np.empty((0, asked), np.float32), *(event.top_logprobs for event in tops)])
     return Logprobs(chosen, tokens, values)
+
+
+def states_of_each(model: RWKVForCausalLM, state: States, batch: int) -> list[State | None]:
+    """The state before each prompt."""
+    if state is None or isinstance(state, GenerationState):
+        return [state] * batch
+    if not isinstance(state, RWKVState):
+        states = list(state)
+        if len(states) != batch:
+            raise ValueError(f"state must be one for each of the {batch} prompts, got {len(states)}")
+        return states
+    if np.ndim(state.wkv) == 5 and state.wkv.shape[1] == 1:
+        return [state] * batch
+    check_state(state, jax.eval_shape(lambda: model.init_state(batch)))
+    check_deleted(state=state)
+    return [take_rows(state, jnp.array([i])) for i in range(batch)]
+
+
+def rules_of_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, batch: int
+) -> list[SamplingParams | None]:
+    """The rules of each prompt."""
+    if sampling is None:
+        return [None] * batch
+    if isinstance(sampling, SamplingParams):
+        if sampling.seed is None:
+            return [sampling] * batch
+        seeds = (sampling.seed + i * sampling.n for i in range(batch))
+        return [dataclasses.replace(sampling, seed=seed) for seed in seeds]
+    if not isinstance(sampling, Sequence) or len(sampling) != batch:
+        raise TypeError(
+            f"sampling must be a SamplingParams, one for each of the {batch} prompts or None, got "
+            f"{shown(sampling)}"
+        )
+    return list(sampling)
+
+
+def rules_of_request(
+    sampling: SamplingParams | None, max_tokens: int | None, tokenizer: Tokenizer | None
+) -> SamplingParams:
+    """The rules of a request, with its own ``max_tokens`` and the tokenizer's end of text."""
+    sampling = SamplingParams() if sampling is None else sampling
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling must be a SamplingParams or None, got {shown(sampling)}")
+    if max_tokens is not None:
+        sampling = dataclasses.replace(sampling, max_tokens=max_tokens)
+    if sampling.stop and tokenizer is None:
+        raise ValueError("sampling.stop needs a tokenizer: Generator(..., tokenizer=)")
+    end = getattr(tokenizer, "end_of_text", None)
+    if end is not None and not sampling.ignore_eos:
+        sampling = dataclasses.replace(sampling, stop_tokens=(*sampling.stop_tokens, end))
+    return sampling

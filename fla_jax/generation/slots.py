@@ -12,8 +12,8 @@ from jaxtyping import PyTree
 
 from ..layers.state import RWKVState
 from ..models.causal_lm import RWKVForCausalLM
+from .decode_loop import PLAIN, Chosen, DecodeState, Scores, begin, decode, row_keys
 from .decoder import Decoder
-from .loop import PLAIN, Chosen, DecodeState, Scores, begin, decode, row_keys
 from .prompts import put_like, take_rows
 from .rows import GenerationState, Row
 from .sampling import TokenCounts
@@ -60,7 +60,7 @@ class Slots:
         self._carry, self._rules = _insert(self._carry, self._rules, start, put_like(self.place, new))
 
     def decode(self, decoder: Decoder, count: int, fixed: int | None, scores: Scores) -> Chosen:
-        """Starts ``count`` steps of all slots, see `fla_jax.generation.loop.decode`."""
+        """Starts ``count`` steps of all slots, see `fla_jax.generation.decode_loop.decode`."""
         assert self._carry is not None
         if scores is not PLAIN:
             self._allow_bias()

@@ -13,7 +13,7 @@ import small_models as small
 from harness import tiers
 from sampling_reference import reference
 
-from fla_jax.generation import SamplingParams, generate, load_tokenizer, loop, prefill, stream
+from fla_jax.generation import SamplingParams, decode_loop, generate, load_tokenizer, prefill, stream
 from fla_jax.generation import prompts as reading
 
 PROMPTS = [[int(t) for t in small.tokens(1, n, seed=n)[0]] for n in (21, 1, 9)]
@@ -148,28 +148,28 @@ def test_every_step_draws_anew(setup):
 
 def test_one_program_for_all_settings_and_lengths(setup, batch):
     """What is compiled depends on the number of rows alone."""
-    before = loop.decode._cache_size(), reading._read._cache_size()
+    before = decode_loop.decode._cache_size(), reading._read._cache_size()
     prompts = [PROMPTS[0][:9], PROMPTS[0][:18], PROMPTS[2]]
     rules = SamplingParams(temperature=0.0, top_k=2, stop_tokens=(9,), seed=2**40)
     generate(*setup, prompts, rules, max_tokens=7)
-    assert (loop.decode._cache_size(), reading._read._cache_size()) == before
+    assert (decode_loop.decode._cache_size(), reading._read._cache_size()) == before
 
 
 def test_parameters_placed_by_hand_compile_nothing_twice():
     """As a checkpoint's reader places them: arrays committed to a device."""
     model = small.model(7, num_layers=1, vocab_size=25, implementation="reference")
     params = jax.device_put(small.params(model), jax.devices()[0])
-    before = loop.decode._cache_size(), reading._read._cache_size()
+    before = decode_loop.decode._cache_size(), reading._read._cache_size()
     longest = reading.chunk_sizes(32, 1, jax.devices()[0])[-1]
     for _ in range(2):
         list(stream(model, params, [1] * (2 * longest + 3), max_tokens=3))
-    assert loop.decode._cache_size() == before[0] + 1
+    assert decode_loop.decode._cache_size() == before[0] + 1
     assert reading._read._cache_size() == before[1] + 2  # the longest chunk, twice, and a short one
 
 
 def test_all_bits_of_a_seed_count():
     """The keys are JAX's own of 64 bits, with and without jax_enable_x64."""
-    data = lambda seeds: np.asarray(jax.random.key_data(loop.row_keys(seeds)))
+    data = lambda seeds: np.asarray(jax.random.key_data(decode_loop.row_keys(seeds)))
     for seed in (0, 3, 2**31, 2**32 - 1):
         np.testing.assert_array_equal(data([seed])[0], jax.random.key_data(jax.random.key(np.uint32(seed))))
     wide = [0, 2**32, 2**62 + 5, -1, -(2**63)]

@@ -17,9 +17,9 @@ from fla_jax.generation import (
     GenerationState,
     Generator,
     SamplingParams,
+    decode_loop,
     generate,
     load_tokenizer,
-    loop,
     slots,
 )
 
@@ -66,10 +66,10 @@ def test_every_request_is_what_it_is_alone(setup, generator):
     states = [small.random_state(setup[0], 1, seed=i) if i % 3 == 1 else None for i in range(7)]
     rules = varied()
     for_all = generator.generate(PROMPTS, rules, state=states, keep_state=True)
-    programs = loop.decode._cache_size(), slots._insert._cache_size()
+    programs = decode_loop.decode._cache_size(), slots._insert._cache_size()
     rules = [dataclasses.replace(rule, presence_penalty=0.1 * i) for i, rule in enumerate(rules)]
     for_all = generator.generate(PROMPTS, rules, state=states, keep_state=True)
-    assert programs == (loop.decode._cache_size(), slots._insert._cache_size())
+    assert programs == (decode_loop.decode._cache_size(), slots._insert._cache_size())
     for prompt, rule, state, got in zip(PROMPTS, rules, states, for_all, strict=True):
         (want,) = generate(*setup, [prompt], rule, state=state)
         np.testing.assert_array_equal(got.tokens, want.tokens)
@@ -230,13 +230,13 @@ def test_other_parameters(setup, in_flight):
     requests = [generator.submit(PROMPTS[i], GREEDY, max_tokens=50) for i in (0, 2, 5)]
     while not any(len(event.tokens) for event in generator.step()):
         pass
-    programs = loop.decode._cache_size()
+    programs = decode_loop.decode._cache_size()
     generator.update_params(other, in_flight=in_flight)
     got = {one.request: one.tokens.tolist() for one in generator.results()}
     # the prompts of similar lengths are read first
     want = new if in_flight == "restart" else [old[0], new[1], old[2]]
     assert [got[request.number] for request in requests] == want
-    assert programs == loop.decode._cache_size()
+    assert programs == decode_loop.decode._cache_size()
 
 
 def test_the_old_parameters_may_be_donated(setup):

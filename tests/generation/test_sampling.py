@@ -13,7 +13,7 @@ from harness import tiers
 from sampling_reference import reference
 
 from fla_jax.generation import sampling
-from fla_jax.generation.loop import row_keys
+from fla_jax.generation.decode_loop import row_keys
 from fla_jax.generation.sampling import TokenCounts, choose
 from fla_jax.generation.sampling_params import SamplingParams, sampling_arrays
 from fla_jax.pallas.backend import triton as run_triton

@@ -255,8 +255,8 @@ def decode(
     version: int, C: int, B: int, dtype: str = "bfloat16", group: int | None = None, state: str = "float32"
 ) -> Program:
     """A decoded token of a model of two layers, chosen from the logits by sampling."""
+    from fla_jax.generation.decode_steps import FastStep
     from fla_jax.generation.decode_weights import prepare_decode_weights
-    from fla_jax.generation.steps import FastStep
     from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
 
     config, kind = {6: (RWKV6Config, RWKV6ForCausalLM), 7: (RWKV7Config, RWKV7ForCausalLM)}[version]

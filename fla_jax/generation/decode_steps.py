@@ -1,10 +1,13 @@
-"""What decoding with kernels needs of each family: a layer's weights, and a layer's step for one token."""
+"""The programs that compute a decoded token: the model itself, and the fast path that equals it.
+
+The fast path has a row in `DECODE` for each family: a layer's weights, and a layer's step for one token.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from ..core.decode_layers import CODE_ROWS, NONE, SIGMOID, SQUARE, TANH
 from ..layers.state import RWKVState
 from ..models import FAMILIES, RWKV7Config
 from ..models.config import RWKVConfig
+from ..ops import decode
 from ..ops.decode import Layer6, Layer7, Matrix
 
 LayerOut = tuple[jax.Array, RWKVState, jax.Array, jax.Array]
@@ -166,3 +170,72 @@ DECODE: dict[str, DecodeFamily] = {
     "rwkv6": DecodeFamily(rwkv6_weights, rwkv6_layer),
     "rwkv7": DecodeFamily(rwkv7_weights, rwkv7_layer),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelStep:
+    """The definition of a decoded token: a call of the model with one token.
+
+    Attributes:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+    """
+
+    model: Any
+    sampling: ClassVar[str] = "xla"
+    per_call: ClassVar[int | None] = None
+
+    def __call__(
+        self, weights: PyTree, tokens: jax.Array, state: RWKVState, active: jax.Array
+    ) -> tuple[jax.Array, RWKVState]:
+        """See `fla_jax.generation.decode_loop.Step`; ``weights`` are the model's parameters."""
+        logits, new = self.model.apply({"params": weights}, tokens[:, None], state)
+
+        def kept(x: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(of_rows(active, x), x.astype(old.dtype), old)
+
+        return logits[:, -1], jax.tree.map(kept, new, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class FastStep:
+    """The same in a few large pieces (`fla_jax.ops.decode`), with the states of all layers written in place.
+
+    Attributes:
+        model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
+        implementation: of the pieces, ``"triton"`` or ``"plain"``.
+    """
+
+    model: Any
+    implementation: str
+
+    @property
+    def sampling(self) -> str:
+        """See `fla_jax.generation.decode_loop.Step`."""
+        return "triton" if self.implementation == "triton" else "xla"
+
+    @property
+    def per_call(self) -> int | None:
+        """See `fla_jax.generation.decode_loop.Step`."""
+        return 8 if self.implementation == "triton" else None
+
+    def __call__(
+        self, weights: PyTree, tokens: jax.Array, state: RWKVState, active: jax.Array
+    ) -> tuple[jax.Array, RWKVState]:
+        """See `fla_jax.generation.decode_loop.Step`; ``weights`` are what `prepare_decode_weights` made."""
+        pieces, rows = decode.STEPS.named(self.implementation).load(), active.astype(jnp.int32)
+        x = jnp.take(weights.table, tokens, axis=0)  # as the model: NaN for what is no token
+        family, config = decode_family(self.model), self.model.config
+        assert family is not None  # `Decoder` asks `unsupported`
+        first = before = None
+        for i, p in enumerate(weights.layers):
+            x, state, before, made = family.layer(pieces, p, x, state, before, i, rows, first, config)
+            first = made if first is None else first
+        logits, _ = pieces.project(weights.head, x, norm=weights.norm)
+        # apart from the kernels that made them: XLA's fusion of slices with calls makes a cycle of them
+        shifts, before = jax.lax.optimization_barrier((state.ffn_shift, before))
+        return logits, state.replace(ffn_shift=shifts.at[-1].set(before))
+
+
+def of_rows(rows: jax.Array, x: jax.Array) -> jax.Array:
+    """[B] as something that goes with a leaf [L, B, ...] of a state."""
+    return rows.reshape(1, -1, *(1,) * (x.ndim - 2))
