@@ -11,8 +11,9 @@ cores. Real runs look like this:
     python examples/pretrain.py --help
 
 Data are official binidx pairs, or text, which is tokenized once into --cache. Documents are packed, and the
-state restarts at each. --out gets options.json, checkpoints/ (parameters, optimizer, step, data iterator),
-metrics.csv, tensorboard/ and, with --profile, trace/. Resumed on the same mesh, losses repeat bit by bit.
+state restarts at each; with --carry-state it continues where a document does. --out gets options.json,
+checkpoints/ (parameters, optimizer, step, data iterator), metrics.csv, tensorboard/ and, with --profile,
+trace/. Resumed on the same mesh, losses repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from fla_jax.checkpoints import save_checkpoint
-from fla_jax.data import batches
 
 COLUMNS = ("step", "loss", "gradient_norm", "learning_rate", "evaluation_loss", "tokens_per_second")
 COLUMNS += ("share_of_6n", "memory_gb")
@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = completed(options)
     check(options)
     setup.start_processes(options)
+    if options.carry_state and jax.process_count() > 1:
+        raise ValueError("--carry-state needs one process: checkpoints have one place in the data")
     setup.keep_programs(options)
     if options.dry_run:
         sys.exit(0 if setup.report(options) else 1)
@@ -62,16 +64,15 @@ def run(options: Options, check_claim: _run.Check) -> None:
     """Trains, with ``--out`` for this run alone, and reports."""
     console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
     data = corpus.read(options, console)
-    examples, numbers = data.training
     if options.steps is None:
-        options = dataclasses.replace(options, steps=len(numbers) // options.batch)
+        options = dataclasses.replace(options, steps=data.num_rows // options.batch)
         if options.steps <= options.warmup_steps:
-            found = f"--data has {len(numbers)} rows, {options.steps} steps of --batch {options.batch}"
+            found = f"--data has {data.num_rows} rows, {options.steps} steps of --batch {options.batch}"
             raise ValueError(f"{found}: give --steps, above --warmup-steps {options.warmup_steps}")
     step, learning_rate = setup.build_step(options, options.steps)
     facts = _run.facts(options, MAY_CHANGE, dtype=compute_dtype(options.precision), text=data.identity)
     part = step.local_batch_rows(options.batch)
-    iterator = iter(batches(examples, numbers, options.batch, seed=options.seed, part=part))
+    iterator = iter(data.batches(part))
     checkpoints, state, position = _run.start_or_resume(options, facts, step, options.keep, NOTED)
     if options.resume:
         iterator.set_state(position)
@@ -80,8 +81,8 @@ def run(options: Options, check_claim: _run.Check) -> None:
             at = f"the run in {options.out} is at step {first}, and --steps {options.steps}"
             raise ValueError(f"--resume: {at}; with --export its parameters are written")
         return export(options.export, step.model, state.params, console)
-    epochs = f"{options.steps * options.batch / len(numbers):.2f} epochs"
-    console.print(f"{len(numbers):,} rows of {options.sequence} tokens, {options.batch} a step, {epochs}")
+    epochs = f"{options.steps * options.batch / data.num_rows:.2f} epochs"
+    console.print(f"{data.num_rows:,} rows of {options.sequence} tokens, {options.batch} a step, {epochs}")
 
     every = options.log_every, options.eval_every, options.save_every
     traced = range(first + 6, first + 6 + options.profile)
@@ -106,8 +107,7 @@ def run(options: Options, check_claim: _run.Check) -> None:
             number = _agreed(interrupted)
             metrics.read(options.batch * options.sequence)
             if evaluate and data.evaluation:
-                held_out = batches(*data.evaluation, options.batch, part=part)
-                metrics.evaluated(step.evaluate(state, held_out))
+                metrics.evaluated(step.evaluate(state, data.held_out(part)))
             metrics.write_rows()
             if save or number:
                 check_claim()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,34 +17,80 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fla_jax.checkpoints.files import replacing
-from fla_jax.data import BinIdx, PackedRows, open_binidx, split_rows, tokenize
+from fla_jax.data import BinIdx, PackedRows, batches, open_binidx, pack_documents, split_rows, tokenize
 
 from .options import Options
 
 
-class Corpus(NamedTuple):
-    """What to learn and to evaluate on: rows of packed documents, and the numbers of those to read."""
+class Part(NamedTuple):
+    """Tokens, and the numbers of those to read: of rows, or with ``--carry-state`` of documents."""
 
-    training: tuple[PackedRows, Any]
-    evaluation: tuple[PackedRows, Any] | None
+    data: BinIdx
+    rows: PackedRows
+    numbers: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """What to learn and to evaluate on."""
+
+    options: Options
+    training: Part
+    evaluation: Part | None
     identity: str  # of the training tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch; with ``--carry-state`` about as many."""
+        data, rows, numbers = self.training
+        return len(rows) * len(numbers) // len(data) if self.options.carry_state else len(numbers)
+
+    def batches(self, local: list[int]) -> Any:
+        """Endless batches to train on, of which this process makes the rows ``local``."""
+        options, (_, rows, numbers) = self.options, self.training
+        if not options.carry_state:
+            return batches(rows, numbers, options.batch, seed=options.seed, part=local)
+        return self._documents(self.training, lambda found: found.shuffle(seed=options.seed).repeat(), local)
+
+    def held_out(self, local: list[int]) -> Any:
+        """At most ``--eval-rows`` rows to evaluate on, in batches."""
+        assert self.evaluation is not None
+        options, (_, rows, numbers) = self.options, self.evaluation
+        if not options.carry_state:
+            return batches(rows, numbers, options.batch, part=local)
+        found = self._documents(self.evaluation, lambda found: found, local)
+        return itertools.islice(found, -(-options.eval_rows // options.batch))
+
+    def _documents(self, part: Part, order: Any, local: list[int]) -> Any:
+        import grain
+
+        source = order(grain.MapDataset.source(part.numbers)).map(lambda i: part.data[i])
+        sizes = self.options.sequence, self.options.batch
+        return pack_documents(
+            source, *sizes, carry_state=True, vocab_size=self.options.vocab_size, part=local
+        )
 
 
 def read(options: Options, console: Console) -> Corpus:
     """Opens the data; tokenizes text first, unless the cache has its tokens."""
     data = _opened("--data", options.data, options, console)
     rows = _rows("--data", data, options)
+    units: Any = data if options.carry_state else rows
     share: Any = options.held_out
     try:
-        training, held_out = split_rows(len(rows), share)
+        training, held_out = split_rows(len(units), share)
     except ValueError:
-        raise ValueError(f"--held-out {share:g} leaves nothing of the {len(rows)} rows in --data") from None
+        what = f"{len(units)} {'documents' if options.carry_state else 'rows'}"
+        raise ValueError(f"--held-out {share:g} leaves nothing of the {what} in --data") from None
+    evaluation = None
     if options.eval_data:
-        other = _rows("--eval-data", _opened("--eval-data", options.eval_data, options, console), options)
-        evaluation = other, _spread(range(len(other)), options.eval_rows)
-    else:
-        evaluation = (rows, _spread(held_out, options.eval_rows)) if share else None
-    return Corpus((rows, training), evaluation, _identity(data))
+        other = _opened("--eval-data", options.eval_data, options, console)
+        other_rows = _rows("--eval-data", other, options)
+        numbers = range(len(other if options.carry_state else other_rows))
+        evaluation = Part(other, other_rows, _spread(numbers, options.eval_rows))
+    elif share:
+        evaluation = Part(data, rows, _spread(held_out, options.eval_rows))
+    return Corpus(options, Part(data, rows, training), evaluation, _identity(data))
 
 
 def _spread(numbers: Any, count: int) -> list[int]:

@@ -98,6 +98,8 @@ class Options:
     """tokens in a row (default: 4096; 128 for tiny)"""
     batch: int | None = None
     """rows per optimizer step, over all devices (default: 32; 8 for tiny)"""
+    carry_state: bool = False
+    """start a row that continues a document from the state at the end of the row before; in one process"""
     accumulate: int = 1
     """microbatches that a batch is computed in, one after the other, to save memory of activations"""
     steps: int | None = None

@@ -76,7 +76,10 @@ def build_step(options: Options, steps: int) -> tuple[TrainStep, Any]:
     if on_gpu():  # else sums of the embedding's gradients have any order, and a resumed run other last bits
         compiler_options["xla_gpu_exclude_nondeterministic_ops"] = True
     run: dict[str, Any] = {"accumulate": options.accumulate, "compiler_options": compiler_options}
-    run["metrics"] = ("loss", "grad_norm")
+    run |= {
+        "metrics": ("loss", "grad_norm"),
+        "carry_sequences": options.batch if options.carry_state else None,
+    }
     return TrainStep(build_model(options, mesh), optimizer, mesh, **run), jax.jit(schedule)
 
 
@@ -87,6 +90,8 @@ def report(options: Options) -> bool:
     shape, sharding = (options.batch, options.sequence), batch_sharding(step.mesh)
     dtypes = {"tokens": np.int32, "labels": np.int32, "segment_ids": np.int32, "mask": np.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, x, sharding=sharding) for name, x in dtypes.items()}
+    if options.carry_state:
+        batch["continues"] = jax.ShapeDtypeStruct(shape[:1], np.bool_, sharding=sharding)
     compiled = step.lower(state, batch).compile()
     stored, needed = compiled.memory_analysis().argument_size_in_bytes, compiled_memory(compiled)
     there = available_memory() if options.memory_gb is None else options.memory_gb * 1e9

@@ -88,6 +88,30 @@ def test_killed_and_resumed_equals_straight(data, straight, tmp_path):
 
 
 @pytest.mark.slow
+def test_carried_states(data, tmp_path):
+    """Killed between checkpoints and resumed, to the last bit; held-out documents are read whole."""
+    out, other = tmp_path / "straight", tmp_path / "killed"
+    more = ("--carry-state", "--eval-rows", 400)
+    pretrain.main(arguments(data, out, *more))
+    process = start(1, *arguments(data, other, *more))
+    wait_for(process, (other / "checkpoints" / "20").exists)
+    process.kill()
+    finish(process)
+    if not (other / "checkpoints" / str(STEPS)).exists():
+        pretrain.main(arguments(data, other, *more, "--resume"))
+    assert_same(out, other)
+    state, place = saved(out)
+    assert len(place["document"]) == 8 and any(place["offset"])
+    found = [document.tolist() for document in open_binidx(data)]
+    chosen = [found[block * 50 + i] for block in range(8) for i in range(45, 50)]  # a tenth of each eighth
+    wanted = mean_loss(data, state["params"], [[0, *document] for document in chosen])
+    assert column(out, "evaluation_loss")[-1] == pytest.approx(wanted, rel=1e-5)
+    assert "--carry-state was True" in refusal(
+        pretrain.main, *arguments(data, out, "--resume", steps=STEPS + 1)
+    )
+
+
+@pytest.mark.slow
 def test_two_processes(data, straight, tmp_path):
     """A mesh over two processes, two devices each, gives what one process with four gives."""
     with socket.socket() as listener:
@@ -110,7 +134,6 @@ def test_two_processes(data, straight, tmp_path):
 
 def held_out_loss(data, params):
     """Nats per token over the held-out rows, each document read alone after the end token before it."""
-    options = completed(Options(data=data, hidden_size=32, num_layers=2, head_dim=16, remat="none"))
     documents = [document.tolist() for document in open_binidx(data)]
     tokens = [token for document in documents for token in document]
     owners = [i for i, document in enumerate(documents) for _ in document]
@@ -124,7 +147,14 @@ def held_out_loss(data, params):
             at = [t for t in range(row * 32, row * 32 + 33) if owners[t] == owner]
             begins = at[0] > row * 32 and tokens[at[0] - 1] == 0
             parts.append([0] * begins + [tokens[t] for t in at])
-    padded = np.array([part + [0] * (34 - len(part)) for part in parts])
+    return mean_loss(data, params, parts)
+
+
+def mean_loss(data, params, parts):
+    """Nats per token, but for the first of each part."""
+    options = completed(Options(data=data, hidden_size=32, num_layers=2, head_dim=16, remat="none"))
+    longest = max(map(len, parts))
+    padded = np.array([part + [0] * (longest - len(part)) for part in parts])
     model = setup.build_model(options, setup.mesh_of(options))
     logits = np.asarray(model.apply({"params": params}, padded[:, :-1])[0], np.float64)
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
