@@ -152,7 +152,7 @@ def save_checkpoint(
       ``tie_embeddings`` makes that the embedding: load it with ``tie_embeddings=True``.
     * ``"huggingface"``: ``config.json``, ``generation_config.json`` and safetensors, with names, shapes and
       dtypes of flash-linear-attention's `RWKV7ForCausalLM` and `RWKV6ForCausalLM` (0.6.0, which loads them in
-      a test) and of rwkv7-hf (0.9.0, likewise); ``tie_word_embeddings`` is ``tie_embeddings``. Not compared
+      a test) and of rwkv7-hf (0.9.0, likewise, but for ``tie_embeddings``, which it has not). Not compared
       with files that are published at Hugging Face: that needs a network.
 
     A warning names parameters whose dtype differs from that of most, except in the library's own format. A

@@ -37,7 +37,7 @@ class RWKVConfig:
             (`fla_jax.remat_policy`). ``"dense"`` also saves the outputs of the dense projections.
         norm_first: whether a layer norm, ``ln0``, follows the embedding, as in all official models.
         tie_embeddings: whether the head is the transposed embedding; the parameters then have no ``head``
-            (see `head_kernel`). False in all official models.
+            (see `head_kernel`), and the initial embedding is that of a head. False in all official models.
         logical_axes: ``model.init`` returns parameters boxed with logical axis names
             (`flax.linen.LogicallyPartitioned`), otherwise plain arrays; ``model.apply`` takes both. Names:
             vocab, embed, heads, kv, mlp, layers, as MaxText has them, and rank; for those of activations see

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ..core.mesh import reshard, spec_of
 from ..layers.base import with_axes
-from ..layers.init import head_gain, orthogonal, symmetric_uniform
+from ..layers.init import Initializer, head_gain, orthogonal, symmetric_uniform
 from ..layers.sharding import ActivationSharding, DotOptions, constrain, without
 from .block import residual
 from .config import RWKVConfig
@@ -63,28 +63,32 @@ class Embedding(nn.Embed):
 
 
 def embedding_of(config: RWKVConfig) -> Embedding:
-    """The embedding of a model."""
+    """The embedding of a model. A tied one is drawn like a head: as small as others it would learn slowly."""
+    drawn = _head_init(config) if config.tie_embeddings else symmetric_uniform(1e-4)
     return Embedding(
         config.vocab_size,
         config.hidden_size,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
-        embedding_init=_boxed(config)(symmetric_uniform(1e-4), ("vocab", "embed")),
+        embedding_init=_boxed(config)(drawn, ("vocab", "embed")),
     )
 
 
 def head_of(config: RWKVConfig) -> nn.Dense:
     """The head of a model without ``tie_embeddings``."""
-    gain = head_gain(config.vocab_size, config.hidden_size)
     wide = jnp.promote_types(config.dtype, jnp.float32)
     return nn.Dense(
         config.vocab_size,
         use_bias=False,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
-        kernel_init=_boxed(config)(orthogonal(gain), ("embed", "vocab")),
+        kernel_init=_boxed(config)(_head_init(config), ("embed", "vocab")),
         dot_general=functools.partial(_head_dot, preferred_element_type=wide),
     )
+
+
+def _head_init(config: RWKVConfig) -> Initializer:
+    return orthogonal(head_gain(config.vocab_size, config.hidden_size))
 
 
 def _boxed(config: RWKVConfig) -> functools.partial:

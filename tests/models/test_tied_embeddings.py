@@ -122,6 +122,17 @@ def test_parameters_of_the_other_kind_are_refused():
         small.model(7, tie_embeddings=1)
 
 
+@pytest.mark.parametrize("vocab_size, gain", [(128, 1.0), (24, 0.5)])
+def test_initial_embedding_is_that_of_a_head(vocab_size, gain):
+    """Orthogonal, with the official gain max(1, V / C) ** 0.5 / 2."""
+    model = small.model(7, tie_embeddings=True, vocab_size=vocab_size)
+    drawn = initial_params(model, jax.random.key(0))
+    assert sorted(drawn) == ["blocks_0", "blocks_1", "emb", "ln0", "ln_out"]
+    table = np.asarray(drawn["emb"]["embedding"], np.float64)
+    gram = table.T @ table if vocab_size > 32 else table @ table.T
+    np.testing.assert_allclose(gram, gain**2 * np.eye(len(gram)), atol=1e-5)
+
+
 def test_optimizers_lora_and_memory():
     model = small.model(7, tie_embeddings=True)
     params = small.params(model)
@@ -129,8 +140,6 @@ def test_optimizers_lora_and_memory():
     assert muon_dimension_numbers(params)["emb"] == {"embedding": None}
     with pytest.raises(ValueError, match=r"targets must .*, got 'head': only projections of layers have"):
         init_lora(params, jax.random.key(0), targets=("head",))
-    drawn = initial_params(model, jax.random.key(0))
-    assert sorted(drawn) == ["blocks_0", "blocks_1", "emb", "ln0", "ln_out"]
     mesh = make_mesh(devices=jax.devices()[:1])
     bytes_of = lambda model: estimate_memory(model.config, mesh, batch=1, sequence=16)
     assert bytes_of(untied(model)) - bytes_of(model) == 16 * 24 * 32
