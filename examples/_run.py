@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import itertools
-import json
 import math
 import os
 import shlex
@@ -15,15 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from _cli import about, flag, make_folder, reason
+from _cli import about, flag, make_folder
 from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fla_jax.checkpoints.files import replacing
 from fla_jax.models import RWKVConfig, family_of
-from fla_jax.training import MetricWriter, Throughput, TrainingCheckpoints, last_checkpoint
+from fla_jax.training import (
+    StepMetrics,
+    TrainingCheckpoints,
+    count_parameters,
+    describe_run,
+    last_checkpoint,
+    run_changes,
+    start_run,
+)
 
 Check = Callable[[], None]  # of `_cli.claimed`
 
@@ -70,18 +75,6 @@ def lock_file(out: Path) -> Path:
     return real.with_name(f".{real.name}.lock")
 
 
-def described(out: Path) -> dict[str, Any]:
-    """The options that the run in ``out`` was started with."""
-    path = out / "options.json"
-    try:
-        options = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {reason(error)}") from error
-    if not isinstance(options, dict):
-        raise ValueError(f"{path} must contain a JSON object, got a {type(options).__name__}")
-    return options
-
-
 def facts(options: Any, may_change: set[str], **more: str) -> dict[str, Any]:
     """What stays the same between a run and its resumption."""
     return {name: x for name, x in dataclasses.asdict(options).items() if name not in may_change} | more
@@ -98,16 +91,19 @@ def start_or_resume(
     if not options.resume:
         state = step.init(jax.random.key(options.seed))
         if is_first:
-            _make_run(out, facts)  # last: a run that cannot be built moves nothing aside
+            if not (out / "options.json").exists():
+                make_folder(Path(os.path.realpath(out)))
+            with about(f"--out: {out}", "moved aside"):  # last: a run that cannot be built moves nothing
+                aside = start_run(out, facts)
+            if aside:
+                print(f"moved the earlier run to {os.path.relpath(aside)}")
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("the folder is made")
         return TrainingCheckpoints(out / "checkpoints", keep=keep), state, {}
-    changes, refused = {}, []
-    for name, then in described(out).items():
-        if (now := facts.get(name)) != then:
-            changes[name] = (then, now)
-            what = "the text (--data)" if name == "text" else flag(name)
-            refused += [] if name in noted else [f"{what} was {then} in {out} and is {now} now"]
+    refused: list[str] = []
+    for name, (then, now) in (changes := run_changes(out, facts)).items():
+        what = "the text (--data)" if name == "text" else flag(name)
+        refused += [] if name in noted else [f"{what} was {then} in {out} and is {now} now"]
     if refused:
         hint = "resume with the same options, or start another run with --out"
         raise ValueError(f"--resume: {', '.join(refused)}; {hint}")
@@ -119,43 +115,20 @@ def start_or_resume(
         for name, (then, now) in changes.items():
             print(f"{flag(name)} was {then} before and is {now} from now on")
         print(f"resuming at step {int(state.step)}")
-        _describe(out, facts)
+        describe_run(out, facts)
     return checkpoints, state, data
 
 
-def _make_run(out: Path, facts: dict[str, Any]) -> None:
-    if (out / "options.json").exists():
-        real = Path(os.path.realpath(out))  # a symbolic link stays, so that the new run is on the same disk
-        names = (real.with_name(f"{real.name}-{i}") for i in itertools.count(1))
-        aside = next(name for name in names if not os.path.lexists(name))
-        with about(f"--out: {out}", "moved aside"):
-            real.rename(aside)
-        print(f"moved the earlier run to {os.path.relpath(aside)}")
-    make_folder(Path(os.path.realpath(out)))
-    _describe(out, facts)
-
-
-def _describe(out: Path, facts: dict[str, Any]) -> None:
-    with replacing(out / "options.json") as file:
-        file.write((json.dumps(facts, indent=2) + "\n").encode())
-
-
-def count_parameters(params: Any) -> tuple[int, int]:
-    """All parameters, and those without the embedding."""
-    total = sum(x.size for x in jax.tree.leaves(params))
-    return total, total - params["emb"]["embedding"].size
-
-
-class Metrics(MetricWriter):
+class Metrics(StepMetrics):
     """The metrics of a run, with a progress bar; ``evaluation_loss`` is the last one."""
 
     def __init__(self, options: Any, checkpoints: Any, columns: Any, state: Any, peak: float | None = None):
         """``peak``: TFLOP/s of a device; None for that of its name."""
-        total, count = count_parameters(state.params)
-        first = self._first = int(state.step)
-        super().__init__(options.out, columns, first)
+        total, multiplied = count_parameters(state.params)
+        first = int(state.step)
+        super().__init__(options.out, columns, multiplied, first, peak_tflops=peak)
         self._options, self._checkpoints, self.evaluation_loss = options, checkpoints, float("nan")
-        self._throughput, self._rows = Throughput(count, peak), list[dict[str, Any]]()
+        self._row: dict[str, float] = {}
         self._console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         self._console.print(f"{options.model}, {total:,} parameters, {devices}")
@@ -172,42 +145,31 @@ class Metrics(MetricWriter):
         self._progress.stop()
         super().close()
 
-    def add(self, step: int, **values: Any) -> None:
-        """A step's numbers, which may be arrays that are still being computed."""
-        self._rows.append({"step": step, **values})
-
-    def read(self, tokens: int) -> None:
-        """Waits for the numbers and measures the speed, with so many ``tokens`` a step; refuses to go on from
-        a loss that is NaN or infinite.
-        """
-        rows = self._rows = jax.tree.map(lambda x: np.asarray(x).item(), self._rows)
-        if rows[0]["step"] > self._first + 1:  # the first step compiles
-            rows[-1] |= self._throughput.measure(len(rows) * tokens)
-        for i, row in enumerate(rows):
-            if wrong := [f"{name} is {x}" for name, x in row.items() if not math.isfinite(x)]:
-                self.write(rows[: i + 1])
-                self._checkpoints.wait()
-                last = last_checkpoint(self._checkpoints.folder)
-                good = f"the last good checkpoint is {last}, and --resume goes on from there, perhaps with a"
-                hint = f"{good} lower --learning-rate" if last else "try a lower --learning-rate"
-                raise ValueError(f"the {' and the '.join(wrong)} at step {row['step']}; {hint}")
+    def read(self, tokens: int) -> dict[str, float]:
+        """See `StepMetrics.read`; the error says where to go on from."""
+        try:
+            self._row = super().read(tokens)
+        except FloatingPointError as error:
+            self._checkpoints.wait()
+            last = last_checkpoint(self._checkpoints.folder)
+            good = f"the last good checkpoint is {last}, and --resume goes on from there, perhaps with a"
+            hint = f"{good} lower --learning-rate" if last else "try a lower --learning-rate"
+            raise ValueError(f"{error}; {hint}") from error
+        return self._row
 
     def evaluated(self, loss: float) -> None:
         """Adds an evaluation to the last step's numbers, and prints it."""
-        row = self._rows[-1]
-        self.evaluation_loss = row["evaluation_loss"] = loss
-        losses = f"training loss {row['loss']:.4f}, held out {loss:.4f} nats per token"
-        self._console.print(f"step {row['step']:6}: {losses}")
+        self.evaluation_loss = self._row["evaluation_loss"] = loss
+        losses = f"training loss {self._row['loss']:.4f}, held out {loss:.4f} nats per token"
+        self._console.print(f"step {self._row['step']:6}: {losses}")
 
     def write_rows(self) -> None:
         """Writes the steps since the last call, and moves the bar."""
-        row = self._rows[-1]
-        self.write(self._rows)
-        self._rows = []
+        row = self._row
         share = f", {row['share_of_6n']:.1%} of 6N" if "share_of_6n" in row else ""
         shown = {"loss": row["loss"], "rate": row.get("tokens_per_second", 0.0), "share": share}
         self._progress.update(self._bar, completed=row["step"], **shown)
-        self._throughput.restart()
+        super().write_rows()
 
     def exit_stopped(self, step: int, number: int) -> None:
         """Ends a program that a signal stopped, when its checkpoint is complete."""
@@ -221,7 +183,7 @@ class Metrics(MetricWriter):
         """The last lines of a run."""
         if not math.isnan(self.evaluation_loss):
             self._console.print(f"held-out loss     {self.evaluation_loss:.4f} nats per token {more}")
-        self._console.print(f"speed             {self._throughput.rate:,.0f} tokens/s")
+        self._console.print(f"speed             {self.throughput.rate:,.0f} tokens/s")
         self._console.print(f"checkpoint        {last_checkpoint(self._checkpoints.folder)}")
 
 

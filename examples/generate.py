@@ -27,7 +27,7 @@ from _cli import compute_dtype, parse, program
 
 from fla_jax.checkpoints import load_checkpoint
 from fla_jax.generation import Generator, SamplingParams, load_tokenizer, uncounted
-from fla_jax.training import TrainingCheckpoints, initial_state, load_states
+from fla_jax.training import TrainingCheckpoints, initial_state, load_states, run_description
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def load_model(path: Path, precision: str = "auto") -> tuple[Any, Any]:
         return load_checkpoint(path, dtype=dtype)
     import _run  # only for runs of train_lm.py: it imports a lot
 
-    options = _run.described(path)
+    options = run_description(path)
     try:
         model = _run.build_model(argparse.Namespace(**options), vocab_size=256, dtype=dtype)
     except AttributeError as error:

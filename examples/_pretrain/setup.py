@@ -11,7 +11,14 @@ import numpy as np
 from _cli import compute_dtype, first_device, on_gpu
 
 from fla_jax.parallel import TrainStep, batch_sharding, make_mesh, overlap_options
-from fla_jax.training import available_memory, choose_remat, compiled_memory, rwkv_optimizer, rwkv_schedule
+from fla_jax.training import (
+    available_memory,
+    choose_remat,
+    compiled_memory,
+    count_parameters,
+    rwkv_optimizer,
+    rwkv_schedule,
+)
 
 from .options import Options
 
@@ -98,7 +105,7 @@ def report(options: Options) -> bool:
     fits = there is None or needed <= there
     if jax.process_index() > 0:
         return fits
-    total, counted = _run.count_parameters(state.params)
+    total, counted = count_parameters(state.params)
     has = "unknown" if there is None else f"{'yes' if fits else 'no'}, of {there / 1e9:.2f} GB"
     layers = "in a loop" if config.scan_layers is True else "unrolled"
     mesh = ", ".join(f"{name} {size}" for name, size in step.mesh.shape.items())

@@ -7,7 +7,14 @@ from .long_context import chunked_loss, truncated_value_and_grad
 from .lora import init_lora, lora_loss, merge_lora
 from .lora_files import load_lora, save_lora
 from .losses import chunked_cross_entropy, cross_entropy
-from .memory import available_memory, choose_remat, compiled_memory, estimate_memory, peak_memory
+from .memory import (
+    available_memory,
+    choose_remat,
+    compiled_memory,
+    count_parameters,
+    estimate_memory,
+    peak_memory,
+)
 from .metrics import MetricWriter, Throughput
 from .next_token import next_token_loss, packed_loss
 from .recipe import (
@@ -18,10 +25,13 @@ from .recipe import (
     rwkv_schedule,
     wsd_schedule,
 )
+from .run_folder import describe_run, run_changes, run_description, start_run
 from .state_tuning import initial_state, load_states, save_states, state_loss, tune_states, zero_states
+from .step_metrics import StepMetrics
 
 __all__ = [
     "MetricWriter",
+    "StepMetrics",
     "Throughput",
     "TrainingCheckpoints",
     "available_memory",
@@ -30,7 +40,9 @@ __all__ = [
     "chunked_cross_entropy",
     "chunked_loss",
     "compiled_memory",
+    "count_parameters",
     "cross_entropy",
+    "describe_run",
     "estimate_memory",
     "init_lora",
     "initial_state",
@@ -45,10 +57,13 @@ __all__ = [
     "packed_loss",
     "parameter_groups",
     "peak_memory",
+    "run_changes",
+    "run_description",
     "rwkv_optimizer",
     "rwkv_schedule",
     "save_lora",
     "save_states",
+    "start_run",
     "state_loss",
     "token_logprobs",
     "truncated_value_and_grad",

@@ -115,6 +115,26 @@ def available_memory() -> float | None:
     return None
 
 
+def count_parameters(params: PyTree) -> tuple[int, int]:
+    """The number of a model's parameters, and of those that multiply every token.
+
+    The latter are all but the embedding, which counts if it is also the head.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
+        >>> from fla_jax.training import count_parameters
+        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
+        >>> tokens = jnp.zeros((1, 2), jnp.int32)
+        >>> params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+        >>> total, multiplied = count_parameters(params)
+        >>> total - multiplied
+        3200
+    """
+    total = sum(x.size for x in jax.tree.leaves(params))
+    return total, total - (params["emb"]["embedding"].size if "head" in params else 0)
+
+
 def peak_memory() -> float:
     """The most bytes that one of this process' devices has used; on a CPU, that the process has.
 

@@ -7,7 +7,6 @@ import signal
 import socket
 from pathlib import Path
 
-import _run
 import jax
 import numpy as np
 import pretrain
@@ -33,6 +32,7 @@ from pretraining import (
 from fla_jax.checkpoints import load_checkpoint
 from fla_jax.data import BinIdxWriter, open_binidx
 from fla_jax.parallel import TrainStep
+from fla_jax.training import count_parameters
 
 pytestmark = pytest.mark.one_python
 
@@ -263,7 +263,7 @@ def test_dry_run(tmp_path, monkeypatch, capsys):
     options = completed(Options(model="rwkv6", **sizes, remat="none"))
     model = setup.build_model(options, setup.mesh_of(options))
     shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
-    total, counted = _run.count_parameters(shapes)
+    total, counted = count_parameters(shapes)
     assert total - counted == 256 * 32 and f"parameters        {total:,}, {counted:,} without" in printed
 
 
@@ -279,7 +279,7 @@ def test_accounts_of_the_official_sizes():
         options = completed(Options(size=name, remat="dense"))
         model = setup.build_model(options, None)
         shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"]
-        assert _run.count_parameters(shapes)[0] == pytest.approx(wanted, rel=0.01), name
+        assert count_parameters(shapes)[0] == pytest.approx(wanted, rel=0.01), name
 
 
 def test_learning_rates_are_the_official_ones():

@@ -7,11 +7,22 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import small_models as small
 
 from fla_jax.models import RWKV7Config
 from fla_jax.parallel import make_mesh
-from fla_jax.training import MetricWriter, Throughput, choose_remat, estimate_memory, peak_memory
+from fla_jax.training import (
+    MetricWriter,
+    StepMetrics,
+    Throughput,
+    choose_remat,
+    count_parameters,
+    estimate_memory,
+    peak_memory,
+)
 
 
 def test_throughput(monkeypatch):
@@ -63,6 +74,38 @@ def test_rows_after_a_kill(tmp_path):
         MetricWriter(tmp_path, ("step", "loss", "norm"), last_step=2)
     MetricWriter(tmp_path, ("step", "loss", "norm")).close()
     assert path.read_text().split() == ["step,loss,norm"]
+
+
+def test_metrics_of_steps(tmp_path, monkeypatch):
+    """The speed leaves out the first step, which compiles, and the time between `read` and `write_rows`."""
+    now = iter([0.0, 2.0, 5.0, 6.0, 8.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    columns = ("step", "loss", "tokens_per_second", "evaluation_loss")
+    with StepMetrics(tmp_path, columns, num_params=1) as metrics:
+        metrics.add(1, loss=jnp.float32(4))
+        assert metrics.read(tokens=10) == {"step": 1, "loss": 4.0}
+        metrics.write_rows()  # at 2 s
+        metrics.add(2, loss=jnp.float32(2))
+        metrics.add(3, loss=0.5)
+        row = metrics.read(tokens=30)  # at 5 s
+        assert row["step"] == 3 and row["tokens_per_second"] == 60 / 3 == metrics.throughput.rate
+        row["evaluation_loss"] = 0.25
+        metrics.write_rows()
+        metrics.add(4, loss=jnp.float32(1), norm=jnp.float32(np.inf))
+        metrics.add(5, loss=jnp.float32(np.nan), norm=1.0)
+        with pytest.raises(FloatingPointError, match="the norm is inf at step 4"):
+            metrics.read(tokens=30)
+    text = (tmp_path / "metrics.csv").read_text().split()
+    assert text == [",".join(columns), "1,4.0,,", "2,2.0,,", "3,0.5,20.0,0.25", "4,1.0,,"]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_counted_parameters(is_tied):
+    """An embedding that is the head multiplies every token."""
+    model = small.model(7, num_layers=1, tie_embeddings=is_tied)
+    total, multiplied = count_parameters(small.params(model))
+    assert total == sum(np.size(x) for x in jax.tree.leaves(small.params(model)))
+    assert total - multiplied == (0 if is_tied else 24 * 32)
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
