@@ -43,11 +43,10 @@ def test_start(capsys):
 
 
 def test_data():
-    """The losses that the page has; the language reference differs a little between versions of Python."""
-    losses = blocks.run("docs/data.md")["losses"]
-    assert (
-        losses == pytest.approx({False: 2.37, True: 2.31}, abs=0.06) and losses[True] < losses[False] - 0.02
-    )
+    """The step learns, and carries states that are not zeros."""
+    names = blocks.run("docs/data.md")
+    assert names["losses"][-1] < names["losses"][0] - 0.5
+    assert np.abs(names["state"].carry.wkv).max() > 0
 
 
 def test_reinforcement():
