@@ -52,7 +52,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--vocab", type=int, help="default 65536")
     add("--implementations", nargs="+", choices=("triton", "plain", "model"))
     add("--state", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--int8-group", type=int, help="weights in int8, with a factor for so many")
+    add("--weights", choices=("int8", "int4"), help="quantised weights; default: the compute dtype")
+    add("--group", type=int, help="weights that share a factor; default 128, or 32 with int4")
     add("--tokens", type=int, help="tokens that are timed; default 256")
     add("--prefill", type=int, help="tokens of the prompt; 0 for none; default 8192")
     add("--scan", default="loop", choices=tuple(FORMS), help="of prompts; default loop")
@@ -89,6 +90,16 @@ def copy_rate(size: int) -> float:
     return 2 * size / min(times)
 
 
+def group_of(options: argparse.Namespace) -> int:
+    """Weights that share a factor."""
+    return options.group or {"int8": 128, "int4": 32}[options.weights]
+
+
+def quantisation(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `Decoder`."""
+    return {"weight_dtype": options.weights, "weight_group": options.group}
+
+
 def bytes_of_a_token(model: Any, batch: int, options: argparse.Namespace) -> int:
     """Every weight once, an embedding for each sequence, every state twice."""
     import jax
@@ -97,8 +108,9 @@ def bytes_of_a_token(model: Any, batch: int, options: argparse.Namespace) -> int
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     item = jnp.dtype(model.config.dtype).itemsize
     weights = sum(x.size for x in jax.tree.leaves({**shapes, "emb": {}})) * item
-    if options.int8_group:
-        weights = weights // item + weights // item // options.int8_group * 2
+    if options.weights:
+        bits, number = int(options.weights.removeprefix("int")), weights // item
+        weights = number * bits // 8 + number // group_of(options) * 2
     state = jax.eval_shape(lambda: model.init_state(batch))
     wkv = state.wkv.size * jnp.dtype(options.state).itemsize
     return weights + batch * model.config.hidden_size * item + 2 * (wkv + 2 * state.att_shift.size * item)
@@ -131,10 +143,8 @@ def token_times(
     from fla_jax.generation.prompts import prefill
 
     began = time.perf_counter()
-    group = None if implementation == "model" else options.int8_group
-    decoder = Decoder(
-        model, params, implementation=implementation, state_dtype=options.state, int8_group=group
-    )
+    chosen = {} if implementation == "model" else quantisation(options)
+    decoder = Decoder(model, params, implementation=implementation, state_dtype=options.state, **chosen)
     logits, state = prefill(model, params, [[1 + i % 7, 2, 3] for i in range(batch)])
     carry = begin(params, logits, decoder.state(state), row_keys(range(batch)), 2**30)
     rules = sampling_arrays([SamplingParams()] * batch, model.config.vocab_size)
@@ -202,7 +212,7 @@ def engine_rates(model: Any, params: Any, slots: int, options: argparse.Namespac
     from fla_jax.generation.engine import Engine
 
     small = options.quick
-    decoder = Decoder(model, params, state_dtype=options.state, int8_group=options.int8_group)
+    decoder = Decoder(model, params, state_dtype=options.state, **quantisation(options))
     count = (2 if small else 8) * slots
 
     def run() -> dict[str, float]:
@@ -245,7 +255,7 @@ def measure(
 
     on_gpu = jax.default_backend() == "gpu"
     dtype = "bfloat16" if on_gpu else "float32"
-    weights = f"int8/{options.int8_group}" if options.int8_group else dtype
+    weights = f"{options.weights}/{group_of(options)}" if options.weights else dtype
     model, params = make(version, size, options.vocab, dtype, FORMS[options.scan])
     about = {"version": version, "model": size, "weights": weights, "state": options.state} | common
     for batch in options.batches:

@@ -1,4 +1,5 @@
-"""The cost of 16-bit states and 8-bit weights: ``python benchmarks/decode_precision.py``, minutes on a CPU.
+"""The cost of 16-bit states, 8-bit and 4-bit weights: ``python benchmarks/decode_precision.py``, minutes on a
+CPU.
 
 A small byte-level RWKV is trained, then reads other text with each option of `fla_jax.generation.Decoder`.
 Errors of logits are root mean squares in units of their spread; the loss is in nats a byte.
@@ -26,8 +27,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "state float16": {"state_dtype": "float16"},
     "state bfloat16": {"state_dtype": "bfloat16"},
-    "int8, groups of 128": {"int8_group": 128},
-    "int8, groups of 64": {"int8_group": 64},
+    "int8, groups of 128": {"weight_dtype": "int8", "weight_group": 128},
+    "int8, groups of 64": {"weight_dtype": "int8", "weight_group": 64},
+    "int4, groups of 32": {"weight_dtype": "int4", "weight_group": 32},
+    "int4, groups of 16": {"weight_dtype": "int4", "weight_group": 16},
 }
 
 

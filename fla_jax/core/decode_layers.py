@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,9 @@ class Matrix(struct.PyTreeNode):
     """A matrix that vectors are multiplied with: ``y[n] = sum over k of weight[n, k] x[k]``.
 
     Attributes:
-        weight: [N, K], in the compute dtype, or int8.
-        scale: [N, K / G], factors of int8 weights in groups of G along a row; else None.
+        weight: [N, K], in the compute dtype, or int8; or [N, K / 2] uint8 with two weights of 4 bits, each
+            plus 8: that of channel 2i is in the low bits of byte i, that of 2i + 1 in the high ones.
+        scale: [N, K / G], factors of int8 and 4-bit weights in groups of G along a row; else None.
         segments: ``(rows, plane, kind)`` of consecutive rows: their number, the plane of the input that they
             read, and the activation of their sums. All but the last are multiples of 64 rows.
     """
@@ -71,24 +72,67 @@ class Matrix(struct.PyTreeNode):
     scale: jax.Array | None
     segments: tuple[tuple[int, int, int], ...] = struct.field(pytree_node=False)
 
+    @property
+    def has_4_bits(self) -> bool:
+        """Whether a byte has two weights."""
+        return self.weight.dtype == jnp.uint8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        N, stored = self.weight.shape
+        return N, 2 * stored if self.has_4_bits else stored
+
     def dense(self, dtype: DTypeLike) -> jax.Array:
         """The weights [N, K] in ``dtype``."""
         if self.scale is None:
             return self.weight.astype(dtype)
-        N, K = self.weight.shape
-        grouped = self.weight.astype(jnp.float32).reshape(N, self.scale.shape[1], -1)
-        return (grouped * self.scale.astype(jnp.float32)[..., None]).reshape(N, K).astype(dtype)
+        weight = self.weight
+        if self.has_4_bits:
+            weight = jnp.stack([weight & 15, weight >> 4], -1).astype(jnp.int8) - 8
+        grouped = weight.astype(jnp.float32).reshape(*self.scale.shape, -1)
+        return (grouped * self.scale.astype(jnp.float32)[..., None]).reshape(self.shape).astype(dtype)
 
 
-def quantised(matrix: Matrix, group: int) -> Matrix:
-    """``matrix`` in int8: every ``group`` weights of a row share a factor, the largest of them over 127."""
-    N, K = matrix.weight.shape
+class Quantisation(NamedTuple):
+    """How weights are rounded: to 8 or 4 bits, with a factor for every ``group`` of them along a row."""
+
+    bits: int
+    group: int
+
+
+def quantised(matrix: Matrix, quantisation: Quantisation) -> Matrix:
+    """``matrix`` with rounded weights.
+
+    In int8 the factor of a group is its largest weight over 127. In 4 bits, whole numbers from -8 to 7, the
+    weight of the largest magnitude has a negative number: its factor is the weight over -8, times the one of
+    eight shares that gives the group the least squared error.
+    """
+    bits, group = quantisation
+    (N, K), segments = matrix.shape, matrix.segments
     grouped = matrix.weight.astype(jnp.float32).reshape(N, K // group, group)
-    scale = (jnp.max(jnp.abs(grouped), -1) / 127).astype(jnp.float16)
+    if bits == 8:
+        scale = (jnp.max(jnp.abs(grouped), -1) / 127).astype(jnp.float16)
+        return Matrix(_levels(grouped, scale, 127).astype(jnp.int8).reshape(N, K), scale, segments)
+    at = jnp.argmax(jnp.abs(grouped), -1, keepdims=True)
+    largest = jnp.take_along_axis(grouped, at, -1)[..., 0] / -8
+
+    def error(share: jax.Array) -> jax.Array:
+        scale = (share * largest).astype(jnp.float16)
+        rounded = _levels(grouped, scale, 7) * scale.astype(jnp.float32)[..., None]
+        return jnp.sum(jnp.square(rounded - grouped), -1)
+
+    shares = jnp.linspace(0.7, 1.15, 8)
+    scale = (shares[jnp.argmin(jax.lax.map(error, shares), 0)] * largest).astype(jnp.float16)
+    levels = (_levels(grouped, scale, 7) + 8).astype(jnp.uint8).reshape(N, K)
+    return Matrix(levels[:, ::2] | levels[:, 1::2] << 4, scale, segments)
+
+
+def _levels(grouped: jax.Array, scale: jax.Array, most: int) -> jax.Array:
+    """Weights [N, K / G, G] over their factors as whole numbers, in 4 bits from -8 on."""
     # divide by the factor as it is stored: rounded, and not 0
-    exact = jnp.maximum(scale.astype(jnp.float32), 1e-30)[..., None]
-    weight = jnp.clip(jnp.round(grouped / exact), -127, 127).astype(jnp.int8)
-    return Matrix(weight.reshape(N, K), scale, matrix.segments)
+    exact = jnp.where(scale == 0, 1, scale.astype(jnp.float32))[..., None]
+    return jnp.clip(jnp.round(grouped / exact), -most if most == 127 else -most - 1, most)
 
 
 class Layer7(struct.PyTreeNode):

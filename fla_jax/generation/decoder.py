@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from ..layers.state import RWKVState, check_state
 from ..models import FAMILIES
 from ..models.causal_lm import RWKVForCausalLM
 from ..ops import decode
+from ..ops.decode import Quantisation
 from ..pallas.backend import triton
 from .array_checks import check_deleted, explain_deleted
 from .decode_steps import DECODE, FastStep, ModelStep, decode_family
@@ -25,6 +26,7 @@ from .decode_weights import prepare_decode_weights
 from .prompts import check_params
 
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
+_QUANTISED = {"int8": (8, 128), "int4": (4, 32)}  # bits, and the largest group that is chosen
 
 
 class Decoder:
@@ -37,10 +39,10 @@ class Decoder:
     context, and float32, bfloat16 or float16. It is selected automatically where it can run and the device's
     memory has room for its weights.
 
-    States of 16 bits halve what a large batch reads and writes, weights of 8 bits what a small one reads.
-    What they cost (``benchmarks/decode_precision.py``: RWKV-7, 3 x 128, trained on the reference that Python
-    ships, 4096 held-out bytes read one by one; error of the logits in units of their spread, loss in nats a
-    byte):
+    States of 16 bits halve what a large batch reads and writes; weights of 8 or 4 bits reduce what a small
+    one reads. Their errors (``benchmarks/decode_precision.py``: RWKV-7, 3 x 128, trained on the reference
+    that Python ships, 4096 held-out bytes read one by one; error of the logits in units of their spread,
+    loss in nats per byte):
 
     ===================  =====  ===============  ======  ===================
     option               error  last 512 tokens  loss    other greedy tokens
@@ -83,7 +85,8 @@ class Decoder:
         *,
         implementation: str | None = None,
         state_dtype: DTypeLike | None = None,
-        int8_group: int | None = None,
+        weight_dtype: Literal["int8", "int4"] | None = None,
+        weight_group: int | None = None,
     ) -> None:
         """Prepares the weights.
 
@@ -91,27 +94,29 @@ class Decoder:
             model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
             params: its parameters.
             implementation: ``"triton"`` (NVIDIA GPUs), ``"plain"`` (the same in plain JAX), ``"model"``; None
-                for "triton" where it can run and has room, else "model", and with ``int8_group`` "plain".
+                for "triton" where it can run and has room, else "model", and with ``weight_dtype`` "plain".
             state_dtype: float32, bfloat16 or float16; None for the model's own, at least float32. Arithmetic
                 is float32 in any case: states are rounded when they are written, once a token.
-            int8_group: weights in int8 with a factor for so many of them along a row, a power of two such as
-                128; None for the compute dtype. For few rows, whose time is that of reading the weights.
+            weight_dtype: ``"int8"`` or ``"int4"`` rounds the weights of all large matrices, with a float16
+                factor for each group of them along a row; None for the compute dtype. For up to four rows,
+                whose time is that of reading the weights; for more, each step widens them first.
+            weight_group: size of a group, a power of two from 16 on that divides the widths; None for the
+                largest up to 128, or 32 with "int4".
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_params(model, params)
         check_deleted(params=params)
-        if int8_group is not None:
-            _check_group(check_integer("int8_group", int8_group, 16), model, params)
-        selected = _IMPLEMENTATIONS.select(_Context(model, params, int8_group), implementation)
+        quantisation = _quantisation(weight_dtype, weight_group, model, params)
+        selected = _IMPLEMENTATIONS.select(_Context(model, params, weight_dtype), implementation)
         self.model, self.implementation = model, selected.name
         self.state_dtype = _state_dtype(state_dtype, model)
         self.step = selected.load()(model)
         if self.implementation == "model":
             self.weights = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
         else:
-            self.weights = prepare_decode_weights(model, params, int8_group)
+            self.weights = prepare_decode_weights(model, params, quantisation)
 
     def state(self, state: RWKVState) -> RWKVState:
         """``state`` with the dtype that is decoded with.
@@ -180,26 +185,28 @@ def _state_dtype(dtype: Any, model: RWKVForCausalLM) -> Any:
     return dtype
 
 
-def _check_group(group: int, model: RWKVForCausalLM, params: PyTree) -> None:
-    widths = (model.config.hidden_size, _intermediate_size(params))
-    if group & (group - 1) or any(width % group for width in widths):
-        raise ValueError(
-            f"int8_group must be a power of two that divides the widths {widths[0]} and {widths[1]}, "
-            f"got {group}"
-        )
-
-
-def int8_group_of(model: RWKVForCausalLM, params: PyTree) -> int:
-    """The ``int8_group`` of a model's weights, the largest power of two up to 128 that divides the widths.
-
-    Raises:
-        ValueError: there is none from 16 on.
-    """
+def _quantisation(
+    dtype: str | None, group: int | None, model: RWKVForCausalLM, params: PyTree
+) -> Quantisation | None:
+    """Of ``weight_dtype`` and ``weight_group``."""
+    if dtype is None:
+        if group is not None:
+            raise ValueError(f"weight_group must be None without weight_dtype, got {shown(group)}")
+        return None
+    if dtype not in _QUANTISED:
+        raise ValueError(f"weight_dtype must be 'int8', 'int4' or None, got {shown(dtype)}")
+    bits, largest = _QUANTISED[dtype]
     widths = model.config.hidden_size, _intermediate_size(params)
-    groups = [group for group in (128, 64, 32, 16) if not any(width % group for width in widths)]
-    if not groups:
-        raise ValueError(f"weights='int8' needs widths that 16 divides, got {widths[0]} and {widths[1]}")
-    return groups[0]
+    named = f"that divides the widths {widths[0]} and {widths[1]}"
+    if group is None:
+        fitting = [n for n in (128, 64, 32, 16) if n <= largest and not any(width % n for width in widths)]
+        if not fitting:
+            raise ValueError(f"weight_dtype={dtype!r} needs a power of two from 16 on {named}, there is none")
+        return Quantisation(bits, fitting[0])
+    group = check_integer("weight_group", group, 16)
+    if group & (group - 1) or any(width % group for width in widths):
+        raise ValueError(f"weight_group must be a power of two {named}, got {group}")
+    return Quantisation(bits, group)
 
 
 def unsupported(implementation: str, model: RWKVForCausalLM, params: PyTree) -> Unsupported | None:
@@ -243,13 +250,13 @@ class _Context(NamedTuple):
 
     model: RWKVForCausalLM
     params: PyTree
-    int8_group: int | None
+    weight_dtype: str | None
 
 
 def _model_supports(ctx: _Context) -> Unsupported | None:
-    if ctx.int8_group is None:
+    if ctx.weight_dtype is None:
         return None
-    return Unsupported(f"int8_group must be None with implementation='model', got {ctx.int8_group}")
+    return Unsupported(f"weight_dtype must be None with implementation='model', got {ctx.weight_dtype!r}")
 
 
 _IMPLEMENTATIONS: Registry[Candidate[_Context, Callable[[Any], FastStep | ModelStep]]] = Registry(

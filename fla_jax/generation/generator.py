@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from ..core.arguments import check_integer, shown
 from ..models.causal_lm import RWKVForCausalLM
 from .array_checks import check_deleted, check_untraced
-from .decoder import Decoder, int8_group_of
+from .decoder import Decoder
 from .engine import Engine
 from .prompts import check_params, check_prompt
 from .requests import (
@@ -40,7 +40,7 @@ from .state_cache import Prefix, StateCache
 from .streaming import Stream
 from .tokenizer import Tokenizer
 
-_WEIGHTS = (None, "bfloat16", "int8")
+_WEIGHTS = (None, "bfloat16", "int8", "int4")
 
 
 class Generator:
@@ -73,7 +73,7 @@ class Generator:
         *,
         slots: int = 64,
         state_dtype: DTypeLike | None = None,
-        weights: Literal["bfloat16", "int8"] | None = None,
+        weights: Literal["bfloat16", "int8", "int4"] | None = None,
         tokenizer: Tokenizer | None = None,
         implementation: str | None = None,
         cache_bytes: int = 2**28,
@@ -86,8 +86,8 @@ class Generator:
             params: its parameters.
             slots: number of completions that decode together.
             state_dtype: float32, bfloat16 or float16, see `Decoder`; None for the model's own.
-            weights: ``"bfloat16"`` computes in that dtype, ``"int8"`` decodes with weights of 8 bits (see
-                `Decoder`); None for the model's dtype.
+            weights: ``"bfloat16"`` computes in that dtype, ``"int8"`` and ``"int4"`` decode with weights of 8
+                or 4 bits (see `Decoder` for their errors); None for the model's dtype.
             tokenizer: for prompts that are text, completions' text and stop strings.
             implementation: of the decoding step, see `Decoder`; None for the fastest.
             cache_bytes: of states after prefixes on the device, see `prefix`; 0 for none.
@@ -99,14 +99,14 @@ class Generator:
         check_untraced(params)
         check_params(model, params)
         if weights not in _WEIGHTS:
-            raise ValueError(f"weights must be None, 'bfloat16' or 'int8', got {shown(weights)}")
+            raise ValueError(f"weights must be None, 'bfloat16', 'int8' or 'int4', got {shown(weights)}")
         if weights == "bfloat16":
             model = type(model)(dataclasses.replace(model.config, dtype="bfloat16"))
         self._model, self.tokenizer = model, tokenizer
         device_bytes = check_integer("cache_bytes", cache_bytes, 0)
         self.cache = StateCache(device_bytes, check_integer("host_cache_bytes", host_cache_bytes, 0))
-        group = int8_group_of(model, params) if weights == "int8" else None
-        self._make_decoder = functools.partial(Decoder, model, state_dtype=state_dtype, int8_group=group)
+        rounded = weights if weights in ("int8", "int4") else None
+        self._make_decoder = functools.partial(Decoder, model, state_dtype=state_dtype, weight_dtype=rounded)
         decoder = self._make_decoder(params=params, implementation=implementation)
         self.engine = Engine(params, decoder, slots)
         self._collectors: dict[Row, Collector] = {}

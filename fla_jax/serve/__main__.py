@@ -37,7 +37,7 @@ class Options:
     """completions that decode together"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """compute dtype"""
-    weights: Literal["int8"] | None = None
+    weights: Literal["int8", "int4"] | None = None
     """precision of the decoding weights (default: the compute dtype)"""
     state_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of the states (default: float32)"""

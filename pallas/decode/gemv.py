@@ -51,11 +51,12 @@ class ProductConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GemvConfig(ProductConfig):
-    """`ProductConfig` with the group of channels that share a scale of int8 weights, whether the input has
-    planes, and what the norm adds to the variance.
+    """`ProductConfig` with the group of channels that share a scale of quantised weights, whether a byte has
+    two weights, whether the input has planes, and what the norm adds to the variance.
     """
 
     group: int
+    has_4_bits: bool
     has_planes: bool
     eps: float
 
@@ -83,7 +84,7 @@ class Tokens(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A matrix [N, K], and the scales [N, K / group] of int8 weights."""
+    """A matrix [N, K], or bytes [N, K / 2] of two weights, and scales [N, K / group] of quantised ones."""
 
     w: jax.Array
     scale: jax.Array | None = None
@@ -164,13 +165,18 @@ def gemv_kernel(x, weights, epilogue, out, c: tl.constexpr):
     n = first + tl.arange(0, c.BN)
     k = tl.arange(0, BK // G)[:, None] * G + tl.arange(0, G)[None, :]
     inside = k < K
-    offsets = n[:, None, None] * K + k[None, :, :]
+    PER_BYTE: tl.constexpr = 2 if c.has_4_bits else 1
+    at = tl.arange(0, BK // G)[:, None] * (G // PER_BYTE) + tl.arange(0, G // PER_BYTE)[None, :]
+    stored = at < K // PER_BYTE
+    offsets = n[:, None, None] * (K // PER_BYTE) + at[None, :, :]
     if HAS_EDGE:
-        w = tl.load(weights.w + offsets, mask=(n < N)[:, None, None] & inside[None, :, :], other=0)
+        w = tl.load(weights.w + offsets, mask=(n < N)[:, None, None] & stored[None, :, :], other=0)
     elif UNMASKED:
         w = tl.load(weights.w + offsets)
     else:
-        w = tl.load(weights.w + offsets, mask=inside[None, :, :], other=0)
+        w = tl.load(weights.w + offsets, mask=stored[None, :, :], other=0)
+    if c.has_4_bits:  # weights that no channel has meet zeros of the token
+        w = tl.reshape(tl.join(w & 15, w >> 4), (c.BN, BK // G, G)).to(tl.int8) - 8
     if weights.scale is not None:
         group = tl.arange(0, BK // G)
         factors = tl.load(

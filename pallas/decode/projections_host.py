@@ -127,7 +127,7 @@ class ProductFacts(TypedDict):
 
 
 def _product_facts(matrix: Matrix, x: jax.Array, gate: jax.Array | None, gate_at: int) -> ProductFacts:
-    N, K = matrix.weight.shape
+    N, K = matrix.shape
     rows = [0, *(rows for rows, _, _ in matrix.segments)]
     return ProductFacts(
         B=x.shape[-2],
@@ -163,7 +163,7 @@ def project(
     epilogue = Epilogue(gate, add)
     if variant == "gemv":
         return _gemv(matrix, tokens, epilogue, gate_at, dtype)
-    shift, (_, K) = None, matrix.weight.shape
+    shift, (_, K) = None, matrix.shape
     if mixes is not None:
         x, shift = _mix(tokens)
     elif norm is not None:
@@ -178,12 +178,13 @@ def _gemv(
     matrix: Matrix, x: Tokens, epilogue: Epilogue, gate_at: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array | None]:
     """``(y [B, N], shift [B, K])`` from one kernel."""
-    (N, K), B = matrix.weight.shape, x.x.shape[-2]
+    (N, K), B = matrix.shape, x.x.shape[-2]
     launch = gemv_launch(K, N, x.scale is not None)
     config = GemvConfig(
         BN=launch.BN,
         BK=launch.BK,
         group=launch.BK if matrix.scale is None else K // matrix.scale.shape[1],
+        has_4_bits=matrix.has_4_bits,
         has_planes=x.x.ndim == 3,
         eps=NORM_EPS,
         **_product_facts(matrix, x.x, epilogue.gate, gate_at),
@@ -220,7 +221,7 @@ def _mix(x: Tokens) -> tuple[jax.Array, jax.Array]:
 
 def _library(matrix: Matrix, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype: DTypeLike) -> jax.Array:
     """y [B, N] of one input and one matrix."""
-    (N, K), B = matrix.weight.shape, x.shape[-2]
+    (N, K), B = matrix.shape, x.shape[-2]
     weight = matrix.dense(x.dtype)
     y = jnp.einsum("bk,nk->bn", x.reshape(B, K), weight, preferred_element_type=jnp.float32)
     y = activate(y, matrix.segments[0][2])
@@ -233,7 +234,7 @@ def _library(matrix: Matrix, x: jax.Array, epilogue: Epilogue, gate_at: int, dty
 
 def _gemm(matrix: Matrix, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype: DTypeLike) -> jax.Array:
     """y [B, N] of planes [mixes, B, K] or [B, K], on tensor cores."""
-    (N, K), B = matrix.weight.shape, x.shape[-2]
+    (N, K), B = matrix.shape, x.shape[-2]
     launch = gemm_launch(B, N)
     config = GemmConfig(
         BB=launch.BB,

@@ -15,7 +15,7 @@ from harness import tiers, variants
 
 from fla_jax.generation import Decoder, Generator, SamplingParams, decoder, generate, prefill, stream
 from fla_jax.models import stack_layers
-from fla_jax.ops.decode import Matrix
+from fla_jax.ops.decode import Matrix, Quantisation, quantised
 from fla_jax.pallas.backend import triton
 
 SLOW = (pytest.mark.slow, pytest.mark.one_python)
@@ -108,8 +108,9 @@ def test_products_of_the_library(version, interpreted, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.one_python
-def test_the_kernel_of_8_bits(interpreted):
-    compared(*setup(7), 2, "triton", 5e-6, int8_group=16)
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+def test_the_kernel_of_quantised_weights(interpreted, weight_dtype):
+    compared(*setup(7), 2, "triton", 5e-6, weight_dtype=weight_dtype, weight_group=16)
 
 
 def is_matrix(x):
@@ -167,7 +168,7 @@ def test_states_of_16_bits(name, bound):
 def test_weights_of_8_bits(group):
     """A weight is off by half a step of its group, 1/254 of its largest, and the logits by little."""
     model, params = setup(7)
-    decoder = Decoder(model, params, int8_group=group)
+    decoder = Decoder(model, params, weight_dtype="int8", weight_group=group)
     assert decoder.implementation == "plain" and decoder.weights.head.weight.dtype == jnp.int8
     exact = Decoder(model, params, implementation="plain").weights
     leaves = functools.partial(jax.tree.leaves, is_leaf=is_matrix)
@@ -182,13 +183,40 @@ def test_weights_of_8_bits(group):
     assert small.error(logits_of(decoder, tokens, model.init_state(2)), want) < 0.05
 
 
+def test_weights_of_4_bits():
+    """Bytes of two weights against NumPy: whole numbers from -8 to 7, none farther off than half a step or
+    the end of the range, and closer than with the largest weight over 7 as the factor.
+    """
+    rng, group = np.random.default_rng(0), 32
+    exact = rng.normal(size=(6, 64)).astype(np.float32) * np.exp(rng.normal(size=(6, 1)))
+    exact[0] = 0
+    made = quantised(Matrix(jnp.asarray(exact), None, ((6, 0, 0),)), Quantisation(4, group))
+    stored, scale = np.asarray(made.weight), np.asarray(made.scale, np.float64)
+    assert stored.shape == (6, 32) and stored.dtype == np.uint8 and made.shape == (6, 64)
+    levels = np.stack([stored % 16, stored // 16], -1).reshape(6, 64).astype(np.float64) - 8
+    factors = np.repeat(scale, group, 1)
+    got, ends = levels * factors, np.sort([-8 * factors, 7 * factors], 0)
+    assert (np.abs(got - np.clip(exact, *ends)) <= np.abs(factors) * 0.501).all() and not got[0].any()
+    np.testing.assert_allclose(made.dense(jnp.float32), got, rtol=1e-6)
+    plain = np.repeat(np.abs(exact).reshape(6, 2, group).max(-1) / 7, group, 1)
+    rounded = np.where(plain > 0, np.round(exact / np.maximum(plain, 1e-30)), 0) * plain
+    of_group = lambda x: np.square(x - exact).reshape(6, 2, group).sum(-1)
+    assert of_group(got).sum() < 0.85 * of_group(rounded).sum()
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [
         ({"implementation": "xla"}, ValueError, "implementation must be one of .* or None, got 'xla'"),
         ({"state_dtype": "int8"}, TypeError, "state_dtype must be float32, bfloat16, float16 or None, got"),
-        ({"int8_group": 48}, ValueError, "must be a power of two that divides the widths 64 and 256"),
-        ({"int8_group": 16, "implementation": "model"}, ValueError, "int8_group must be None with"),
+        (
+            {"weight_dtype": "int8", "weight_group": 48},
+            ValueError,
+            "weight_group must be a power of two that divides the widths 64 and 256",
+        ),
+        ({"weight_group": 16}, ValueError, "weight_group must be None without weight_dtype, got 16"),
+        ({"weight_dtype": "int2"}, ValueError, "weight_dtype must be 'int8', 'int4' or None, got 'int2'"),
+        ({"weight_dtype": "int8", "implementation": "model"}, ValueError, "weight_dtype must be None with"),
     ],
 )
 def test_errors(options, error, message):

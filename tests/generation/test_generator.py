@@ -295,7 +295,7 @@ def test_errors(generator, prompt, options, error, message):
 def test_errors_of_the_generator(setup, generator):
     with pytest.raises(ValueError, match="slots must be an integer >= 1, got 0"):
         Generator(*setup, slots=0)
-    with pytest.raises(ValueError, match="weights must be None, 'bfloat16' or 'int8', got 'int3'"):
+    with pytest.raises(ValueError, match="weights must be None, 'bfloat16', 'int8' or 'int4', got 'int3'"):
         Generator(*setup, weights="int3")
     for weights in (None, "int8"):
         with pytest.raises(ValueError, match="params must be the parameters alone"):

@@ -95,7 +95,14 @@ def test_bfloat16_is_as_near_as_the_model(version, B):
 
 
 @pytest.mark.parametrize(
-    "options", [{"state_dtype": "bfloat16"}, {"state_dtype": "float16"}, {"int8_group": 128}]
+    "options",
+    [
+        {"state_dtype": "bfloat16"},
+        {"state_dtype": "float16"},
+        {"weight_dtype": "int8"},
+        {"weight_dtype": "int4"},
+        {"weight_dtype": "int4", "weight_group": 128},
+    ],
 )
 @pytest.mark.parametrize("B", [2, 8])
 def test_options(options, B):

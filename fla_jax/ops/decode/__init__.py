@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ...core.decode_layers import Layer6 as Layer6
 from ...core.decode_layers import Layer7 as Layer7
 from ...core.decode_layers import Matrix as Matrix
+from ...core.decode_layers import Quantisation as Quantisation
 from ...core.decode_layers import quantised as quantised
 from ...core.implementation import Candidate, Registry, Unsupported
 from ...pallas.backend import triton

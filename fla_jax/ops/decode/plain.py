@@ -74,7 +74,7 @@ def project(
     Returns:
         ``(y [B, N], shift)``: shift [B, K] is what ``last`` is for the next token, None without mixes.
     """
-    shift, (N, K) = None, matrix.weight.shape
+    shift, (N, K) = None, matrix.shape
     x = x[..., :K]
     if norm is not None and mixes is not None:
         assert last is not None and active is not None
