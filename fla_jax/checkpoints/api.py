@@ -205,7 +205,10 @@ def save_checkpoint(
         raise TypeError(f"extras must be a dict of arrays or None, got {type(extras).__name__}")
     config, form = model.config, _form(path, format)
     param_map = map_for(family_of(config), "official" if form is None else form.scheme)
-    extras = {**(extras or {}), **tree.time_states(param_map, states, config)}
+    tuned = tree.time_states(param_map, states, config)
+    if twice := sorted(tuned.keys() & (extras or {}).keys()):
+        raise ValueError(f"extras must not have {twice[0]}, which states has too")
+    extras = {**(extras or {}), **tuned}
     if max_shard_size is not None and form is not HUGGINGFACE:
         raise ValueError(f"max_shard_size is of the format 'huggingface', and {path} is written in another")
     if form is None:

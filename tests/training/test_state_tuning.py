@@ -149,6 +149,8 @@ def test_whole_models_with_states(version, format, suffix, tmp_path):
         load_states(bare, model)
     with pytest.raises(ValueError, match=r"states must have shape .*, got \[1, 2, 16, 16\]"):
         save_checkpoint(bare, model, params, format=format, states=states[:1])
+    with pytest.raises(ValueError, match=r"extras must not have .*time_state, which states has too"):
+        save_checkpoint(bare, model, params, format=format, states=states, extras=found)
     assert load_extras(bare) == {}
 
 
