@@ -179,9 +179,6 @@ class Results:
     def __init__(self) -> None:
         self._calls: collections.deque[tuple[Chosen, int, Any]] = collections.deque()
 
-    def __len__(self) -> int:
-        return len(self._calls)
-
     def pending(self) -> list[tuple[Chosen, Any]]:
         """The calls that have not been read, with what was said about them."""
         return [(out, about) for out, _, about in self._calls]

@@ -49,6 +49,8 @@ class Engine:
         params: the model's parameters, read-only; see `update`.
         decoder: made with them.
         slots: number of rows that decode together.
+        steps: largest number of steps of a call, where the decoder does not fix it, up to `STEPS_PER_CALL`. A
+            prompt that arrives waits for a call; each call costs the host some time.
         started: slots times decoding steps that have been started.
         chosen: tokens that came out of them. ``chosen / started`` is the share of the slots that is used.
 
@@ -65,7 +67,7 @@ class Engine:
             slots: number of rows that decode together.
         """
         self.slots = check_integer("slots", slots, 1)
-        self.started = self.chosen = 0
+        self.steps, self.started, self.chosen = STEPS_PER_CALL, 0, 0
         self.decoder, self._model = decoder, decoder.model
         self._params = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
         self._slots = Slots(self._model, self._params, self.slots)
@@ -286,7 +288,9 @@ class Engine:
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
         scores = max((row.scores for _, row in rows if row.scores is not PLAIN), default=PLAIN)
         fixed = self.decoder.step.per_call
-        count = fixed or (_STEPS_WHILE_WAITING if self._waiting or self._reading else STEPS_PER_CALL)
+        count = fixed or min(
+            self.steps, _STEPS_WHILE_WAITING if self._waiting or self._reading else self.steps
+        )
         if any(row.stepwise for _, row in rows):
             count, fixed = 1, None
         out = self._slots.decode(self.decoder, count, fixed, scores)

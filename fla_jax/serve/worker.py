@@ -13,6 +13,9 @@ from ..generation import Event, Generator, Request, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 _STOPPED = "the generator has stopped"
+_STEPS = (
+    4  # of a call of the decoding loop: what arrives waits for one, and what streams comes in such pieces
+)
 
 
 class QueueFullError(Exception):
@@ -81,6 +84,7 @@ class Worker:
 
     def __init__(self, generator: Generator, max_waiting: int) -> None:
         self.generator, self.max_waiting, self.slots = generator, max_waiting, generator.engine.slots
+        generator.engine.steps = _STEPS
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._submitted: dict[int, _Submitted] = {}  # by number of the request
         self._lock = threading.Lock()

@@ -61,6 +61,19 @@ def test_the_slots_are_used(setup, monkeypatch, known, fixed):
     assert engine.chosen / engine.started >= 0.85, engine.chosen / engine.started
 
 
+def test_calls_of_few_steps(setup):
+    """Their number is bounded; the tokens are the same."""
+    engine = engine_of(*setup, 1)
+    engine.submit([1, 2], dataclasses.replace(GREEDY, max_tokens=8))
+    want = tokens_of(engine)[0]
+    engine.steps = 3
+    engine.submit([1, 2], dataclasses.replace(GREEDY, max_tokens=8))
+    pieces = []
+    while engine.busy:
+        pieces += [event.tokens.tolist() for event in engine.step()]
+    assert list(map(len, pieces)) == [3, 3, 2] and np.concatenate(pieces).tolist() == want
+
+
 def test_nothing_waits_for_the_device(setup, monkeypatch):
     """The tokens of a call are read when the next one has been started."""
     events, decode, result = [], device.decode, module.Results.ready
