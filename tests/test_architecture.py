@@ -23,7 +23,7 @@ ANY = {
     "models": 7,
     "checkpoints": 11,
     "training": 0,
-    "generation": 34,
+    "generation": 31,
     "data": 3,
     "parallel": 0,
     "pallas": 4,
