@@ -127,10 +127,8 @@ def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
     # 4. a sample, and the curve
     if options.sample_bytes:
         prompt = held_out[3, :100].tolist() if options.prompt is None else [*options.prompt.encode()] or [10]
-        limits = {"seed": options.seed, "max_tokens": options.sample_bytes}
-        (sample,) = generate(
-            model, state.params, [prompt], SamplingParams.policy(options.temperature, **limits)
-        )
+        sampling = SamplingParams.policy(options.temperature, seed=options.seed)
+        (sample,) = generate(model, state.params, [prompt], sampling, max_tokens=options.sample_bytes)
         print(f"---- sample, after the prompt {bytes(prompt).decode(errors='replace')!r}")
         print(bytes(sample.tokens.tolist()).decode(errors="replace"), end="\n----\n")
     _run.plot(options.out, f"{options.model}, {options.num_layers} x {options.hidden_size}")
