@@ -47,11 +47,13 @@ class Decoder:
     ===================  =====  ===============  ======  ===================
     option               error  last 512 tokens  loss    other greedy tokens
     ===================  =====  ===============  ======  ===================
-    float32                                      1.5678
-    state float16        1e-4   1e-4             1.5678  0.02 %
-    state bfloat16       2e-3   2e-3             1.5679  0.12 %
-    int8, groups of 128  3e-3   3e-3             1.5680  0.32 %
-    int8, groups of 64   3e-3   3e-3             1.5678  0.34 %
+    float32                                      1.3722
+    state float16        1e-4   1e-4             1.3722  0.00 %
+    state bfloat16       2e-3   3e-3             1.3721  0.10 %
+    int8, groups of 128  4e-3   4e-3             1.3727  0.49 %
+    int8, groups of 64   3e-3   3e-3             1.3723  0.29 %
+    int4, groups of 32   5e-2   5e-2             1.3802  4.22 %
+    int4, groups of 16   4e-2   4e-2             1.3761  2.39 %
     ===================  =====  ===============  ======  ===================
 
     RWKV-6 of that size: 2e-4 in float16, 3e-3 in bfloat16, the same loss. The error does not grow with the
