@@ -38,10 +38,8 @@ def start_run(folder: str | os.PathLike[str], description: Mapping[str, PyTree])
         >>> first is None, second.name
         (True, 'run-1')
     """
-    real, aside = (
-        Path(os.path.realpath(folder)),
-        None,
-    )  # a symbolic link stays: the new run is on the same disk
+    real = Path(os.path.realpath(folder))  # a symbolic link stays: the new run is on the same disk
+    aside: Path | None = None
     if (real / NAME).exists():
         names = (real.with_name(f"{real.name}-{i}") for i in itertools.count(1))
         aside = real.rename(next(name for name in names if not os.path.lexists(name)))
