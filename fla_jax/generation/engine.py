@@ -288,9 +288,8 @@ class Engine:
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
         scores = max((row.scores for _, row in rows if row.scores is not PLAIN), default=PLAIN)
         fixed = self.decoder.step.per_call
-        count = fixed or min(
-            self.steps, _STEPS_WHILE_WAITING if self._waiting or self._reading else self.steps
-        )
+        is_waiting = self._waiting or self._reading
+        count = fixed or (min(self.steps, _STEPS_WHILE_WAITING) if is_waiting else self.steps)
         if any(row.stepwise for _, row in rows):
             count, fixed = 1, None
         out = self._slots.decode(self.decoder, count, fixed, scores)

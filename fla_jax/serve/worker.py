@@ -13,9 +13,8 @@ from ..generation import Event, Generator, Request, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 _STOPPED = "the generator has stopped"
-_STEPS = (
-    4  # of a call of the decoding loop: what arrives waits for one, and what streams comes in such pieces
-)
+# Steps of a call of the decoding loop: a request that arrives waits for a call, a stream comes in such parts.
+_STEPS = 4
 
 
 class QueueFullError(Exception):
