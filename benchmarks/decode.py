@@ -53,7 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--implementations", nargs="+", choices=("triton", "plain", "model"))
     add("--state", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--weights", choices=("int8", "int4"), help="quantised weights; default: the compute dtype")
-    add("--group", type=int, help="weights that share a factor; default 128, or 32 with int4")
+    add("--group", type=int, help="weights that share a factor; default: the library's choice")
     add("--tokens", type=int, help="tokens that are timed; default 256")
     add("--prefill", type=int, help="tokens of the prompt; 0 for none; default 8192")
     add("--scan", default="loop", choices=tuple(FORMS), help="of prompts; default loop")
@@ -90,11 +90,6 @@ def copy_rate(size: int) -> float:
     return 2 * size / min(times)
 
 
-def group_of(options: argparse.Namespace) -> int:
-    """Weights that share a factor."""
-    return options.group or {"int8": 128, "int4": 32}[options.weights]
-
-
 def quantisation(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `Decoder`."""
     return {"weight_dtype": options.weights, "weight_group": options.group}
@@ -105,12 +100,14 @@ def bytes_of_a_token(model: Any, batch: int, options: argparse.Namespace) -> int
     import jax
     import jax.numpy as jnp
 
+    from fla_jax.generation.decoder import quantisation_of
+
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     item = jnp.dtype(model.config.dtype).itemsize
     weights = sum(x.size for x in jax.tree.leaves({**shapes, "emb": {}})) * item
-    if options.weights:
-        bits, number = int(options.weights.removeprefix("int")), weights // item
-        weights = number * bits // 8 + number // group_of(options) * 2
+    if quantised := quantisation_of(options.weights, options.group, model, shapes):
+        number = weights // item
+        weights = number * quantised.bits // 8 + number // quantised.group * 2
     state = jax.eval_shape(lambda: model.init_state(batch))
     wkv = state.wkv.size * jnp.dtype(options.state).itemsize
     return weights + batch * model.config.hidden_size * item + 2 * (wkv + 2 * state.att_shift.size * item)
@@ -253,10 +250,13 @@ def measure(
     """Records of one model; the reasons of missing ones go to ``skipped``."""
     import jax
 
+    from fla_jax.generation.decoder import quantisation_of
+
     on_gpu = jax.default_backend() == "gpu"
     dtype = "bfloat16" if on_gpu else "float32"
-    weights = f"{options.weights}/{group_of(options)}" if options.weights else dtype
     model, params = make(version, size, options.vocab, dtype, FORMS[options.scan])
+    quantised = quantisation_of(options.weights, options.group, model, params)
+    weights = f"{options.weights}/{quantised.group}" if quantised else dtype
     about = {"version": version, "model": size, "weights": weights, "state": options.state} | common
     for batch in options.batches:
         floor = bytes_of_a_token(model, batch, options) / common["copy_gbs"] / 1e6

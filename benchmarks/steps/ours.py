@@ -43,7 +43,7 @@ def train(size: Size, job: Job) -> dict[str, Any]:
     def train_step(params: Any, state: Any, tokens: jax.Array) -> Any:
         def loss_fn(params: Any) -> jax.Array:
             hidden, _ = model.apply({"params": params}, tokens[:, :-1], method="hidden")
-            head, labels = params["head"]["kernel"], tokens[:, 1:]
+            head, labels = models.head_kernel(params), tokens[:, 1:]
             return chunked_cross_entropy(hidden, head, labels, block_tokens=job["block_tokens"])
 
         loss, grads = jax.value_and_grad(loss_fn)(params)

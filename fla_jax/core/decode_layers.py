@@ -113,26 +113,26 @@ def quantised(matrix: Matrix, quantisation: Quantisation) -> Matrix:
     grouped = matrix.weight.astype(jnp.float32).reshape(N, K // group, group)
     if bits == 8:
         scale = (jnp.max(jnp.abs(grouped), -1) / 127).astype(jnp.float16)
-        return Matrix(_levels(grouped, scale, 127).astype(jnp.int8).reshape(N, K), scale, segments)
+        return Matrix(_levels(grouped, scale, -127, 127).astype(jnp.int8).reshape(N, K), scale, segments)
     at = jnp.argmax(jnp.abs(grouped), -1, keepdims=True)
     largest = jnp.take_along_axis(grouped, at, -1)[..., 0] / -8
 
     def error(share: jax.Array) -> jax.Array:
         scale = (share * largest).astype(jnp.float16)
-        rounded = _levels(grouped, scale, 7) * scale.astype(jnp.float32)[..., None]
+        rounded = _levels(grouped, scale, -8, 7) * scale.astype(jnp.float32)[..., None]
         return jnp.sum(jnp.square(rounded - grouped), -1)
 
     shares = jnp.linspace(0.7, 1.15, 8)
     scale = (shares[jnp.argmin(jax.lax.map(error, shares), 0)] * largest).astype(jnp.float16)
-    levels = (_levels(grouped, scale, 7) + 8).astype(jnp.uint8).reshape(N, K)
+    levels = (_levels(grouped, scale, -8, 7) + 8).astype(jnp.uint8).reshape(N, K)
     return Matrix(levels[:, ::2] | levels[:, 1::2] << 4, scale, segments)
 
 
-def _levels(grouped: jax.Array, scale: jax.Array, most: int) -> jax.Array:
-    """Weights [N, K / G, G] over their factors as whole numbers, in 4 bits from -8 on."""
+def _levels(grouped: jax.Array, scale: jax.Array, least: int, most: int) -> jax.Array:
+    """Weights [N, K / G, G] over their factors as whole numbers."""
     # divide by the factor as it is stored: rounded, and not 0
     exact = jnp.where(scale == 0, 1, scale.astype(jnp.float32))[..., None]
-    return jnp.clip(jnp.round(grouped / exact), -most if most == 127 else -most - 1, most)
+    return jnp.clip(jnp.round(grouped / exact), least, most)
 
 
 class Layer7(struct.PyTreeNode):

@@ -110,7 +110,7 @@ class Decoder:
         """
         check_params(model, params)
         check_deleted(params=params)
-        quantisation = _quantisation(weight_dtype, weight_group, model, params)
+        quantisation = quantisation_of(weight_dtype, weight_group, model, params)
         selected = _IMPLEMENTATIONS.select(_Context(model, params, weight_dtype), implementation)
         self.model, self.implementation = model, selected.name
         self.state_dtype = _state_dtype(state_dtype, model)
@@ -187,7 +187,7 @@ def _state_dtype(dtype: Any, model: RWKVForCausalLM) -> Any:
     return dtype
 
 
-def _quantisation(
+def quantisation_of(
     dtype: str | None, group: int | None, model: RWKVForCausalLM, params: PyTree
 ) -> Quantisation | None:
     """Of ``weight_dtype`` and ``weight_group``."""

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from ..core.mesh import Entry
 from ..layers.state import RWKVState
-from ..models.causal_lm import check_params as check_layout
+from ..models.causal_lm import check_params
 from .mesh import BATCH_AXES, batch_parts, check_axes
 
 Rules = tuple[tuple[str, Entry], ...]
@@ -200,9 +200,9 @@ def sharding_on(mesh: Mesh, x: jax.Array | jax.ShapeDtypeStruct) -> NamedShardin
     return NamedSharding(mesh, P())
 
 
-def check_params(model: nn.Module, params: PyTree) -> None:
+def check_parameter_shapes(model: nn.Module, params: PyTree) -> None:
     """Raises unless ``params`` have the names and shapes of the model's."""
-    check_layout(params, model.config)
+    check_params(params, model.config)
     given, wanted = flatten_dict(params, sep="/"), flatten_dict(parameter_shapes(model), sep="/")
     for name in [*wanted, *given]:
         if name not in given:

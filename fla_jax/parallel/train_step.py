@@ -30,7 +30,7 @@ from .mesh import BATCH_AXES, batch_parts, is_explicit_mesh
 from .rules import (
     axis_rules,
     batch_sharding,
-    check_params,
+    check_parameter_shapes,
     optimizer_shardings,
     parameter_shapes,
     parameter_shardings,
@@ -185,7 +185,7 @@ class TrainStep:
         """
         params = unfreeze(nn.meta.unbox(params))
         if self._trains_model:
-            check_params(self.model, params)
+            check_parameter_shapes(self.model, params)
         else:
             chex.assert_trees_all_equal_shapes(params, self._shapes, exception_type=ValueError)
         params = jax.device_put(params, self.shardings.params, may_alias=False)

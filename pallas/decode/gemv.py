@@ -175,7 +175,7 @@ def gemv_kernel(x, weights, epilogue, out, c: tl.constexpr):
         w = tl.load(weights.w + offsets)
     else:
         w = tl.load(weights.w + offsets, mask=stored[None, :, :], other=0)
-    if c.has_4_bits:  # weights that no channel has meet zeros of the token
+    if c.has_4_bits:  # beyond K it is -8, and the token is 0
         w = tl.reshape(tl.join(w & 15, w >> 4), (c.BN, BK // G, G)).to(tl.int8) - 8
     if weights.scale is not None:
         group = tl.arange(0, BK // G)

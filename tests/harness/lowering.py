@@ -256,11 +256,12 @@ def decode(
     C: int,
     B: int,
     dtype: str = "bfloat16",
-    bits: tuple[int, int] | None = None,
+    quantised: tuple[int, int] | None = None,
     state: str = "float32",
 ) -> Program:
-    """A decoded token of a model of two layers, chosen from the logits by sampling; ``bits``: of weights, and
-    their group.
+    """A decoded token of a model of two layers, chosen from the logits by sampling.
+
+    ``quantised``: bits of the weights, and their group.
     """
     from fla_jax.generation.decode_steps import FastStep
     from fla_jax.generation.decode_weights import prepare_decode_weights
@@ -270,7 +271,7 @@ def decode(
     config, kind = {6: (RWKV6Config, RWKV6ForCausalLM), 7: (RWKV7Config, RWKV7ForCausalLM)}[version]
     model = kind(config(65536, C, 2, dtype=dtype))
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), int))["params"]
-    rounded = Quantisation(*bits) if bits else None
+    rounded = Quantisation(*quantised) if quantised else None
     weights = jax.eval_shape(lambda params: prepare_decode_weights(model, params, rounded), params)
     start = jax.eval_shape(lambda: model.init_state(B))
     start = start.replace(wkv=jax.ShapeDtypeStruct(start.wkv.shape, state))

@@ -52,14 +52,14 @@ def _decodes(every: bool) -> dict[str, tuple[Any, ...]]:
         calls += [(90, v, C, B, {}) for v in (7, 6) for C in (1024, 2048) for B in (1, 32)]
         calls += [(90, 7, C, 1, {}) for C in (768, 4096)] + [(90, 7, 2048, B, {}) for B in (256, 4)]
         calls += [
-            (90, 7, 2048, 1, dict(bits=(8, 128))),
-            *((90, 7, C, 1, dict(bits=(4, 32))) for C in (768, 2048, 4096)),
+            (90, 7, 2048, 1, dict(quantised=(8, 128))),
+            *((90, 7, C, 1, dict(quantised=(4, 32))) for C in (768, 2048, 4096)),
             (80, 7, 1024, 1, {}),
             (90, 7, 1024, 8, dict(state="bfloat16")),
             (90, 7, 1024, 1, dict(dtype="float32")),
             (120, 7, 1024, 32, {}),
-            (90, 6, 4096, 4, dict(bits=(8, 64))),
-            (120, 6, 2048, 1, dict(bits=(4, 16))),
+            (90, 6, 4096, 4, dict(quantised=(8, 64))),
+            (120, 6, 2048, 1, dict(quantised=(4, 16))),
             (90, 7, 4096, 2, dict(dtype="float32")),
         ]
     return {f"decode sm_{c[0]} rwkv{c[1]} {c[2]} {c[3]} {[*c[4].values()]}": c for c in calls}
