@@ -105,6 +105,35 @@ def test_decode(measured):
     assert len(skipped) == 2 and all(any(reason in line for reason in reasons) for line in skipped), skipped
 
 
+def test_serve(measured, module):
+    """Every request is answered, with all of its tokens."""
+    found, text = measured("serve.py", "--quick", "--features")
+    each = {r["op"]: r for r in found}
+    assert each.keys() == {"generator", "update_params", "features", "serve"}, text
+    assert all(is_complete(r, "library version model batch vocab what weights state") for r in found)
+    serve = module("serve")
+    options = serve.parse(["--quick"])
+    wanted = sum(new for _, new in serve.load_of(options).requests())
+    for name in ("generator", "serve"):
+        r = each[name]
+        assert r["requests"] == 12 and r["tokens_per_s"] * r["took_s"] == pytest.approx(wanted)
+        assert 0 < r["first_token_s"] <= r["first_token_95_s"] < r["took_s"]
+    assert each["serve"]["failed"] == each["update_params"]["compiled"] == 0
+    assert each["serve"]["cpu_us_per_token"] > 0 and each["features"]["ms_default"] > 0
+    assert "skipped" not in text
+
+
+def test_a_part_that_fails_is_printed(command, tmp_path):
+    """With its reason; the others run."""
+    arguments = ("--quick", "--tokenizer", "no such file", "--out", tmp_path / "cpu.json")
+    text = command("serve.py", *arguments)
+    reasons = [f"skipped: {part}: FileNotFoundError: name must be" for part in ("generator", "update_params")]
+    assert all(
+        reason in text for reason in [*reasons, "skipped: serve: RuntimeError: the server did not start"]
+    )
+    assert "cpu: saved in" in text and "nothing was measured" in text
+
+
 def test_decode_precision(command):
     sizes = ("--layers", 1, "--width", 64, "--steps", 2, "--tokens", 32)
     lines = command("decode_precision.py", *sizes).splitlines()

@@ -144,3 +144,20 @@ def test_efficiency(module):
     assert efficiency(one, "data")["efficiency"] == 0.75
     assert efficiency(one, "sequence, op")["efficiency"] == 0.375
     assert efficiency({"error": "no memory"}, "data") == many
+
+
+def test_rates_of_a_server(module):
+    """Two groups of clients; measured from the ramp's end until a group begins its last request."""
+    load = module("serving.load")
+    settings = load.Load(vocab=9, clients=2, each=2, lengths=[1, 2], tokens=[3, 5], ramp=1.0)
+    first = [load.Timed(0.0, 0.5, 2.5, 20), load.Timed(2.5, 2.5, 6.5, 40)]
+    second = [load.Timed(1.0, None, 3.0, 20), load.Timed(3.0, None, 7.0, 40)]
+    found = load.rates(settings, [first, second])
+    # from 1.0 to 2.5: three quarters of the first request, three quarters of the third
+    assert found["full_s"] == 1.5 and found["full_per_s"] == pytest.approx((15 + 15) / 1.5)
+    assert found["took_s"] == 7.0 and found["tokens_per_s"] == pytest.approx(120 / 7)
+    assert (found["first_token_s"], found["first_token_95_s"], found["requests"]) == (0.25, 0.5, 4)
+    requests = settings.requests()
+    assert requests == settings.requests() and len(requests) == 4
+    assert all(len(prompt) in (1, 2) and 3 <= new <= 5 for prompt, new in requests)
+    assert all(1 <= token < 9 for prompt, _ in requests for token in prompt)

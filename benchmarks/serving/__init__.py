@@ -1,0 +1,1 @@
+"""Load, clients and the `Generator` of `serve.py`."""
