@@ -25,6 +25,7 @@ class Index(NamedTuple):
         chunk_offsets: [N + 1] int32, the first chunk of each packed sequence.
         chunk_indices: [programs] int32, the packed sequence of each program of `chunks_of_program`.
         gates: [splits, H] int32, see `load_gate`.
+        split: [1] int32, the split of each batch element that a launch takes, where not all.
         T: tokens of a batch element.
         split_len: tokens of a split.
     """
@@ -34,6 +35,7 @@ class Index(NamedTuple):
     chunk_offsets: Tensor
     chunk_indices: Tensor
     gates: Tensor
+    split: Tensor
     T: Tensor
     split_len: Tensor
 
@@ -59,9 +61,20 @@ class Split(NamedTuple):
 
 
 @triton.jit
+def split_number(index, c: tl.constexpr):
+    """The number of the split of program axis 2, which counts packed sequences, the splits of all batch
+    elements, or batch elements of which one split is taken.
+    """
+    if index.split is not None:
+        return tl.program_id(2) * c.num_splits + tl.load(index.split)
+    else:
+        return tl.program_id(2)
+
+
+@triton.jit
 def program_split(index, c: tl.constexpr):
-    """The split of program axis 2, which counts packed sequences, or the splits of all batch elements."""
-    return nth_split(tl.program_id(2), index, c)
+    """The split of program axis 2."""
+    return nth_split(split_number(index, c), index, c)
 
 
 @triton.jit
@@ -96,7 +109,7 @@ def split_of_program(number, index, c: tl.constexpr):
     if c.packed:
         return tl.load(index.chunk_indices + number)
     else:
-        return tl.program_id(2)
+        return split_number(index, c)
 
 
 @triton.jit

@@ -69,6 +69,21 @@ class ChunkPlan:
         sequences = jnp.searchsorted(first, jnp.arange(count), side="right") - 1
         return (count, H, 1), self.index._replace(chunk_indices=sequences.astype(jnp.int32))
 
+    def by_splits(self, num_splits: int) -> ChunkPlan:
+        """The plan, of whole sequences, for launches that take one of ``num_splits`` splits of each
+        (`Index.split`).
+        """
+        gates = self.index.gates
+        index = self.index._replace(
+            gates=None if gates is None else jnp.repeat(gates, num_splits, 0),
+            split_len=split_length(self.index.T, num_splits),
+        )
+        return dataclasses.replace(self, index=index, config=self.config.replace(num_splits=num_splits))
+
+    def of_split(self, split: int) -> ChunkPlan:
+        """The plan `by_splits` of the launch that takes ``split``."""
+        return dataclasses.replace(self, index=self.index._replace(split=jnp.full(1, split, jnp.int32)))
+
     @property
     def store_dtype(self) -> DTypeLike:
         """The dtype of stored states and operands."""
@@ -85,7 +100,7 @@ def num_splits_of(ctx: Context[Recurrence, RecurrenceConfig], passes: int = 1) -
     if ctx.shapes.cu_seqlens is not None or programs > MAX_SPLIT_PROGRAMS.get(max(64, tile(K)), 0):
         return ctx.cp.size
     wanted = min(-(-FULL_GPU // (passes * programs)), T // MIN_SPLIT_LEN)
-    return ctx.cp.size * -(-T // _split_len(T, max(1, wanted)))
+    return ctx.cp.size * -(-T // split_length(T, max(1, wanted)))
 
 
 def local_num_splits(ctx: Context[Recurrence, RecurrenceConfig], passes: int = 1) -> int:
@@ -93,7 +108,7 @@ def local_num_splits(ctx: Context[Recurrence, RecurrenceConfig], passes: int = 1
     return num_splits_of(ctx, passes) // (1 if ctx.cp.axis is None else ctx.cp.size)
 
 
-def _split_len(T: int, num_splits: int) -> int:
+def split_length(T: int, num_splits: int) -> int:
     """Tokens of a split: whole pairs of chunks, which may share a state."""
     return -(-T // (num_splits * 2 * CHUNK)) * 2 * CHUNK
 
@@ -151,8 +166,9 @@ def plan_pass(
         chunk_offsets=chunk_offsets,
         chunk_indices=None,
         gates=jnp.repeat(_gates(x.w), splits // B, 0) if unsafe_gate else None,
+        split=None,
         T=T,
-        split_len=_split_len(T, num_splits),
+        split_len=split_length(T, num_splits),
     )
     c = Config(
         H=H,

@@ -49,6 +49,16 @@ def state_offset(index, split, n, token, num_buffers: tl.constexpr, c: tl.conste
 
 
 @triton.jit
+def dstate_offset(index, split, n, token, c: tl.constexpr):
+    """`state_offset` in the gradients of states, which has an entry a chunk of what one launch takes."""
+    if index.split is not None:
+        number = tl.program_id(2).to(tl.int64) * (index.split_len // C) + n
+        return (number * c.H + tl.program_id(1)) * (c.K * c.V)
+    else:
+        return state_offset(index, split, n, token, c.num_buffers, c)
+
+
+@triton.jit
 def aliased_gradients(states, gradients, c: tl.constexpr):
     """Pointers for four gradients: the first ``num_aliased`` of them overwrite the states."""
     first, second, third, fourth = gradients

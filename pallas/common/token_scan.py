@@ -29,6 +29,7 @@ class ScanConfig:
         P: sixteens of keys of a program, a power of two.
         BV: values of a program, a power of two.
         interval: tokens between saved states.
+        split_len: tokens that a launch takes of each sequence, a multiple of ``interval``; 0 for all.
         whole: whether every interval has all its tokens.
         unmasked: whether every key and value of every tile exists.
         reverse: whether the scan goes from the last token to the first.
@@ -45,6 +46,7 @@ class ScanConfig:
     P: int
     BV: int
     interval: int
+    split_len: int
     whole: bool
     unmasked: bool
     reverse: bool
@@ -63,6 +65,7 @@ class TokenIndex(NamedTuple):
         cu_seqlens: [N + 1] int32, the first token of each packed sequence.
         first_intervals: [N + 1] int32, the first interval of each packed sequence.
         sequences: [intervals] int32, the packed sequence of each interval.
+        split: [1] int32, which ``split_len`` tokens of each sequence a launch takes.
         T: tokens of a batch element.
     """
 
@@ -70,6 +73,7 @@ class TokenIndex(NamedTuple):
     cu_seqlens: Tensor
     first_intervals: Tensor
     sequences: Tensor
+    split: Tensor
     T: Tensor
 
 
@@ -79,7 +83,7 @@ class Tokens(NamedTuple):
     Attributes:
         first: counted through the batch.
         length: their number.
-        interval: the first interval, counted through the batch.
+        interval: the first interval, counted through the batch, or through what the launch takes of it.
     """
 
     first: Tensor
@@ -89,11 +93,15 @@ class Tokens(NamedTuple):
 
 @triton.jit
 def sequence_tokens(p, index, c: tl.constexpr):
-    """The tokens of sequence ``p``."""
+    """The tokens of sequence ``p``, or of its split."""
     if c.packed:
         first = tl.load(index.cu_seqlens + p)
         length = tl.load(index.cu_seqlens + p + 1) - first
         return Tokens(first.to(tl.int64), length, tl.load(index.first_intervals + p).to(tl.int64))
+    elif c.split_len > 0:
+        row, before = p.to(tl.int64), tl.load(index.split) * c.split_len
+        length = tl.minimum(index.T - before, c.split_len)
+        return Tokens(row * index.T + before, length, row * (c.split_len // c.interval))
     else:
         row = p.to(tl.int64)
         return Tokens(row * index.T, index.T, row * tl.cdiv(index.T, c.interval))

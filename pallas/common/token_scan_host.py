@@ -44,6 +44,13 @@ class ScanPlan:
         config = dataclasses.replace(c, reverse=True, x_scale=c.y_scale, y_scale=c.x_scale)
         return dataclasses.replace(self, config=config)
 
+    def of_split(self, split: int, split_len: int) -> ScanPlan:
+        """The plan of tokens ``split * split_len`` to ``(split + 1) * split_len`` of each sequence."""
+        index = self.index._replace(split=jnp.full(1, split, jnp.int32))
+        config = dataclasses.replace(self.config, split_len=split_len)
+        intervals = (self.intervals[0], split_len // config.interval)
+        return dataclasses.replace(self, index=index, config=config, intervals=intervals)
+
     def edge(self, state: jax.Array) -> jax.Array:
         """[N, H, K, V] -> [N, H, V', K'], as `edge_state` loads it."""
         keys, values = self.config.P * 16, self.grid[0] * self.config.BV
@@ -81,7 +88,7 @@ def plan_scan(ctx: Context[Recurrence, RecurrenceConfig], x: Recurrence, interva
             first_intervals=jnp.pad(ends, (1, 0)).astype(jnp.int32),
             sequences=jnp.minimum(sequences, N - 1).astype(jnp.int32),
         )
-    index = TokenIndex(restarts, None, None, None, T)._replace(**packed)
+    index = TokenIndex(restarts, None, None, None, None, T)._replace(**packed)
     config = ScanConfig(
         H=H,
         K=K,
@@ -89,6 +96,7 @@ def plan_scan(ctx: Context[Recurrence, RecurrenceConfig], x: Recurrence, interva
         P=P,
         BV=BV,
         interval=interval,
+        split_len=0,
         whole=T % interval == 0 and not packed,
         unmasked=K == 16 * P and V % BV == 0,
         reverse=False,

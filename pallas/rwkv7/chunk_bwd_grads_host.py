@@ -44,23 +44,31 @@ def bwd_grads(
         ),
         grid=(number * num_blocks, H, splits),
         launch=launch.launch,
-        aliases=dstates.aliases("saved.dstates", ("r", "k", "a", "b")),
+        aliases=dstates.aliases("saved.dstates", ("r", "k", "a", "b"))
+        | ({} if saved.grads is None else {f"saved.grads.{name}": name for name in KeyGrads._fields}),
     )
 
 
+def plan_from_scans(
+    ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs, do: jax.Array, dht: jax.Array
+) -> ChunkPlan:
+    """The pass of `bwd_grads_from_scans`, from the cotangents of outputs and of final states [N, H, K, V]."""
+    launch = from_scans_launch(ctx.gpu, x.r.shape[-1])
+    plan = plan_pass(ctx, x, launch, bf16_dots=False, from_scans=True)
+    return with_cotangent_scale(plan, x, do, dht)
+
+
 def bwd_grads_from_scans(
-    ctx: Context[RWKV7Inputs, RecurrenceConfig], x: RWKV7Inputs, saved: GradsSaved, dht: jax.Array
+    ctx: Context[RWKV7Inputs, RecurrenceConfig], plan: ChunkPlan, x: RWKV7Inputs, saved: GradsSaved
 ) -> KeyGrads:
     """Gradients of r, w, k, a and b with float32 operands, from the arrays of the recurrent kernels.
 
     Args:
         ctx: the call.
-        x: its inputs.
+        plan: `plan_from_scans`.
+        x: inputs.
         saved: do in its dtype; v_new = a^T h and da_read = b^T dh of each token; states at the starts and
             state gradients at the ends of chunks, [.., H, V, K]; all but do float32.
-        dht: cotangents of the final states, [N, H, K, V].
     """
     launch = from_scans_launch(ctx.gpu, x.r.shape[-1])
-    plan = plan_pass(ctx, x, launch, bf16_dots=False, from_scans=True)
-    plan = with_cotangent_scale(plan, x, saved.do, dht)
     return bwd_grads(plan, x, saved, StateBuffers(0, 0, 1, jnp.float32), launch)

@@ -47,6 +47,7 @@ class GradsSaved(NamedTuple):
         do, v_new, da_read: [B, T, H, V].
         states: [rows, states, H, V, K], at the starts of chunks or pairs of chunks.
         dstates: buffers of the gradients at their ends (`state_buffers`).
+        grads: gradients of other splits, into whose arrays this one's are written, or None.
     """
 
     do: Tensor
@@ -54,6 +55,7 @@ class GradsSaved(NamedTuple):
     da_read: Tensor
     states: Tensor
     dstates: Tensor
+    grads: KeyGrads | None = None
 
 
 class Chunk(NamedTuple):
@@ -295,6 +297,8 @@ def block_gradients(x, saved, index, gate, grads, c: tl.constexpr):
 def rwkv7_bwd_grads_kernel(x, saved, index, grads, c: tl.constexpr):
     """Grid (states times ``num_blocks`` blocks of keys, heads, splits), see `chunks_of_program`."""
     gate = load_gate(index, split_of_program(tl.program_id(0) // c.num_blocks, index, c), c)
+    if saved.grads is not None:
+        grads = saved.grads
     dr, dk, da, db = aliased_gradients(saved.dstates, (grads.r, grads.k, grads.a, grads.b), c)
     grads = KeyGrads(dr, grads.w, dk, da, db)
     if has_unsafe_gate(gate, c):

@@ -21,7 +21,7 @@ from ..common.chunk import (
 from ..common.decay import decay_factors
 from ..common.dots import dot
 from ..common.gate import state_scale
-from ..common.state_buffers import state_offset, state_pointers
+from ..common.state_buffers import dstate_offset, state_offset, state_pointers
 from ..common.token_tiles import load_tokens, where_or_zero
 from .chunk_bwd_grads import A_gradients, Masks, TokenTiles, Values, token_gradients
 from .chunk_tokens import chunk_grads, scaled_tokens
@@ -48,7 +48,7 @@ def sums_over_values(x, saved, index, gate, split, n, key_block, k_start, v_star
         both = axes.has_value[:, None] & axes.has_key[None, :]
         h_ = state_pointers((saved.states,), block, axes, 0, c) + state_offset(index, split, n, k_start, 0, c)
         dh_ = state_pointers(saved.dstates, block, axes, c.num_buffers, c)
-        dh_ += state_offset(index, split, n, k_start, c.num_buffers, c)
+        dh_ += dstate_offset(index, split, n, k_start, c)
         h, dh = tl.load(h_, mask=both, other=0.0), tl.load(dh_, mask=both, other=0.0)
         dA = A_gradients(Values(v, do, v_new, da_read), gate, c)
         qk, qb, ak, ab = qk + dA[0], qb + dA[1], ak + dA[2], ab + dA[3]

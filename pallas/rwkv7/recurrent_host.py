@@ -155,7 +155,7 @@ def _gradients_by_chunks(
     Intervals are its chunks. The states at both ends of each are given, so packed sequences are one sequence
     for it.
     """
-    from .chunk_bwd_grads_host import bwd_grads_from_scans  # Triton is optional
+    from .chunk_bwd_grads_host import bwd_grads_from_scans, plan_from_scans  # Triton is optional
     from .chunk_bwd_split import GradsSaved
 
     s, ids = plan.sizes, x.segment_ids
@@ -169,5 +169,5 @@ def _gradients_by_chunks(
     whole = RWKV7Inputs(r, w, k, padded(x.v, s.V), a, b, x.initial_state, ids)
     do, v_new, da_read = (array.reshape(whole.v.shape) for array in values)
     saved = GradsSaved(do, v_new, da_read, states, (dstates,))
-    grads = bwd_grads_from_scans(ctx, whole, saved, dht)
+    grads = bwd_grads_from_scans(ctx, plan_from_scans(ctx, whole, do, dht), whole, saved)
     return tuple(array.reshape(-1, s.K) for array in (grads.r, grads.w, grads.k, grads.a, grads.b))

@@ -38,6 +38,8 @@ class ScanInputs(NamedTuple):
         first, second, w, write, read: [B, T, H, K].
         x: [B, T, H, V].
         start: the first state, see `edge_state`.
+        y: outputs of other splits, into whose array this one's are written, or None.
+        after: an array that another kernel writes before this one starts, or None.
     """
 
     first: Tensor
@@ -47,6 +49,8 @@ class ScanInputs(NamedTuple):
     read: Tensor
     x: Tensor
     start: Tensor
+    y: Tensor | None = None
+    after: Tensor | None = None
 
 
 class ScanOutputs(NamedTuple):
@@ -123,6 +127,8 @@ def write_and_read(S, token, out, at, axes, c: tl.constexpr):
 @triton.jit
 def rwkv7_scan_kernel(x, index, out, c: tl.constexpr):
     """Each token is loaded while the one before it is worked on: the compiler moves no load over a store."""
+    if x.y is not None:
+        out = ScanOutputs(x.y, out.end, out.inner, out.states)
     axes = scan_axes(c)
     tokens = sequence_tokens(tl.program_id(2), index, c)
     at = tokens.first * c.H + tl.program_id(1)

@@ -93,6 +93,9 @@ PACKED = dict(layout="packed", lengths=(3, 0, 20, 17))
             # state gradients as halves of 16 bits, in the memory of gradients
             dict(T=48, V=64, dtype="float16", w_dtype="float32", decay="mixed"),
             dict(T=32, K=24, V=20, dtype="float16", w_dtype="float32"),
+            # two and four splits, one after the other
+            dict(H=1, T=530, decay="mixed", layout="segments", lengths=(250, 70, 209, 1)),
+            dict(B=1, H=1, T=1024, decay="mixed"),
         ]
     ),
 )
