@@ -152,7 +152,7 @@ class Metrics(StepMetrics):
         except FloatingPointError as error:
             self._checkpoints.wait()
             last = last_checkpoint(self._checkpoints.folder)
-            good = f"the last good checkpoint is {last}, and --resume goes on from there, perhaps with a"
+            good = f"the last good checkpoint is {last}, and --resume continues from it, perhaps with a"
             hint = f"{good} lower --learning-rate" if last else "try a lower --learning-rate"
             raise ValueError(f"{error}; {hint}") from error
         return self._row
@@ -176,13 +176,13 @@ class Metrics(StepMetrics):
         self._checkpoints.close()
         again = shlex.join([*sys.argv, *([] if self._options.resume else ["--resume"])])
         done = f"stopped at step {step} of {self._options.steps}, checkpoint saved"
-        self._console.print(f"{done}. Go on with: python {again}")
+        self._console.print(f"{done}. Resume with: python {again}")
         sys.exit(128 + number)
 
     def print_results(self, more: str = "") -> None:
         """The last lines of a run."""
         if not math.isnan(self.evaluation_loss):
-            self._console.print(f"held-out loss     {self.evaluation_loss:.4f} nats per token {more}")
+            self._console.print(f"held-out loss     {self.evaluation_loss:.4f} nats per token{more}")
         self._console.print(f"speed             {self.throughput.rate:,.0f} tokens/s")
         self._console.print(f"checkpoint        {last_checkpoint(self._checkpoints.folder)}")
 

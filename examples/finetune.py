@@ -123,15 +123,15 @@ def run(options: Options) -> None:
     step, trained = build_step(options, model, params, max_segments, number * options.epochs)
     state, sizes = step.start(trained), [sum(x.size for x in jax.tree.leaves(p)) for p in (trained, params)]
     evaluate = lambda: step.evaluate(state, batches(held_out, options.batch))
-    print(f"trained     {sizes[0]:,} numbers ({options.method}) of a model of {sizes[1]:,}")
+    print(f"trained     {sizes[0]:,} parameters ({options.method}); the model has {sizes[1]:,}")
     compiled = step.lower(state, step.shard(next(batches(data, options.batch)))).compile()
-    print(f"memory      {training.compiled_memory(compiled) / 1e9:.3f} GB a step, by the compiler's account")
+    print(f"memory      {training.compiled_memory(compiled) / 1e9:.3f} GB per step, as the compiler plans it")
     print(f"before      {evaluate():.4f} nats per token of held-out answers")
     for epoch in range(options.epochs):
         shuffled = batches(data, options.batch, seed=(options.seed, epoch))
         for batch in track(shuffled, description=f"epoch {epoch + 1}", total=number):
             state, _ = step(state, step.shard(batch))
-    print(f"after       {evaluate():.4f} nats per token")
+    print(f"after       {evaluate():.4f} nats per token of held-out answers")
     print(f"saved       {save(options, model, params, state.params)}")
 
 

@@ -82,7 +82,9 @@ def run(options: Options, check_claim: _run.Check) -> None:
             raise ValueError(f"--resume: {at}; with --export its parameters are written")
         return export(options.export, step.model, state.params, console)
     epochs = f"{options.steps * options.batch / data.num_rows:.2f} epochs"
-    console.print(f"{data.num_rows:,} rows of {options.sequence} tokens, {options.batch} a step, {epochs}")
+    console.print(
+        f"{data.num_rows:,} sequences of {options.sequence} tokens, {options.batch} per step, {epochs}"
+    )
 
     every = options.log_every, options.eval_every, options.save_every
     traced = range(first + 6, first + 6 + options.profile)

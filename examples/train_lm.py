@@ -132,7 +132,7 @@ def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
         print(f"---- sample, after the prompt {bytes(prompt).decode(errors='replace')!r}")
         print(bytes(sample.tokens.tolist()).decode(errors="replace"), end="\n----\n")
     _run.plot(options.out, f"{options.model}, {options.num_layers} x {options.hidden_size}")
-    metrics.print_results(f"({metrics.evaluation_loss / np.log(2):.3f} bits) over {held_out.size:,} bytes")
+    metrics.print_results(f" ({metrics.evaluation_loss / np.log(2):.3f} bits) over {held_out.size:,} bytes")
 
 
 @program(lower="--batch, --sequence, --hidden-size or --num-layers")

@@ -56,7 +56,7 @@ class Options:
     export: Path | None = None
     """.pth file or folder for the parameters at the end, with --resume also of an ended run"""
     dry_run: bool = False
-    """compile only; print parameters and memory a device, and whether it fits (status 1 if not)"""
+    """compile only; print parameters and memory per device, and whether it fits (status 1 if not)"""
 
     model: Literal["rwkv7", "rwkv6"] = "rwkv7"
     """which architecture"""

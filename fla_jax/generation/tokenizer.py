@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 class _Bytes:
     """A token is a byte: models with a vocabulary of 256."""
 
-    end_of_text = None
+    end_of_text = 0  # as documents end in `fla_jax.data` and answers in fine-tuning
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -101,9 +101,10 @@ def load_tokenizer(name: str | os.PathLike[str] | None = None, *, vocab_size: in
     """A tokenizer by name, or the one that a model's vocabulary calls for.
 
     Args:
-        name: ``"bytes"``; ``"rwkv_vocab_v20230424"``, the vocabulary of the World models (PyPI ``rwkv``;
-            PyTorch is not needed for it); the path of a ``tokenizer.json`` (PyPI ``tokenizers``), such as
-            the Pile models' ``20B_tokenizer.json``; or the folder of a checkpoint that was saved with one.
+        name: ``"bytes"``, of which 0 ends a text; ``"rwkv_vocab_v20230424"``, the vocabulary of the World
+            models (PyPI ``rwkv``; PyTorch is not needed for it); the path of a ``tokenizer.json`` (PyPI
+            ``tokenizers``), such as the Pile models' ``20B_tokenizer.json``; or the folder of a checkpoint
+            that was saved with one.
         vocab_size: of the model, used without ``name``: 256 means bytes, 65529 to 65536 the World vocabulary.
 
     Returns:

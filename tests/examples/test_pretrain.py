@@ -84,7 +84,7 @@ def test_killed_and_resumed_equals_straight(data, straight, tmp_path):
     assert saved(other, at)[1] == {"next_index": at}
     if at < STEPS:
         assert process.returncode == 128 + signal.SIGTERM, output
-        assert f"stopped at step {at} of {STEPS}, checkpoint saved. Go on with: python " in output
+        assert f"stopped at step {at} of {STEPS}, checkpoint saved. Resume with: python " in output
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_nan_stops_and_names_the_last_good_checkpoint(data, tmp_path, monkeypatc
         patch.setattr(TrainStep, "__call__", poisoned)
         line = refusal(pretrain.main, *arguments(data, out))
     assert "the gradient_norm is nan and the loss is nan at step 24; " in line
-    assert f"the last good checkpoint is {out}/checkpoints/20, and --resume goes on from there" in line
+    assert f"the last good checkpoint is {out}/checkpoints/20, and --resume continues from it" in line
     assert [row["loss"] for row in metrics(out)][-2:] == [metrics(out)[-2]["loss"], "nan"]
     saved(out, 20)
 

@@ -204,6 +204,17 @@ def test_text_of_bytes_comes_whole():
     assert "".join(pieces) == want.text == bytes(want.tokens.tolist()).decode(errors="replace")
 
 
+def test_a_text_of_bytes_ends_at_byte_0():
+    """The end of documents in `fla_jax.data`, and of the answers that examples/finetune.py teaches."""
+    model = small.model(7, vocab_size=256, num_layers=1)
+    generator = Generator(model, small.params(model), slots=1, tokenizer=load_tokenizer("bytes"))
+    rule = SamplingParams.policy(seed=2, max_tokens=9, logit_bias={0: 100.0})
+    ends = [rule, dataclasses.replace(rule, ignore_eos=True)]
+    ended, ignored = generator.generate(["a", "a"], ends)
+    assert (ended.finish_reason, ended.text) == ("stop", "")
+    assert (ignored.finish_reason, ignored.text) == ("length", "\0" * 9)
+
+
 def test_a_request_that_becomes_nan_fails_alone(setup, generator):
     nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), setup[0].init_state(1))
     bad = generator.submit([1, 2], RULES, state=nan)

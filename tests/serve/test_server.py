@@ -127,7 +127,8 @@ def test_streams_equal_whole_answers(client, n):
 
 def test_concurrent_clients_get_what_they_get_alone(served, client):
     """64 at once, more than there are slots."""
-    ask = lambda i: dict(model="tiny", prompt=f"{i} and", max_tokens=4 + i % 7, seed=i)
+    more = {"ignore_eos": True}
+    ask = lambda i: dict(model="tiny", prompt=f"{i} and", max_tokens=4 + i % 7, seed=i, extra_body=more)
     alone = {i: client.completions.create(**ask(i)).choices[0].text for i in range(0, 64, 9)}
 
     async def together():
@@ -142,7 +143,8 @@ def test_concurrent_clients_get_what_they_get_alone(served, client):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_frees_its_slots(served, stream):
     before = metric(served, "fla_jax_cancelled_total")
-    body = json.dumps({"prompt": "abc", "max_tokens": 2000, "n": 4, "stream": stream}).encode()
+    given = {"prompt": "abc", "max_tokens": 2000, "n": 4, "stream": stream, "ignore_eos": True}
+    body = json.dumps(given).encode()
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -249,7 +251,8 @@ def test_key(checkpoint):
 def test_sigterm_lets_requests_end(checkpoint):
     with running(checkpoint[0], "--dtype", "float32") as (process, url):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
-            pieces = client.completions.create(model="tiny", prompt="a", max_tokens=400, stream=True)
+            ask = dict(model="tiny", prompt="a", max_tokens=400, extra_body={"ignore_eos": True})
+            pieces = client.completions.create(**ask, stream=True)
             next(pieces)
             process.send_signal(signal.SIGTERM)
             assert list(pieces)[-1].choices[0].finish_reason == "length"
