@@ -128,7 +128,7 @@ def cpu_seconds(pid: int) -> float:
 def run_clients(load: Load, job: dict[str, Any], of: int, until: float) -> list[list[Timed | str]]:
     """The requests of each process of clients: the times of one, or its error."""
     ours = {"load": load._asdict()}
-    job |= {"start": time.monotonic() + 1, "seconds": max(1, until - time.monotonic()), "of": of}
+    job |= {"start": time.monotonic() + 1, "until": until, "of": of}
     processes = [
         runner.Process("serving.clients:client", f"clients {i}", [job | {"index": i}], ours)
         for i in range(of)
@@ -139,7 +139,7 @@ def run_clients(load: Load, job: dict[str, Any], of: int, until: float) -> list[
     for process in processes:
         lines = [line["record"]["done"] for line in process.new_lines() if "record" in line]
         if not lines:
-            print(f"{process.name}: {process.end()}", flush=True)
+            lines = [[f"{process.name}: {process.end()}"]]
         found += [[one if isinstance(one, str) else Timed(*one) for one in line] for line in lines]
     return found
 
@@ -166,14 +166,10 @@ def serve(folder: Path, options: argparse.Namespace, load: Load, dtype: str) -> 
             cpu = cpu_seconds(pid) - cpu
             done = [[one for one in some if not isinstance(one, str)] for some in each]
             errors = sorted({one for some in each for one in some if isinstance(one, str)})
-            answered = sum(map(len, done))
-            if errors:
-                print(f"failed, such as: {errors[:3]}", flush=True)
-            found = {
-                **rates(now, done),
-                "failed": len(now.requests()) - answered,
-                "compiled": compiled() - before,
-            }
+            failed = sum(isinstance(one, str) for some in each for one in some)
+            if failed:
+                print(f"{failed} failed, such as: {errors[:3]}", flush=True)
+            found = {**rates(now, done), "failed": failed, "compiled": compiled() - before}
             found |= {"cpu_us_per_token": cpu / sum(one.tokens for some in done for one in some) * 1e6}
     return {**found, "compile_s": warm}
 
@@ -182,7 +178,7 @@ def measure(options: argparse.Namespace, folder: Path, skipped: list[str]) -> It
     """The records of every part; the reasons of missing ones go to ``skipped``."""
     load = load_of(options)
     settings = {**vars(options), "out": None, "load": load._asdict(), "folder": str(folder / "model")}
-    jobs = [{"part": part} for part in ("save", "generator", "update_params", "features")]
+    jobs = [{"part": part} for part in ("save", "update_params", "generator", "features")]
     jobs = jobs if options.features else jobs[:-1]
     start = lambda some: runner.Process(
         "serving.generator:generator", "generator", some, settings, paths=[records.ROOT]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
-import contextlib
 import http.client
 import json
 import time
 from typing import Any
 
 from serving.load import Load, Timed
+
+END = 15  # seconds before the time is over no request begins
 
 
 def ask(connection: http.client.HTTPConnection, prompt: list[int], new: int, streams: bool) -> Timed:
@@ -42,20 +42,20 @@ def client(settings: dict[str, Any]) -> Any:
     load = Load(**settings["load"])
 
     def run(job: dict[str, Any]) -> dict[str, Any]:
-        todo = collections.deque(load.requests()[job["index"] :: job["of"]])
+        todo = iter(load.requests()[job["index"] :: job["of"]])  # all threads take from it
         done: list[Timed | str] = []
 
         def one(number: int) -> None:
-            connection = http.client.HTTPConnection(job["address"], timeout=job["seconds"])
+            connection = http.client.HTTPConnection(job["address"], timeout=60)
             time.sleep(max(0, job["start"] + load.ramp * number / load.clients - time.monotonic()))
-            with contextlib.suppress(IndexError):  # nothing is left
-                while True:
-                    request = todo.popleft()
-                    try:
-                        done.append(ask(connection, *request, streams=number % 2 == 0))
-                    except Exception as error:
-                        done.append(f"{type(error).__name__}: {error}"[:300])
-                        connection.close()
+            for prompt, new in todo:
+                if time.monotonic() > job["until"] - END:
+                    return
+                try:
+                    done.append(ask(connection, prompt, new, streams=number % 2 == 0))
+                except Exception as error:
+                    done.append(f"{type(error).__name__}: {error}"[:300])
+                    connection.close()
 
         # numbers of clients alternate between processes in pairs, so that every process has both kinds
         own = [i for i in range(load.clients) if i // 2 % job["of"] == job["index"]]
