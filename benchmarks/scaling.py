@@ -60,6 +60,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     add("--devices", type=int, help="how many; default all")
+    add("--tokens", type=int, help="of a sequence that is divided; default 131072 (op), 262144 (model)")
     add("--steps", type=int, default=10, help="measured steps, after three; default 10")
     add("--plain", action="store_true", help="without fla_jax.parallel.overlap_options")
     add("--unscanned", action="store_true", help="layers without a scan: faster, compiles long")
@@ -143,6 +144,8 @@ def measure(name: str, count: int, options: argparse.Namespace) -> Record:
 
     num_devices = options.fake or options.devices or len(jax.devices())
     mode = small(MODES[name]) if options.fake else MODES[name]
+    if options.tokens and "sequence" in mode.mesh:
+        mode = dataclasses.replace(mode, tokens=options.tokens)
     batch, tokens = mode.batch * (1 if "sequence" in mode.mesh else num_devices), mode.tokens
     if count == 1 and not options.fake:  # a fake device has all of the work, to compare numbers
         batch = mode.batch if mode.baseline == "batch" else batch
@@ -201,7 +204,7 @@ def outcome(job: runner.Job, options: argparse.Namespace) -> Any:
         variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     settings = {
         name: getattr(options, name)
-        for name in ("devices", "steps", "plain", "unscanned", "explicit", "fake")
+        for name in ("devices", "tokens", "steps", "plain", "unscanned", "explicit", "fake")
     }
     settings["profile"] = options.profile and str(options.profile)
     paths = (records.ROOT,)
