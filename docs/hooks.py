@@ -43,3 +43,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     picture = "![the packages and their imports](pictures/packages.svg)"
     markdown = re.sub(r"^```mermaid\n.*?^```$", picture, markdown, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"^<!-- table (\w+) -->$", lambda m: tables.TABLES[m[1]](), markdown, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Marks short code, which site.css does not break at a hyphen or a dot."""
+    return re.sub(r"<code>(?=[^<]{1,30}</code>)", '<code class="short">', html)

@@ -19,8 +19,10 @@ import matplotlib
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import records
+import tables
 
 from fla_jax.ops import chunk_rwkv6, chunk_rwkv7, fused_recurrent_rwkv6, fused_recurrent_rwkv7
 
@@ -214,15 +216,15 @@ def speed() -> str:
         figure, axes = plt.subplots(figsize=(9, 0.25 * len(ours) + 1), layout="constrained")
         colors = [LOST if r["ratio"] > 1 else OURS for r in ours]
         axes.barh(range(len(ours)), [r["ratio"] for r in ours], color=colors)
-        labels = []
+        labels, white = [], {"facecolor": "white", "edgecolor": "none", "pad": 0}
         for i, r in enumerate(ours):
             B, T, H, K, _ = r["shape"]
             form = "" if r["form"] == "chunk" else f" {r['form']}"
-            labels.append(f"RWKV-{r['op'][-1]}{form} {B} {T} {H} {K}, {r['pass']}, {r['decay']}")
+            labels.append(f"RWKV-{r['op'][-1]}{form} {B} {T} {H} {K}, {r['pass']}, {tables.decay(r)}")
             text = f" {r['ratio']:.2f}  ({r['implementation']}; {r['peer']})"
-            axes.text(r["ratio"], i, text, va="center", fontsize=7)
+            axes.text(r["ratio"], i, text, va="center", fontsize=7, bbox=white)
         axes.set_yticks(range(len(ours)), labels, fontsize=7)
-        axes.axvline(1, color="black", lw=1, ls=":")
+        axes.axvline(1, color="black", lw=1, ls=":", zorder=0)
         axes.invert_yaxis()
         most = max(r["ratio"] for r in ours)
         axes.set(xlabel="time over the fastest peer's", xlim=(0, 1.5 * most))

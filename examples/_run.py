@@ -197,9 +197,9 @@ def plot(out: Path, title: str) -> None:
     with open(out / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, style in {"loss": "-", "evaluation_loss": "o-"}.items():
+    for name, style, label in (("loss", "-", "training loss"), ("evaluation_loss", "o-", "held-out loss")):
         known = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
-        axes.plot(*zip(*known), style, label=f"{name}: {known[-1][1]:.3f} at the end")
+        axes.plot(*zip(*known), style, label=f"{label}: {known[-1][1]:.3f} at the end")
     axes.set(xlabel="optimiser step", ylabel="nats per token", title=title)
     axes.set_ylim(0, min(6, max(float(row["loss"]) for row in rows) * 1.05))
     axes.grid(alpha=0.3)

@@ -131,7 +131,7 @@ def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
         (sample,) = generate(model, state.params, [prompt], sampling, max_tokens=options.sample_bytes)
         print(f"---- sample, after the prompt {bytes(prompt).decode(errors='replace')!r}")
         print(bytes(sample.tokens.tolist()).decode(errors="replace"), end="\n----\n")
-    _run.plot(options.out, f"{options.model}, {options.num_layers} x {options.hidden_size}")
+    _run.plot(options.out, f"{options.model}, {options.num_layers} layers of {options.hidden_size} channels")
     metrics.print_results(f" ({metrics.evaluation_loss / np.log(2):.3f} bits) over {held_out.size:,} bytes")
 
 

@@ -63,7 +63,7 @@ class Answer:
         first, self._begun[index] = not self._begun[index], True
         logprobs = self._logprobs(index, _by_token(event.tokens, event.logprobs))
         reason = None if event.completion is None else event.completion.finish_reason
-        delta = self._delta(event.text or "", first)
+        delta = self._delta(index, event.text or "", first)
         choice: JSON = {"index": index, **delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head(self.piece_kind), "choices": [choice]}
 
@@ -77,7 +77,7 @@ class Answer:
     def _choice(self, text: str) -> dict[str, JSON]:
         raise NotImplementedError
 
-    def _delta(self, text: str, first: bool) -> dict[str, JSON]:
+    def _delta(self, index: int, text: str, first: bool) -> dict[str, JSON]:
         raise NotImplementedError
 
     def _logprobs(self, index: int, logprobs: Sequence[_TokenLogprob] | None) -> JSON:
@@ -103,7 +103,7 @@ class CompletionAnswer(Answer):
     def _choice(self, text: str) -> dict[str, JSON]:
         return {"text": text}
 
-    def _delta(self, text: str, first: bool) -> dict[str, JSON]:
+    def _delta(self, index: int, text: str, first: bool) -> dict[str, JSON]:
         return {"text": text}
 
     def _logprobs(self, index: int, logprobs: Sequence[_TokenLogprob] | None) -> JSON:
@@ -122,16 +122,18 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """Of ``/v1/chat/completions``."""
+    """Of ``/v1/chat/completions``, without the space that follows "Assistant:" in World's format."""
 
     whole_kind, piece_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
     def _choice(self, text: str) -> dict[str, JSON]:
-        return {"message": {"role": "assistant", "content": text}}
+        return {"message": {"role": "assistant", "content": text.removeprefix(" ")}}
 
-    def _delta(self, text: str, first: bool) -> dict[str, JSON]:
-        return {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
+    def _delta(self, index: int, text: str, first: bool) -> dict[str, JSON]:
+        content = text if self._lengths[index] else text.removeprefix(" ")
+        self._lengths[index] += len(text)
+        return {"delta": {**({"role": "assistant"} if first else {}), "content": content}}
 
     def _logprobs(self, index: int, logprobs: Sequence[_TokenLogprob] | None) -> JSON:
         if logprobs is None:

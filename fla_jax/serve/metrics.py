@@ -17,18 +17,20 @@ class Metrics:
         self._registry = own = CollectorRegistry()
         self.answers = Counter("fla_jax_requests", "Requests answered", ["path", "status"], registry=own)
         self.cancelled = Counter("fla_jax_cancelled", "Requests whose client disconnected", registry=own)
-        self.prompt_tokens = Counter("fla_jax_prompt_tokens", "Tokens of prompts", registry=own)
-        self.cached_tokens = Counter("fla_jax_cached_tokens", "Those whose state was cached", registry=own)
-        self.new_tokens = Counter("fla_jax_completion_tokens", "New tokens", registry=own)
+        self.prompt_tokens = Counter("fla_jax_prompt_tokens", "Prompt tokens", registry=own)
+        self.cached_tokens = Counter(
+            "fla_jax_cached_tokens", "Prompt tokens whose state was cached", registry=own
+        )
+        self.new_tokens = Counter("fla_jax_completion_tokens", "Generated tokens", registry=own)
         self.first_token = Histogram(
             "fla_jax_first_token_seconds", "Time to the first token", buckets=_SECONDS, registry=own
         )
         self.whole = Histogram(
             "fla_jax_request_seconds", "Time of a whole request", buckets=_SECONDS, registry=own
         )
-        running = Gauge("fla_jax_running", "Completions that have a slot", registry=own)
+        running = Gauge("fla_jax_running", "Completions being decoded", registry=own)
         running.set_function(lambda: worker.running)
-        waiting = Gauge("fla_jax_waiting", "Completions that wait for a slot", registry=own)
+        waiting = Gauge("fla_jax_waiting", "Completions waiting for a slot", registry=own)
         waiting.set_function(lambda: worker.waiting)
 
     def count(self, completion: Completion) -> None:

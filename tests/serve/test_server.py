@@ -125,6 +125,15 @@ def test_streams_equal_whole_answers(client, n):
     assert usage == whole.usage
 
 
+def test_a_message_begins_without_the_space_of_the_format(client):
+    """Prompts end with "Assistant:", so the model writes a space first."""
+    messages = [{"role": "user", "content": "Hello"}]
+    ask = dict(model="tiny", messages=messages, max_tokens=3, logit_bias={"32": 100})
+    assert client.chat.completions.create(**ask).choices[0].message.content == "  "
+    pieces = [piece.choices[0].delta.content for piece in client.chat.completions.create(**ask, stream=True)]
+    assert "".join(pieces) == "  "
+
+
 def test_concurrent_clients_get_what_they_get_alone(served, client):
     """64 at once, more than there are slots."""
     more = {"ignore_eos": True}
