@@ -98,7 +98,7 @@ def sequence_tokens(p, index, c: tl.constexpr):
         first = tl.load(index.cu_seqlens + p)
         length = tl.load(index.cu_seqlens + p + 1) - first
         return Tokens(first.to(tl.int64), length, tl.load(index.first_intervals + p).to(tl.int64))
-    elif c.split_len > 0:
+    elif index.split is not None:
         row, before = p.to(tl.int64), tl.load(index.split) * c.split_len
         length = tl.minimum(index.T - before, c.split_len)
         return Tokens(row * index.T + before, length, row * (c.split_len // c.interval))
