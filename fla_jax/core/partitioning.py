@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from .batching import map_kernel
 from .context import Context, S, X, Y
-from .mesh import Entry, mesh_axes, vary_alike
+from .mesh import Entry, devices_in_mesh, mesh_axes, vary_alike
 from .op_spec import SEQUENCE_AXES, TOKENS, OpSpec
 
 T = TypeVar("T")  # a pytree
@@ -100,7 +100,7 @@ def _partitioned(
         return manual
     if AxisType.Explicit in kinds:
         return explicit
-    if jax.device_count() == 1:
+    if max(jax.device_count(), devices_in_mesh()) == 1:  # a mesh may be of another machine's devices
         # the program is free of Python callbacks, so it can be exported and cached
         return on_whole
     can_split = any(one.context_parallel for one in op.implementations)

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import cases
+from harness import cases, jaxprs
 from harness import toy_op as toy
 from harness.toy_op import ToyCase
+from jax.sharding import AbstractMesh, AxisType
 
 import fla_jax
 from fla_jax.core.implementation import Unsupported
@@ -101,6 +102,20 @@ def test_second_derivatives(again):
     message = "running_sum: implementation='kernel' has first derivatives only; .* implementation='plain'"
     with pytest.raises(TypeError, match=message):
         along("kernel", X)
+
+
+def test_a_mesh_of_devices_that_are_not_here(monkeypatch):
+    """Programs that are compiled ahead for several devices divide their work, on a machine with one."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def is_divided():
+        traced = jax.make_jaxpr(lambda x: toy.running_sum(x, SCALE, "kernel"))(X)
+        return "custom_partitioning" in {one.primitive.name for one in jaxprs.equations(traced.jaxpr)}
+
+    assert not is_divided()
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert is_divided()
 
 
 def test_checked_mode():
