@@ -89,10 +89,9 @@ def our_name(task: Task) -> str:
 
     from fla_jax.pallas.backend import triton
 
-    gpu = jax.default_backend() == "gpu"
-    if task.form == "chunk":
-        return "triton" if gpu and triton.why_not("gpu") is None else "xla"
-    return "pallas" if gpu else "reference"
+    if jax.default_backend() == "gpu" and triton.why_not("gpu") is None:
+        return "triton"
+    return "xla" if task.form == "chunk" else "reference"
 
 
 def load_fla(task: Task, op: str, **options: Any) -> Call:
