@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -217,20 +218,20 @@ class Collector:
         if self._decoder is None:
             self._events.append(event)
             return event, None, False
-        text, used = "", 0
-        for token in event.tokens.tolist():
-            text += self._stop.push(self._decoder.push(token))
-            used += 1
-            if self._stop.found:
-                break
-        if event.row.finish_reason is not None and not self._stop.found:
+        tokens = event.tokens.tolist()
+        # stop strings end a text at a token: where one comes, the tokens are read again one by one
+        before = (copy.copy(self._decoder), copy.copy(self._stop)) if self.row.sampling.stop else None
+        text = self._stop.push(self._decoder.push(tokens))
+        if self._stop.found and before is not None:
+            self._decoder, self._stop = before
+            text = ""
+            for used, token in enumerate(tokens, 1):
+                text += self._stop.push(self._decoder.push([token]))
+                if self._stop.found:
+                    event = event.first(used)
+                    break
+        elif event.row.finish_reason is not None:
             text += self._stop.push(self._decoder.finish()) + self._stop.finish()
-        event = event._replace(
-            tokens=event.tokens[:used],
-            logprobs=None if event.logprobs is None else event.logprobs[:used],
-            top_tokens=None if event.top_tokens is None else event.top_tokens[:used],
-            top_logprobs=None if event.top_logprobs is None else event.top_logprobs[:used],
-        )
         self._events.append(event)
         self._text.append(text)
         return event, text, self._stop.found

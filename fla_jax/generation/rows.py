@@ -168,6 +168,15 @@ class RowEvent(NamedTuple):
     top_logprobs: np.ndarray | None = None
     state: GenerationState | None = None
 
+    def first(self, n: int) -> RowEvent:
+        """The event with its first ``n`` tokens alone."""
+        return self._replace(
+            tokens=self.tokens[:n],
+            logprobs=None if self.logprobs is None else self.logprobs[:n],
+            top_tokens=None if self.top_tokens is None else self.top_tokens[:n],
+            top_logprobs=None if self.top_logprobs is None else self.top_logprobs[:n],
+        )
+
 
 def requeued(rows: Iterable[Row]) -> list[Prompt]:
     """The prompts of rows that begin again, each with all of them."""

@@ -8,37 +8,43 @@ from ..core.arguments import as_integer, shown
 from .tokenizer import Tokenizer
 
 _UNKNOWN = "\ufffd"
+_LONG = 16  # tokens without a complete text, after which a part of them is given up
 
 
 class TextDecoder:
     """Text as its tokens come: pieces whose concatenation is the text of all tokens.
 
     A character of several tokens comes whole. The time for a token does not grow with the text: once a piece
-    is complete, only its own tokens are decoded again with the next ones, which their text may depend on
-    (many vocabularies write a space before every word but a text's first).
+    is complete, only the end of it is decoded again with the next tokens, whose text may depend on it (many
+    vocabularies write a space before every word but a text's first).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._before: list[int] = []  # the tokens of the last complete piece
+        self._before: list[int] = []  # the last tokens of the last complete piece
         self._known = 0  # characters of their text
         self._waiting: list[int] = []  # the tokens after them, whose text may still change
         self._text, self._done = "", 0  # their text, and how much of it was returned
         self._unknown = 0  # U+FFFD between the two that will not change, but may end the text
 
-    def push(self, token: int) -> str:
-        """The text that a token completes, perhaps none."""
+    def push(self, tokens: list[int]) -> str:
+        """The text that tokens complete, perhaps none; tokens one by one give the same in more calls."""
         decode, piece = self._tokenizer.decode, ""
-        self._waiting.append(token)
+        self._waiting = self._waiting + tokens  # a new list: copies of this object keep theirs
         self._text = decode(self._before + self._waiting)[self._known :]
         ready = len(self._text.rstrip(_UNKNOWN))  # what ends in U+FFFD may be the beginning of a character
         if ready > self._done:
             piece = _UNKNOWN * self._unknown + self._text[self._done : ready]
             self._done, self._unknown = ready, 0
         if 0 < ready == len(self._text):
-            self._before, self._waiting, self._text, self._done = self._waiting, [], "", 0
-            self._known = len(decode(self._before))
-        elif len(self._waiting) % 16 == 0:
+            last = self._waiting[-1:]
+            text = decode(last)
+            if not text or _UNKNOWN in text:  # no text by itself: a part of a character, perhaps
+                last = self._waiting
+                text = decode(last)
+            self._before, self._known, self._waiting = last, len(text), []
+            self._text, self._done = "", 0
+        elif len(self._waiting) >= _LONG:
             self._cut()
         return piece
 
@@ -76,6 +82,8 @@ class StopStrings:
         """The text that is no part of a stop string; text from the first stop string on is lost."""
         if self.found:
             return ""
+        if not self._stop:
+            return piece
         text = self._withheld + piece
         places = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
         if places:
@@ -118,7 +126,7 @@ def decode_stream(tokenizer: Tokenizer, tokens: Iterable[object]) -> Iterator[st
         number = as_integer(token)
         if number is None:
             raise TypeError(f"tokens must be integers, got {shown(token)}")
-        piece = decoder.push(number)
+        piece = decoder.push([number])
         if piece:
             yield piece
     rest = decoder.finish()

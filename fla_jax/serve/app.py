@@ -215,7 +215,7 @@ class _Server:
         self._check_model(request.model)
         rows = await asyncio.to_thread(self._tokens, prompts)  # long texts would hold up other clients
         sampling = request.sampling(self._check_lengths(request, rows, param), stop)
-        job = Job(rows, sampling)
+        job = Job(rows, sampling, streams=request.stream)
         try:
             self.worker.submit(job)
         except QueueFullError:
@@ -259,17 +259,18 @@ class _Server:
             raise APIError(400, message, param="max_tokens", code="invalid_value")
         return limits.new_tokens if wanted is None else wanted
 
-    async def _counted(self, job: Job) -> AsyncGenerator[tuple[int, Event]]:
-        """The job's events; cancels the job when nobody listens any more."""
+    async def _counted(self, job: Job) -> AsyncGenerator[list[tuple[int, Event]]]:
+        """The job's events as they come; cancels the job when nobody listens any more."""
         started, metrics, first, over = time.monotonic(), self.metrics, True, False
         try:
-            async for index, event in job.events():
+            async for some in job.events():
                 if first:
                     metrics.first_token.observe(time.monotonic() - started)
                     first = False
-                if event.completion is not None:
-                    metrics.count(event.completion)
-                yield index, event
+                for _, event in some:
+                    if event.completion is not None:
+                        metrics.count(event.completion)
+                yield some
             over = True
             metrics.whole.observe(time.monotonic() - started)
         except (ValueError, TypeError) as error:
@@ -305,14 +306,18 @@ async def _disconnected(http: HTTPRequest) -> None:
         pass
 
 
-async def _collect(events: AsyncIterator[tuple[int, Event]]) -> list[Completion]:
+async def _collect(events: AsyncIterator[list[tuple[int, Event]]]) -> list[Completion]:
     """All completions, in the order of choices."""
-    found = {index: event.completion async for index, event in events if event.completion is not None}
+    every = [one async for some in events for one in some]
+    found = {index: event.completion for index, event in every if event.completion is not None}
     return [found[index] for index in sorted(found)]
 
 
 async def _pieces(
-    answer: Answer, first: tuple[int, Event], events: AsyncGenerator[tuple[int, Event]], with_usage: bool
+    answer: Answer,
+    first: list[tuple[int, Event]],
+    events: AsyncGenerator[list[tuple[int, Event]]],
+    with_usage: bool,
 ) -> AsyncIterator[str]:
     """Server-sent events; an error after the first piece is one of them."""
     completions: list[Completion] = []
@@ -325,9 +330,9 @@ async def _pieces(
         return answer.piece(index, event)
 
     try:
-        yield _server_sent(piece(*first))
-        async for index, event in events:
-            yield _server_sent(piece(index, event))
+        yield "".join(_server_sent(piece(*one)) for one in first)
+        async for some in events:
+            yield "".join(_server_sent(piece(*one)) for one in some)
         if with_usage:
             yield _server_sent(answer.last_piece(completions))
         yield "data: [DONE]\n\n"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from ..generation import Event, Generator, Request, SamplingParams
 
@@ -15,6 +17,10 @@ _LOG = logging.getLogger(__name__)
 _STOPPED = "the generator has stopped"
 # Steps of a call of the decoding loop: a request that arrives waits for a call, a stream comes in such parts.
 _STEPS = 4
+_COMPILES = 1.0  # seconds from which on a step has compiled something
+
+
+_Delivery = tuple["Job", "tuple[int, Event] | Exception"]
 
 
 class QueueFullError(Exception):
@@ -31,25 +37,32 @@ class Job:
     Attributes:
         prompts: token sequences, or texts.
         sampling: how all of them are continued.
+        streams: whether every event is wanted, or the first one and the ends alone.
     """
 
-    def __init__(self, prompts: Sequence[str] | Sequence[list[int]], sampling: SamplingParams) -> None:
-        self.prompts, self.sampling = prompts, sampling
+    def __init__(
+        self,
+        prompts: Sequence[str] | Sequence[list[int]],
+        sampling: SamplingParams,
+        *,
+        streams: bool = True,
+    ) -> None:
+        self.prompts, self.sampling, self.streams = prompts, sampling, streams
         self.requests: list[Request] = []
-        self.cancelled = False
+        self.begun = self.cancelled = False  # the worker's
         self.completions = len(prompts) * sampling.n
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Event] | Exception] = asyncio.Queue()
+        self._items: list[tuple[int, Event] | Exception] = []
+        self._arrived = asyncio.Event()
 
-    def deliver(self, item: tuple[int, Event] | Exception) -> None:
-        """Called by the worker's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, item)
-        except RuntimeError:  # the event loop is closed, so nobody waits for the answer
-            self.cancelled = True
+    def put(self, item: tuple[int, Event] | Exception) -> None:
+        """Called in the event loop."""
+        self._items.append(item)
+        self._arrived.set()
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+    async def events(self) -> AsyncIterator[list[tuple[int, Event]]]:
         """The number of the choice (prompt by prompt) and the event, until all completions are over.
+
+        Those that have come since the last time are in one list: where clients are slow, there are fewer.
 
         Raises:
             ValueError, TypeError: the generator refused a prompt or a parameter; the message names it.
@@ -57,11 +70,16 @@ class Job:
         """
         left = self.completions
         while left:
-            item = await self._events.get()
-            if isinstance(item, Exception):
-                raise item
-            left -= item[1].completion is not None
-            yield item
+            await self._arrived.wait()
+            self._arrived.clear()
+            items, self._items = self._items, []
+            events: list[tuple[int, Event]] = []
+            for item in items:
+                if isinstance(item, Exception):
+                    raise item
+                events.append(item)
+                left -= item[1].completion is not None
+            yield events
 
 
 @dataclasses.dataclass
@@ -92,7 +110,8 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="fla_jax.serve", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread; jobs are of the event loop that runs."""
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
@@ -136,20 +155,23 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            _freeze()
             while not self._stopping:
                 while not (self._commands.empty() and self._submitted):
                     self._commands.get()()
                     if self._stopping:
                         return
-                for event in self.generator.step():
-                    self._deliver(event)
+                began = time.monotonic()
+                self._deliver([item for event in self.generator.step() for item in self._taken(event)])
+                if time.monotonic() - began > _COMPILES:
+                    _freeze()
         except Exception:  # a device that fails: every client is told, and /health
             _LOG.exception("the generator failed")
         finally:
             with self._lock:  # nothing is submitted from here on
                 self._is_closed = True
-            for job in {id(one.job): one.job for one in self._submitted.values()}.values():
-                job.deliver(StoppedError(_STOPPED))
+            jobs = {id(one.job): one.job for one in self._submitted.values()}.values()
+            self._deliver([(job, StoppedError(_STOPPED)) for job in jobs])
             while not self._commands.empty():
                 self._commands.get()()
 
@@ -158,7 +180,7 @@ class Worker:
 
     def _begin(self, job: Job) -> None:
         if self._is_closed:
-            job.deliver(StoppedError(_STOPPED))
+            self._deliver([(job, StoppedError(_STOPPED))])
             return
         if job.cancelled:
             self._release(job.completions)
@@ -172,23 +194,46 @@ class Worker:
         except (ValueError, TypeError) as error:
             self._cancel(job)
             self._release((len(job.prompts) - len(job.requests)) * job.sampling.n)
-            job.deliver(error)
+            self._deliver([(job, error)])
 
     def _cancel(self, job: Job) -> None:
         job.cancelled = True
         for request in job.requests:
             request.cancel()
 
-    def _deliver(self, event: Event) -> None:
+    def _taken(self, event: Event) -> Iterator[_Delivery]:
+        """What the job of an event gets."""
         one = self._submitted[event.request.number]
-        if not one.job.cancelled:
-            one.job.deliver((one.first + event.index, event))
-        if event.completion is not None:
+        job, is_over = one.job, event.completion is not None
+        if not job.cancelled and (job.streams or is_over or not job.begun):
+            job.begun = True
+            yield job, (one.first + event.index, event)
+        if is_over:
             self._release(1)
             one.unfinished -= 1
             if not one.unfinished:
                 del self._submitted[event.request.number]
 
+    def _deliver(self, items: list[_Delivery]) -> None:
+        """Wakes the event loop, once for all events of a step: each time costs both threads."""
+        try:
+            if items:
+                self._loop.call_soon_threadsafe(_put, items)
+        except RuntimeError:  # the event loop is closed, so nobody waits for the answers
+            for job, _ in items:
+                job.cancelled = True
+
     def _release(self, completions: int) -> None:
         with self._lock:
             self._unfinished -= completions
+
+
+def _freeze() -> None:
+    """Leaves all objects out of later garbage collections: looking through JAX's programs takes 0.4 s."""
+    gc.collect()
+    gc.freeze()
+
+
+def _put(items: list[_Delivery]) -> None:
+    for job, item in items:
+        job.put(item)

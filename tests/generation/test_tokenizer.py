@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fla_jax.generation import decode_stream
+from fla_jax.generation.text import TextDecoder
 from fla_jax.generation.tokenizer import WORLD_VOCABULARY, load_tokenizer, uncounted
 
 TEXT = "Hello, Wörld 世界 🙂!\n 12"
@@ -119,6 +120,24 @@ def test_the_text_of_a_token_may_depend_on_those_before():
     counting = Counting(Words())
     assert "".join(decode_stream(counting, [1, *[0] * 3000, 1, 3, 1, 4])) == "a a  as"
     assert counting.decoded <= 20 * 3000
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_tokens_together_give_the_text_of_tokens_one_by_one(tokenizer, words):
+    """After any number of tokens the pieces are all the text that is ready, in whatever groups they came."""
+    tokenizer = Words() if words else tokenizer
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        tokens = rng.integers(0, 5 if words else 256, 150).tolist()
+        if seed % 2 and not words:
+            tokens = [token for token in tokenizer.encode(TEXT * 3) if rng.random() > 0.1]
+        decoder, said, end = TextDecoder(tokenizer), "", 0
+        while end < len(tokens):
+            start, end = end, end + int(rng.integers(0, 20))
+            said += decoder.push(tokens[start:end])
+            text = tokenizer.decode(tokens[:end])
+            assert said == text[: len(text.rstrip("\ufffd"))]
+        assert said + decoder.finish() == tokenizer.decode(tokens)
 
 
 def test_bytes_that_are_no_text():

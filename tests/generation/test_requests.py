@@ -1,0 +1,45 @@
+"""Text and stop strings of a request, from events of one token or of many."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+
+from fla_jax.generation import SamplingParams, Usage, load_tokenizer
+from fla_jax.generation.requests import Collector
+from fla_jax.generation.rows import RowEvent
+
+
+def cut(tokens, stop):
+    """Tokens and text up to a stop string, from the texts of all beginnings."""
+    for end in range(1, len(tokens) + 1):
+        text = bytes(tokens[:end]).decode(errors="replace").rstrip("\ufffd")
+        if places := [text.find(one) for one in stop if one in text]:
+            return tokens[:end], text[: min(places)], True
+    return tokens, bytes(tokens).decode(errors="replace"), False
+
+
+@pytest.mark.parametrize("most", [1, 8, 40])
+@pytest.mark.parametrize("stop", [(), ("ab",), ("abcd", "c"), ("ba", "a"), ("é", "b\n")])
+def test_events_of_any_length_stop_at_the_same_token(stop, most):
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        tokens = np.concatenate([list(x.encode()) for x in rng.choice(["a", "b", "c", "d", "é", "\n"], 60)])
+        tokens = tokens[rng.random(len(tokens)) > 0.05].astype(np.int32)  # some characters are broken
+        row = types.SimpleNamespace(sampling=SamplingParams(stop=stop, logprobs=0), finish_reason=None)
+        row.error, row.keep_state = None, False
+        request = types.SimpleNamespace(number=0, rows=[row])
+        collector = Collector(request, 0, Usage(1, 0, 0), load_tokenizer("bytes"))
+        said, end, stopped = "", 0, False
+        while end < len(tokens) and not stopped:
+            start, end = end, end + int(rng.integers(1, most + 1))
+            row.finish_reason = "length" if end >= len(tokens) else None
+            new = tokens[start:end]
+            event, text, stopped = collector.add(RowEvent(row, new, logprobs=new.astype(np.float32)))
+            assert event.tokens.tolist() == event.logprobs.tolist()
+            said += text
+        found = collector.completion("stop" if stopped else "length")
+        assert found.text == said
+        assert (found.tokens.tolist(), said, stopped) == cut(tokens.tolist(), stop)
