@@ -25,6 +25,7 @@ from .protocol import JSON, APIError, ChatRequest, CompletionRequest, Request, p
 from .worker import Job, QueueFullError, StoppedError, Worker
 
 T = TypeVar("T")
+_ENCODER = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one for every event
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +214,10 @@ class _Server:
     ) -> Response:
         """Answers with completions of ``prompts``, which come from the request's ``param``."""
         self._check_model(request.model)
-        rows = await asyncio.to_thread(self._tokens, prompts)  # long texts would hold up other clients
+        if any(isinstance(prompt, str) for prompt in prompts):
+            rows = await asyncio.to_thread(self._tokens, prompts)  # long texts would hold up other clients
+        else:
+            rows = self._tokens(prompts)
         sampling = request.sampling(self._check_lengths(request, rows, param), stop)
         job = Job(rows, sampling, streams=request.stream)
         try:
@@ -343,4 +347,4 @@ async def _pieces(
 
 
 def _server_sent(data: JSON) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"data: {_ENCODER.encode(data)}\n\n"
