@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import statistics
 import time
@@ -57,6 +58,8 @@ def generator(settings: dict[str, Any]) -> Any:
         )
         warm = time.monotonic() - began
         run_load(made[0], load.short(), until)
+        gc.collect()
+        gc.freeze()  # as the server does once it has compiled
         before = compilations.count
         found = rates(load, [run_load(made[0], load, until)])
         compiled = compilations.count - before
