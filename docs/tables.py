@@ -146,6 +146,19 @@ def decoding(found: Records) -> str:
     return table(head, lines) if lines else NOTHING
 
 
+def serving(found: Records) -> str:
+    """The server with many clients, and its `Generator` alone."""
+    lines = []
+    for r in found:
+        if r.get("op") in ("serve", "generator"):
+            model, seconds = f"RWKV-{r['version']} {r['model']}", (r["first_token_s"], r["first_token_95_s"])
+            rates = (number(r["full_per_s"], 6), number(r["tokens_per_s"], 6))
+            lines.append((r["op"], model, r["what"], *rates, *map(number, seconds), r["commit"]))
+    rates_of = ("every client has a request", "whole run")
+    head = ("what", "layers x width", "load", *rates_of, "first token, s", "95 % within, s", "commit")
+    return table(head, lines) if lines else NOTHING
+
+
 def scaling(found: Records) -> str:
     """Training on several devices against one of them with the work of one."""
     lines = []
@@ -196,7 +209,8 @@ def over_time() -> str:
         commits = sorted(dates, key=dates.__getitem__)
         head = ("measurement, ms", *(f"{dates[c][:10]} {c}" for c in commits))
         lines = [(titles[one], *(number(times[one].get(c)) for c in commits)) for one in sorted(titles)]
-        parts.append(f"**{found[0]['device']}**\n\n" + table(head, lines))
+        if found:
+            parts.append(f"**{found[0]['device']}**\n\n" + table(head, lines))
     return "\n\n".join(parts)
 
 
@@ -214,19 +228,20 @@ def experiments() -> str:
 
 
 def by_device(draw: Callable[[Records], str]) -> Callable[[], str]:
-    """One part for each GPU."""
+    """One part for each GPU that has been measured."""
 
-    def drawn() -> str:
+    def parts_of_page() -> str:
         parts = []
         for device, found in results().items():
             versions = next((r["versions"] for r in found if is_ours(r) and r.get("versions")), {})
             said = ", ".join(f"{name} {version}" for name, version in versions.items())
-            parts.append(f"**{device}**, {said}\n\n{draw(found)}")
-        return "\n\n".join(parts)
+            if (drawn := draw(found)) != NOTHING:
+                parts.append(f"**{device}**, {said}\n\n{drawn}")
+        return "\n\n".join(parts) or NOTHING
 
-    return drawn
+    return parts_of_page
 
 
-OF_DEVICES = (losses, recurrences, peers, layers, training, decoding, scaling)
+OF_DEVICES = (losses, recurrences, peers, layers, training, decoding, serving, scaling)
 TABLES = {draw.__name__: by_device(draw) for draw in OF_DEVICES}
 TABLES |= {"history": over_time, "experiments": experiments}
