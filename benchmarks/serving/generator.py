@@ -12,7 +12,7 @@ import records
 from decode_model import make
 from records import Record
 
-from serving.load import Load, Timed, rates, warm_up
+from serving.load import ROUNDS, Load, Timed, rates, warm_up
 
 
 class Compilations(logging.Handler):
@@ -60,15 +60,13 @@ def generator(settings: dict[str, Any]) -> Any:
         run_load(made[0], load.short(), until)
         gc.collect()
         gc.freeze()  # as the server does once it has compiled
-        before = compilations.count
-        found = rates(load, [run_load(made[0], load, until)])
-        compiled = compilations.count - before
-        return {
-            "ms": load.clients / found["full_per_s"] * 1e3,
-            **found,
-            "compiled": compiled,
-            "compile_s": warm,
-        }
+        for _ in range(ROUNDS):
+            before = compilations.count
+            found = rates(load, [run_load(made[0], load, until)])
+            found |= {"compiled": compilations.count - before, "compile_s": warm}
+            if not found["compiled"] or time.monotonic() + 2 * found["took_s"] > until:
+                break
+        return {"ms": load.clients / found["full_per_s"] * 1e3, **found}
 
     return run
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 TOGETHER = (1, 4, 16)  # prompts that the engine reads at a time
+ROUNDS = 3  # of a load at most, until nothing is compiled in one
 
 
 class Timed(NamedTuple):
