@@ -34,9 +34,8 @@ def generator(settings: dict[str, Any]) -> Any:
     from fla_jax.generation import Generator, load_tokenizer
 
     compilations, load = Compilations(), Load(**settings["load"])
-    until = (
-        time.monotonic() + 0.8 * settings["timeout"]
-    )  # the rest is for features, and for requests in flight
+    # the rest is for features, and for requests in flight
+    until = time.monotonic() + 0.8 * settings["timeout"]
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     # layers in a loop: a program that reads prompts compiles in the time of one layer, in the server too
     model, params = make(7, settings["model"], settings["vocab"], dtype, scan=True)
