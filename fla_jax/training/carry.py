@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, PyTree
 
 from ..layers.state import RWKVState
 from ..models import head_kernel
-from .losses import chunked_cross_entropy
-from .next_token import over_sequence
+from .losses import chunked_cross_entropy, label_mask
+from .next_token import over_sequence, variables_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +22,18 @@ class CarriedLoss:
     model: nn.Module
     l2wrap: float
     block_tokens: int
+    ignore_index: int | None
 
-    def __call__(self, params: PyTree, batch: PyTree) -> tuple[jax.Array, RWKVState]:
-        """The mean over the labels of a batch, and the states at the ends of its sequences."""
+    def __call__(
+        self, params: PyTree, batch: PyTree, *, lora: PyTree = None, key: jax.Array | None = None
+    ) -> tuple[jax.Array, RWKVState]:
+        """The mean over the labels of a batch, and the states at the ends of its sequences; with LoRA's pairs
+        and the key of their dropout.
+        """
         tokens, ids = over_sequence(batch["tokens"]), over_sequence(batch["segment_ids"])
         state = batch_first(kept(batch["carry"], batch["continues"]))
-        found: PyTree = self.model.apply({"params": params}, tokens, state, ids, method="hidden")
+        variables, rngs = variables_of(params, lora), None if key is None else {"dropout": key}
+        found: PyTree = self.model.apply(variables, tokens, state, ids, method="hidden", rngs=rngs)
         mean = chunked_cross_entropy(
             found[0],
             head_kernel(params),
@@ -35,15 +41,19 @@ class CarriedLoss:
             batch["mask"],
             self.l2wrap,
             block_tokens=self.block_tokens,
+            ignore_index=self.ignore_index,
         )
         return mean, batch_first(jax.lax.stop_gradient(found[1]))
 
     def weight(self, batch: PyTree) -> jax.Array:
-        """The divisor of the mean: the sum of the mask."""
-        return jnp.sum(batch["mask"], dtype=jnp.float32)
+        """The divisor of the mean: the sum of the mask over the labels that count."""
+        mask: PyTree = label_mask(batch["labels"], batch["mask"], self.ignore_index)
+        return jnp.sum(mask, dtype=jnp.float32)
 
 
-def carried_loss(model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int = 4096) -> CarriedLoss:
+def carried_loss(
+    model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int = 4096, ignore_index: int | None = None
+) -> CarriedLoss:
     """Next-token loss of documents that continue in the next batch, where their states are carried on.
 
     The value is that of whole documents. Gradients end at the end of a sequence: the carry is a constant.
@@ -51,10 +61,11 @@ def carried_loss(model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int = 
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
-        l2wrap, block_tokens: see `fla_jax.training.chunked_cross_entropy`.
+        l2wrap, block_tokens, ignore_index: see `fla_jax.training.chunked_cross_entropy`.
 
     Returns:
-        ``loss(params, batch) -> (loss, carry)``. The batch is one of `fla_jax.data.pack_documents` with
+        ``loss(params, batch, *, lora=None, key=None) -> (loss, carry)``, with LoRA's pairs (`init_lora`) and
+        the key of their dropout. The batch is one of `fla_jax.data.pack_documents` with
         ``carry_state=True``, and has the carry of the batch before as ``carry``, `zero_carry` at first.
 
     Example:
@@ -70,7 +81,7 @@ def carried_loss(model: nn.Module, *, l2wrap: float = 1e-4, block_tokens: int = 
         >>> for batch in pack_documents(documents, 16, 1, carry_state=True):
         ...     loss, carry = loss_of(params, {**batch, "carry": carry})
     """
-    return CarriedLoss(model, l2wrap, block_tokens)
+    return CarriedLoss(model, l2wrap, block_tokens, ignore_index)
 
 
 def zero_carry(model: nn.Module, size: int) -> RWKVState:

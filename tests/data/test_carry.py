@@ -12,7 +12,7 @@ from harness import processes
 
 from fla_jax.data import pack_documents
 from fla_jax.parallel import TrainStep, make_mesh
-from fla_jax.training import TrainingCheckpoints, carried_loss, zero_carry
+from fla_jax.training import TrainingCheckpoints, carried_loss, init_lora, merge_lora, zero_carry
 
 
 def log_probabilities(model, params, document):
@@ -53,6 +53,26 @@ def test_carried_states_are_those_of_whole_documents(version):
             rows.append(-float(loss))
         np.testing.assert_allclose(rows, whole[2][0].reshape(8, 8).mean(1), rtol=1e-12)
         small.assert_close(jax.tree.map(lambda x: x.swapaxes(0, 1), carry), whole[2][1], 1e-13)
+
+
+def test_labels_that_do_not_count_and_lora(make):
+    """An ignored label is one outside the mask; LoRA's pairs equal merged weights, and drop inputs."""
+    step, batches = make()
+    model, batch = step.model, {**next(batches), "carry": zero_carry(step.model, 2)}
+    params, ignored = small.params(model), int(batch["labels"][0, 2])
+    counts = batch["mask"].astype(bool) & (batch["labels"] != ignored)
+    assert 0 < counts.sum() < batch["mask"].sum()
+    loss = carried_loss(model, l2wrap=0.0, ignore_index=ignored)
+    want = carried_loss(model, l2wrap=0.0)(params, {**batch, "mask": counts})
+    small.assert_close(loss(params, batch), want, 1e-6)
+    assert float(loss.weight(batch)) == counts.sum()
+
+    lora = init_lora(params, jax.random.key(1), rank=2, alpha=2, dropout=0.5)
+    lora = jax.tree.map(lambda x: x + 0.1, lora)
+    want = carried_loss(model)(merge_lora(params, lora), batch)
+    small.assert_close(carried_loss(model)(params, batch, lora=lora), want, 1e-5)
+    dropped, _ = carried_loss(model)(params, batch, lora=lora, key=jax.random.key(2))
+    assert abs(float(dropped) - float(want[0])) > 1e-4
 
 
 @pytest.mark.slow
