@@ -30,7 +30,9 @@ def results() -> dict[str, Records]:
 
 
 def table(head: tuple[str, ...], lines: list[tuple[Any, ...]]) -> str:
-    """A Markdown table."""
+    """A Markdown table; `NOTHING` without lines."""
+    if not lines:
+        return NOTHING
     text = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     return "\n".join(text + ["| " + " | ".join(map(str, line)) + " |" for line in lines])
 
@@ -82,7 +84,10 @@ def recurrences(found: Records) -> str:
 
 def losses(found: Records) -> str:
     """The measurements in which a peer is faster, as sentences."""
-    lost = [r for r in found if r.get("op") in OPS and is_ours(r) and (r.get("ratio") or 0) > 1]
+    ours = [r for r in found if r.get("op") in OPS and is_ours(r)]
+    lost = [r for r in ours if (r.get("ratio") or 0) > 1]
+    if not ours:
+        return NOTHING
     if not lost:
         return "No peer is faster than every form of ours in this file."
     lines = []
@@ -128,7 +133,7 @@ def training(found: Records) -> str:
             )
             lines.append((library, model, remat, number(r["ms"]), *numbers, r["commit"]))
     head = ("library", "model", "settings", "ms", "tokens/s", "GB", "first step, s", "commit")
-    return table(head, lines) if lines else NOTHING
+    return table(head, lines)
 
 
 def decoding(found: Records) -> str:
@@ -143,7 +148,7 @@ def decoding(found: Records) -> str:
             lines.append((library, model, r["batch"], settings, *numbers))
     lines.sort(key=lambda line: (line[1], line[2], line[0]))
     head = ("implementation", "layers x width", "batch", "settings", "ms a token", "floor, ms", "tokens/s")
-    return table(head, lines) if lines else NOTHING
+    return table(head, lines)
 
 
 def serving(found: Records) -> str:
@@ -156,7 +161,7 @@ def serving(found: Records) -> str:
             lines.append((r["op"], model, r["what"], *rates, *map(number, seconds), r["commit"]))
     rates_of = ("every client has a request", "whole run")
     head = ("what", "layers x width", "load", *rates_of, "first token, s", "95 % within, s", "commit")
-    return table(head, lines) if lines else NOTHING
+    return table(head, lines)
 
 
 def scaling(found: Records) -> str:
@@ -176,7 +181,7 @@ def scaling(found: Records) -> str:
             lines.append((r["mode"], r["devices"], f"{model}, B {size['B']}, T {size['T']}", *numbers, moved))
     lines.sort(key=lambda line: line[:2])
     head = ("mode", "devices", "what", "ms", "efficiency", "6 N", "tokens/s", "GB a device", "collectives")
-    return table(head, lines) if lines else NOTHING
+    return table(head, lines)
 
 
 def layers(found: Records) -> str:
@@ -187,7 +192,7 @@ def layers(found: Records) -> str:
             task = (f"`{r['op']}`", r["form"], " ".join(map(str, r["shape"])), r["pass"], r["implementation"])
             lines.append((*task, number(r["ms"]), f"{r['of_copy']:.2f}", ratio(r)))
     head = ("op", "layer", "B T C", "pass", "implementation", "ms", "share of a copy's rate", "ratio")
-    return table(head, lines) if lines else NOTHING
+    return table(head, lines)
 
 
 def over_time() -> str:

@@ -41,12 +41,9 @@ def test_every_order_of_the_records_is_drawn(tables, monkeypatch, name, order):
     monkeypatch.setattr(tables, "results", lambda: found)
     drawn = tables.TABLES[name]()
     assert tables.NOTHING not in drawn
-    assert name == "experiments" or any(device in drawn for device in found)
-
-
-def test_every_device_is_drawn(tables):
-    drawn = "".join(table() for table in tables.TABLES.values())
-    assert all(device in drawn for device in tables.results())
+    measured = {"NVIDIA H100 80GB HBM3"} if name == "serving" else {"NVIDIA H200"}
+    assert found.keys() >= measured
+    assert name == "experiments" or {device for device in found if device in drawn} == measured
 
 
 def test_a_record_is_drawn_with_its_numbers(tables):
