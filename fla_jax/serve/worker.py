@@ -17,8 +17,9 @@ _LOG = logging.getLogger(__name__)
 _STOPPED = "the generator has stopped"
 # Steps of a call of the decoding loop: a request that arrives waits for a call, a stream comes in such parts.
 _STEPS = 4
-_COMPILES = 1.0  # seconds from which on a step has compiled something
-
+# A step that takes more seconds and leaves more objects has compiled a program; a large model alone only
+# takes long.
+_SLOW_STEP, _MANY_OBJECTS = 1.0, 10_000
 
 _Delivery = tuple["Job", "tuple[int, Event] | Exception"]
 
@@ -163,7 +164,7 @@ class Worker:
                         return
                 began = time.monotonic()
                 self._deliver([item for event in self.generator.step() for item in self._taken(event)])
-                if time.monotonic() - began > _COMPILES:
+                if time.monotonic() - began > _SLOW_STEP and len(gc.get_objects()) > _MANY_OBJECTS:
                     _freeze()
         except Exception:  # a device that fails: every client is told, and /health
             _LOG.exception("the generator failed")
@@ -229,7 +230,11 @@ class Worker:
 
 
 def _freeze() -> None:
-    """Leaves all objects out of later garbage collections: looking through JAX's programs takes 0.4 s."""
+    """Leaves all objects out of later garbage collections: looking through JAX's programs takes 0.4 s.
+
+    Objects that an earlier call left out are collected if nothing refers to them any more.
+    """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 
