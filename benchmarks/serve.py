@@ -32,12 +32,11 @@ from typing import Any
 import records
 import runner
 from records import Record
-from serving.load import ROUNDS, Load, Timed, rates, warm_up
+from serving.load import COMPILED, ROUNDS, Load, Timed, rates, warm_up
 
 KEY = records.key_of(
     *("op", "implementation", "library", "version", "model", "batch", "what", "vocab", "weights", "state")
 )
-COMPILED = "Finished XLA compilation"  # in the log of a process with JAX_LOG_COMPILES
 COLUMNS: dict[str, Any] = {
     "op": "op",
     "model": lambda r: f"RWKV-{r['version']} {r['model']}",

@@ -12,7 +12,7 @@ import records
 from decode_model import make
 from records import Record
 
-from serving.load import ROUNDS, Load, Timed, rates, warm_up
+from serving.load import COMPILED, ROUNDS, Load, Timed, rates, warm_up
 
 
 class Compilations(logging.Handler):
@@ -24,7 +24,7 @@ class Compilations(logging.Handler):
         logging.getLogger("jax").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.count += "Finished XLA compilation" in record.getMessage()
+        self.count += COMPILED in record.getMessage()
 
 
 def generator(settings: dict[str, Any]) -> Any:

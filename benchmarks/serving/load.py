@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 TOGETHER = (1, 4, 16)  # prompts that the engine reads at a time
+COMPILED = "Finished XLA compilation"  # in JAX's log, for each program that it compiles or reads
 ROUNDS = 3  # of a load at most, until nothing is compiled in one
 
 

@@ -8,7 +8,7 @@ from ..core.arguments import as_integer, shown
 from .tokenizer import Tokenizer
 
 _UNKNOWN = "\ufffd"
-_LONG = 16  # tokens without a complete text, after which a part of them is given up
+_LONG = 16  # tokens whose text ends in no complete character: more are no text, and are cut
 
 
 class TextDecoder:

@@ -83,7 +83,7 @@ class Tokens(NamedTuple):
     Attributes:
         first: counted through the batch.
         length: their number.
-        interval: the first interval, counted through the batch, or through what the launch takes of it.
+        interval: the first interval, counted through all intervals of the launch.
     """
 
     first: Tensor
