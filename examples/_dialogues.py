@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ import numpy as np
 from _cli import about
 
 from fla_jax.data import JsonLines
-from fla_jax.generation import Turn, WorldTemplate
+from fla_jax.generation import Turn
 
 Dialogue = tuple[list[int], list[int]]  # tokens, and which of them are learned
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens [B, T + 1], mask [B, T], segment_ids [B, T + 1]
 
 
-def read(path: Path, tokenizer: Any, size: int, seed: int) -> tuple[list[Dialogue], list[Dialogue]]:
+def read(
+    path: Path, tokenizer: Any, template: Any, size: int, seed: int
+) -> tuple[list[Dialogue], list[Dialogue]]:
     """Dialogues of at most ``size`` tokens, in random order: a tenth to hold out, and the rest."""
     with about(f"--data: {path}", "read"):
         lines = JsonLines(path)
@@ -25,15 +28,17 @@ def read(path: Path, tokenizer: Any, size: int, seed: int) -> tuple[list[Dialogu
         raise ValueError(f"--data: every line must have prompt and answer, got one without {lost}")
     if (held := len(fields) // 10) == 0:
         raise ValueError(f"--data: {len(fields)} dialogues are too few: a tenth of them is held out")
-    dialogues = [tokenized(tokenizer, one["prompt"], one["answer"], size) for one in fields]
+    dialogues = [tokenized(tokenizer, template, one["prompt"], one["answer"], size) for one in fields]
     return dialogues[:held], dialogues[held:]
 
 
-def tokenized(tokenizer: Any, prompt: str, answer: str, size: int) -> Dialogue:
-    """A dialogue as `fla_jax.serve` reads it; only the answer and the end token, 0, are learned."""
-    template = WorldTemplate()
-    question = tokenizer.encode(template([Turn("user", prompt)]))
-    learned = [*tokenizer.encode(template.answer(answer)), 0]
+def tokenized(tokenizer: Any, template: Any, prompt: str, answer: str, size: int) -> Dialogue:
+    """A dialogue as `fla_jax.serve` reads it; only the answer and the end token are learned."""
+    turns, end = [Turn("user", prompt)], tokenizer.end_of_text
+    question = tokenizer.encode(template(turns))
+    answered = tokenizer.encode(template.answer(turns, answer))
+    # generation ends at the first end token, be it the template's
+    learned = [*itertools.takewhile(lambda token: token != end, answered), end]
     return (question + learned)[:size], ([0] * len(question) + [1] * len(learned))[:size]
 
 

@@ -5,14 +5,14 @@ A line of --data is ``{"prompt": "...", "answer": "..."}``. Only answers are lea
     python examples/finetune.py --checkpoint some/folder --data dialogues.jsonl --method state
     python examples/finetune.py ... --merged     # one file for examples/generate.py
 
+Dialogues have the format of the checkpoint's chat template, as `fla_jax.serve` reads them.
 --method lora trains small matrices beside the frozen weights (adapter/, for Hugging Face PEFT), state the
-initial states (states.pth, for RWKV-PEFT), full all weights (model.pth).
+initial states (states.pth, for RWKV-PEFT), full all weights (model.pth, or model/ with the chat template).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from rich.progress import track
 
 from fla_jax import training
 from fla_jax.checkpoints import save_checkpoint
-from fla_jax.generation import load_tokenizer
+from fla_jax.generation import WorldTemplate, chat_template, checkpoint_tokenizer
 from fla_jax.parallel import TrainStep, make_mesh
 
 RATES = {"lora": 3e-4, "state": 1.0, "full": 1e-5}
@@ -43,9 +43,9 @@ class Options:
     out: Path = Path("runs/finetune")
     """directory for what was trained"""
     merged: bool = False
-    """save a whole model, model.pth, instead of adapter or states"""
+    """save a whole model, as --method full does, instead of adapter or states"""
     tokenizer: str | None = None
-    """bytes, rwkv_vocab_v20230424, or a tokenizer.json (default: by the size of the vocabulary)"""
+    """bytes, rwkv_vocab_v20230424, or a tokenizer.json (default: the checkpoint's)"""
     sequence: int = 512
     """tokens per sequence; longer dialogues are cut"""
     batch: int = 8
@@ -98,25 +98,31 @@ def build_step(options: Options, model: Any, params: Any, max_segments: int, ste
 def save(options: Options, model: Any, params: Any, trained: Any) -> Path:
     """Writes what was trained, alone or merged."""
     is_whole = options.merged or options.method == "full"
-    path = options.out / ("model.pth" if is_whole else {"lora": "adapter"}.get(options.method, "states.pth"))
+    # a .pth file has no place for the template in whose format the model was tuned
+    is_world = isinstance(chat_template(options.checkpoint), WorldTemplate)
+    tokenizer, whole = (None, "model.pth") if is_world else (options.checkpoint, "model")
+    path = options.out / (whole if is_whole else {"lora": "adapter"}.get(options.method, "states.pth"))
     if not is_whole and options.method == "lora":
         training.save_lora(path, model, trained)
     elif not is_whole:
         training.save_states(path, trained)
     elif options.method == "state":
-        save_checkpoint(path, model, params, states=trained)
+        save_checkpoint(path, model, params, states=trained, tokenizer=tokenizer)
     else:
         merged = trained if options.method == "full" else training.merge_lora(params, trained)
-        save_checkpoint(path, model, merged)
+        save_checkpoint(path, model, merged, tokenizer=tokenizer)
     return path
 
 
 def run(options: Options) -> None:
     """Tunes and prints."""
     model, params = load_model(options.checkpoint)
-    path = options.tokenizer and os.path.expanduser(options.tokenizer)
-    tokenizer = load_tokenizer(path, vocab_size=model.config.vocab_size)
-    parts = read(options.data, tokenizer, options.sequence + 1, options.seed)
+    vocab_size = model.config.vocab_size
+    tokenizer = checkpoint_tokenizer(options.checkpoint, options.tokenizer, vocab_size=vocab_size)
+    if getattr(tokenizer, "end_of_text", None) is None:
+        raise ValueError("--tokenizer: it has no token that ends a text, as every answer must")
+    template = chat_template(options.checkpoint)
+    parts = read(options.data, tokenizer, template, options.sequence + 1, options.seed)
     held_out, data = (packed(part, options.sequence, options.batch) for part in parts)
     number = len(data[0]) // options.batch
     max_segments = int(max(held_out[2].max(), data[2].max())) + 1

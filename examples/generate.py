@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import os
 import sys
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any, Literal
 from _cli import compute_dtype, parse, program
 
 from fla_jax.checkpoints import load_checkpoint
-from fla_jax.generation import Generator, SamplingParams, load_tokenizer, uncounted
+from fla_jax.generation import Generator, SamplingParams, checkpoint_tokenizer, uncounted
 from fla_jax.training import TrainingCheckpoints, initial_state, load_states, run_description
 
 
@@ -61,7 +60,7 @@ class Options:
     states: Path | None = None
     """tuned initial states, a .pth of examples/state_tuning.py or RWKV-PEFT"""
     tokenizer: str | None = None
-    """bytes, rwkv_vocab_v20230424, or a tokenizer.json (default: by the size of the vocabulary)"""
+    """bytes, rwkv_vocab_v20230424, or a tokenizer.json (default: the checkpoint's)"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """compute dtype (auto: bf16 on CUDA, fp32 elsewhere)"""
 
@@ -88,8 +87,7 @@ def run(options: Options) -> None:
     """Generates and prints."""
     model, params = load_model(options.checkpoint, options.precision)
     vocab_size = model.config.vocab_size
-    tokenizer = options.tokenizer and os.path.expanduser(options.tokenizer)
-    tokenizer = load_tokenizer(tokenizer, vocab_size=vocab_size)
+    tokenizer = checkpoint_tokenizer(options.checkpoint, options.tokenizer, vocab_size=vocab_size)
     names = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "penalty_decay")
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
     given |= {"banned": options.ban, "stop_tokens": options.stop or (), "max_tokens": options.tokens}

@@ -15,7 +15,6 @@ RWKV-PEFT and programs around the ``rwkv`` package read. One to two minutes on t
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from generate import load_model
 from rich.progress import track
 
 from fla_jax.checkpoints import save_checkpoint
-from fla_jax.generation import load_tokenizer
+from fla_jax.generation import checkpoint_tokenizer
 from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
 from fla_jax.parallel import TrainStep, make_mesh
 from fla_jax.training import (
@@ -51,7 +50,7 @@ class Options:
     data: Path | None = None
     """text to tune on, its last tenth held out (default: program text from Python's standard library)"""
     tokenizer: str | None = None
-    """bytes, rwkv_vocab_v20230424, or a tokenizer.json (default: by the size of the vocabulary)"""
+    """bytes, rwkv_vocab_v20230424, or a tokenizer.json (default: the checkpoint's)"""
     out: Path = Path("runs/state_tuning")
     """directory for states.pth (and base.pth, the small model)"""
     steps: int = 100
@@ -109,8 +108,8 @@ def run(options: Options) -> None:
         with about(f"--data: {options.data}", "read"):
             text = options.data.read_text(errors="replace")
     model, params = train_base(options) if options.checkpoint is None else load_model(options.checkpoint)
-    tokenizer = options.tokenizer and os.path.expanduser(options.tokenizer)
-    tokenizer = load_tokenizer(tokenizer, vocab_size=model.config.vocab_size)
+    checkpoint, vocab_size = options.checkpoint or options.out / "base.pth", model.config.vocab_size
+    tokenizer = checkpoint_tokenizer(checkpoint, options.tokenizer, vocab_size=vocab_size)
     data, length = np.array(tokenizer.encode(text), np.int32), options.sequence + 1
     cut = len(data) - len(data) // 10
     count = min((len(data) - cut) // length, 64)

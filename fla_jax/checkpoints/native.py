@@ -138,15 +138,11 @@ def load_native_extras(path: Path) -> dict[str, np.ndarray]:
     return _restored(path / _EXTRAS, {name: np.empty(x.shape, x.dtype) for name, x in found.items()})
 
 
-def tokenizer_of(path: Path) -> str:
-    """The tokenizer of a checkpoint: a name, or the path of a file in the folder.
-
-    Raises:
-        ValueError: the checkpoint was saved without one.
-    """
+def tokenizer_of(path: Path) -> str | None:
+    """The tokenizer of a checkpoint: a name, or the path of a file in the folder; None if it has none."""
     name = load_json(path / _DESCRIPTION).get("tokenizer")
     if not isinstance(name, str):
-        raise ValueError(f"{path} was saved without a tokenizer: pass its name or path")
+        return None
     return str(path / name) if (path / name).is_file() else name
 
 

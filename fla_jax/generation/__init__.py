@@ -12,7 +12,7 @@ from .sampling_params import SamplingArrays, SamplingParams, sampling_arrays
 from .state_cache import Prefix
 from .streaming import Stream
 from .text import decode_stream
-from .tokenizer import Tokenizer, load_tokenizer, uncounted
+from .tokenizer import Tokenizer, checkpoint_tokenizer, load_tokenizer, uncounted
 
 __all__ = [
     "ChatTemplate",
@@ -34,6 +34,7 @@ __all__ = [
     "Usage",
     "WorldTemplate",
     "chat_template",
+    "checkpoint_tokenizer",
     "decode_stream",
     "generate",
     "load_tokenizer",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from .tokenizer import tokenizer_config
 
 _ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 
@@ -60,7 +61,7 @@ class WorldTemplate:
         >>> template = WorldTemplate()
         >>> template([Turn("user", "Hello")])
         'User: Hello\\n\\nAssistant:'
-        >>> template.answer("Hi!")
+        >>> template.answer([Turn("user", "Hello")], "Hi!")
         ' Hi!'
     """
 
@@ -71,13 +72,17 @@ class WorldTemplate:
         messages = (f"{_ROLES[turn.role]}: {_without_empty_lines(turn.content)}\n\n" for turn in turns)
         return "".join(messages) + "Assistant:"
 
-    def answer(self, content: str) -> str:
-        """The text that follows a prompt, which fine-tuning learns; later prompts repeat it."""
+    def answer(self, turns: Sequence[Turn], content: str) -> str:
+        """The text that follows the prompt of ``turns``, for fine-tuning; later prompts repeat it."""
         return f" {_without_empty_lines(content)}"
 
 
 class JinjaTemplate:
     """A template as Hugging Face checkpoints have it, run in a sandbox of jinja2.
+
+    Args:
+        source: the template.
+        tokens: texts of special tokens by the names that the source uses, such as ``eos_token``.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -85,14 +90,18 @@ class JinjaTemplate:
 
     Example:
         >>> from fla_jax.generation import JinjaTemplate, Turn
-        >>> template = JinjaTemplate("{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}")
+        >>> source = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+        >>> source += "{% if add_generation_prompt %}[assistant]{% endif %}"
+        >>> template = JinjaTemplate(source, {"eos_token": "</s>"})
         >>> template([Turn("user", "Hello")])
-        '[user] Hello '
+        '[user] Hello</s>[assistant]'
+        >>> template.answer([Turn("user", "Hello")], "Hi!")
+        ' Hi!</s>'
     """
 
     stop = ()
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
         try:
             from jinja2 import TemplateError
             from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -103,25 +112,48 @@ class JinjaTemplate:
             raise TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
+        environment.globals["raise_exception"], self._error = refuse, TemplateError
         try:
-            self._template, self._error = environment.from_string(source), TemplateError
+            self._template = environment.from_string(source, globals=dict(tokens or {}))
         except TemplateError as error:
             raise ValueError(f"source is not a chat template: {error}") from None
 
     def __call__(self, turns: Sequence[Turn]) -> str:
         """See `ChatTemplate`."""
+        return self._rendered(turns, add_generation_prompt=True)
+
+    def answer(self, turns: Sequence[Turn], content: str) -> str:
+        """The text that follows the prompt of ``turns``, for fine-tuning: the assistant's message as the
+        template renders it, up to and including the text that ends it.
+
+        Raises:
+            ValueError: the template refuses the chat, or renders the answered chat without its prompt at the
+                beginning.
+        """
+        prompt = self(turns)
+        whole = self._rendered([*turns, Turn("assistant", content)], add_generation_prompt=False)
+        if not whole.startswith(prompt):
+            same = next(n for n in range(len(prompt)) if not whole.startswith(prompt[: n + 1]))
+            raise ValueError(
+                "the chat template changes the prompt when the answer is known: after "
+                f"{prompt[max(0, same - 20) : same]!r} the prompt continues with {prompt[same:][:40]!r}, the "
+                f"answered chat with {whole[same:][:40]!r}"
+            )
+        return whole[len(prompt) :]
+
+    def _rendered(self, turns: Sequence[Turn], *, add_generation_prompt: bool) -> str:
         messages = [turn._asdict() for turn in turns]
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True)
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt)
         except self._error as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from None
 
 
-def chat_template(checkpoint: Path) -> ChatTemplate:
+def chat_template(checkpoint: Path) -> WorldTemplate | JinjaTemplate:
     """The template in a checkpoint's folder, `WorldTemplate` if there is none.
 
-    Read are ``chat_template.jinja`` and the field ``chat_template`` of ``tokenizer_config.json``.
+    Read are ``chat_template.jinja``, and of ``tokenizer_config.json`` the field ``chat_template`` and the
+    texts of special tokens.
 
     Raises:
         ValueError: the file is not one that Hugging Face's packages write.
@@ -132,17 +164,14 @@ def chat_template(checkpoint: Path) -> ChatTemplate:
         >>> type(chat_template(Path("a folder without a template"))).__name__
         'WorldTemplate'
     """
+    config = tokenizer_config(checkpoint)
+    source = config.get("chat_template")
     if (path := checkpoint / "chat_template.jinja").is_file():
-        return JinjaTemplate(path.read_text())
-    if not (path := checkpoint / "tokenizer_config.json").is_file():
-        return WorldTemplate()
-    try:
-        source = json.loads(path.read_text()).get("chat_template")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not a JSON object: {error}") from None
-    if isinstance(source, list):  # several by name
+        source = path.read_text()
+    elif isinstance(source, list):  # several by name
         source = next((one.get("template") for one in source if one.get("name") == "default"), None)
-    return JinjaTemplate(source) if isinstance(source, str) else WorldTemplate()
+    tokens = {name: x for name, x in config.items() if name.endswith("_token") and isinstance(x, str)}
+    return JinjaTemplate(source, tokens) if isinstance(source, str) else WorldTemplate()
 
 
 def _without_empty_lines(text: str) -> str:

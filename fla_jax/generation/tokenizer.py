@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from ..checkpoints.files import Json, load_json
 from ..checkpoints.native import is_native, tokenizer_of
 from ..core.arguments import check_integer, shown
 
@@ -87,7 +88,8 @@ class _HuggingFace:
             raise ValueError(
                 f"{path} is no tokenizer.json that the package tokenizers reads: {error}"
             ) from None
-        ends = (self._tokenizer.token_to_id(name) for name in _ENDS)
+        names = (tokenizer_config(path.parent).get("eos_token"), *_ENDS)
+        ends = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
         self.end_of_text = next((token for token in ends if token is not None), None)
 
     def encode(self, text: str) -> list[int]:
@@ -138,9 +140,11 @@ def load_tokenizer(name: str | os.PathLike[str] | None = None, *, vocab_size: in
         return _World()
     if not isinstance(name, str | os.PathLike):
         raise ValueError(f"name must be a name or a path, got {shown(name)}")
-    path = Path(name)
+    path = Path(name).expanduser()
     if is_native(path):
-        return load_tokenizer(tokenizer_of(path), vocab_size=vocab_size)
+        if (name := tokenizer_of(path)) is None:
+            raise ValueError(f"{path} was saved without a tokenizer: pass its name or path")
+        return load_tokenizer(name, vocab_size=vocab_size)
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file():
@@ -149,6 +153,46 @@ def load_tokenizer(name: str | os.PathLike[str] | None = None, *, vocab_size: in
             f"there is no file {path}"
         )
     return _HuggingFace(path)
+
+
+def checkpoint_tokenizer(
+    checkpoint: str | os.PathLike[str], name: str | os.PathLike[str] | None = None, *, vocab_size: int
+) -> Tokenizer:
+    """The tokenizer of a checkpoint: the one in its folder, or the one that its vocabulary calls for.
+
+    Args:
+        checkpoint: a folder, or a file, which has no tokenizer.
+        name: of another tokenizer to take; see `load_tokenizer`.
+        vocab_size: of the model.
+
+    Raises:
+        ImportError, ValueError, FileNotFoundError: see `load_tokenizer`.
+
+    Example:
+        >>> from fla_jax.generation import checkpoint_tokenizer
+        >>> checkpoint_tokenizer("model.pth", vocab_size=256).encode("Hi")
+        [72, 105]
+    """
+    folder = Path(checkpoint)
+    if name is None and is_native(folder):
+        name = tokenizer_of(folder)
+    elif name is None and (folder / "tokenizer.json").is_file():
+        name = folder
+    return load_tokenizer(name, vocab_size=vocab_size)
+
+
+def tokenizer_config(folder: Path) -> dict[str, Json]:
+    """tokenizer_config.json in the folder of a checkpoint; {} if there is none.
+
+    A special token that is a dict in the file is its text here.
+
+    Raises:
+        ValueError: the file contains no JSON object.
+    """
+    path = folder / "tokenizer_config.json"
+    found = load_json(path) if path.is_file() else {}
+    is_token = lambda x: isinstance(x, dict) and isinstance(x.get("content"), str)
+    return {name: x["content"] if is_token(x) else x for name, x in found.items()}
 
 
 def uncounted(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

@@ -11,9 +11,7 @@ import tyro
 import uvicorn
 
 from ..checkpoints import load_checkpoint
-from ..checkpoints.native import is_native
-from ..generation import Generator, Tokenizer, load_tokenizer
-from ..generation.chat import chat_template
+from ..generation import Generator, chat_template, checkpoint_tokenizer
 from .app import Limits, create_app
 
 
@@ -44,19 +42,11 @@ class Options:
     limits: Annotated[Limits, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=Limits)
 
 
-def _tokenizer(options: Options, vocab_size: int) -> Tokenizer:
-    """The one that is named, that of the checkpoint's folder, or the one of the vocabulary."""
-    folder = options.checkpoint
-    named = options.tokenizer
-    if named is None and (is_native(folder) or (folder / "tokenizer.json").is_file()):
-        named = str(folder)
-    return load_tokenizer(named, vocab_size=vocab_size)
-
-
 def main(options: Options) -> None:
     """Loads the checkpoint and serves until a signal ends it."""
     model, params = load_checkpoint(options.checkpoint, dtype=options.dtype)
-    tokenizer = _tokenizer(options, model.config.vocab_size)
+    vocab_size = model.config.vocab_size
+    tokenizer = checkpoint_tokenizer(options.checkpoint, options.tokenizer, vocab_size=vocab_size)
     generator = Generator(
         model,
         params,

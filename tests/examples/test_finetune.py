@@ -11,7 +11,7 @@ import small_models as small
 from pretraining import refusal
 
 from fla_jax.checkpoints import load_checkpoint, load_extras, save_checkpoint
-from fla_jax.generation import load_tokenizer
+from fla_jax.generation import Turn, WorldTemplate, chat_template, checkpoint_tokenizer, load_tokenizer
 from fla_jax.training import load_lora, load_states
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_python]
@@ -67,10 +67,59 @@ def test_methods(files, tmp_path, capsys, method, rate):
 
 def test_dialogues_are_as_the_server_reads_them():
     """The prompt of `fla_jax.serve`, and the answer as later prompts repeat it; bytes are tokens."""
-    tokens, learned = _dialogues.tokenized(load_tokenizer("bytes"), "How?\n\nWhy?", "So.\n\nThus.", 100)
+    given = load_tokenizer("bytes"), WorldTemplate()
+    tokens, learned = _dialogues.tokenized(*given, "How?\n\nWhy?", "So.\n\nThus.", 100)
     prompt, answer = b"User: How?\nWhy?\n\nAssistant:", b" So.\nThus.\0"
     assert bytes(tokens) == prompt + answer
     assert learned == [0] * len(prompt) + [1] * len(answer)
+
+
+VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "\n", "user", "assistant", *"abcxyz"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def of_checkpoint(folder, end):
+    """Puts a tokenizer of VOCABULARY and the template CHATML into a folder."""
+    library = pytest.importorskip("tokenizers")
+    numbers = {word: i for i, word in enumerate(VOCABULARY)}
+    made = library.Tokenizer(library.models.WordLevel(numbers, unk_token="a"))
+    made.add_special_tokens(VOCABULARY[:3])
+    made.pre_tokenizer = library.pre_tokenizers.Split("\n", "isolated")
+    made.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": CHATML, "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "end, answer", [("<|im_end|>", [9, 2]), ("<|endoftext|>", [9, 2, 3, 0]), ("<|im_start|>", [9, 2, 3, 1])]
+)
+def test_dialogues_in_a_checkpoints_own_format(tmp_path, end, answer):
+    """The answer ends with the tokenizer's end of text: the template's, or behind all that this renders."""
+    of_checkpoint(tmp_path, end)
+    given = checkpoint_tokenizer(tmp_path, vocab_size=12), chat_template(tmp_path)
+    tokens, learned = _dialogues.tokenized(*given, "a", "x", 100)
+    prompt = [1, 4, 3, 6, 2, 3, 1, 5, 3]  # <|im_start|>user, a line, a<|im_end|>, a line, ...
+    assert (tokens, learned) == (prompt + answer, [0] * 9 + [1] * len(answer))
+    assert _dialogues.tokenized(*given, "a", "x", 10) == (prompt + [9], [0] * 9 + [1])
+
+
+def test_a_checkpoint_keeps_its_template(files, tmp_path, capsys):
+    """The server finds the template and the tokenizer beside the tuned model."""
+    checkpoint, out = tmp_path / "model", tmp_path / "tuned"
+    checkpoint.mkdir()
+    of_checkpoint(checkpoint, "<|im_end|>")
+    save_checkpoint(checkpoint, MODEL, small.params(MODEL), format="huggingface")
+    finetune.main(
+        ["--checkpoint", str(checkpoint), "--data", str(files / "data.jsonl"), "--out", str(out), "--merged"]
+        + TINY
+    )
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["saved", str(out / "model")]
+    assert chat_template(out / "model")([Turn("user", "a")]).endswith("a<|im_end|>\n<|im_start|>assistant\n")
+    assert checkpoint_tokenizer(out / "model", vocab_size=256).end_of_text == 2
+    load_checkpoint(out / "model")
 
 
 def test_packing():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fla_jax.generation import Turn, WorldTemplate, chat_template
+from fla_jax.generation import JinjaTemplate, Turn, WorldTemplate, chat_template, load_tokenizer
 
 CHAT = [
     Turn("system", "Be brief."),
@@ -26,7 +26,7 @@ def test_the_format_of_world_models():
 def test_an_answer_follows_its_prompt():
     """Learned text and the prompt of the next message agree, also where the answer has empty lines."""
     template, asked = WorldTemplate(), [Turn("user", "\nHow?\n\nWhy?")]
-    told = template(asked) + template.answer("So.\n\n\nThus.\n")
+    told = template(asked) + template.answer(asked, "So.\n\n\nThus.\n")
     assert told == "User: How?\nWhy?\n\nAssistant: So.\nThus."
     assert template([*asked, Turn("assistant", "So.\n\n\nThus.\n"), Turn("user", "!")]).startswith(
         f"{told}\n\n"
@@ -44,6 +44,53 @@ def test_a_checkpoints_own_template(tmp_path, layout):
     assert chat_template(tmp_path)(CHAT[-1:]) == "<user>?<a>"
 
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content | trim }} [/INST]"
+    "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(
+    "source, prompt, answer",
+    [
+        (CHATML, "<|im_start|>user\n How? <|im_end|>\n<|im_start|>assistant\n", " So.\n<|im_end|>\n"),
+        (LLAMA, "<s>[INST] How? [/INST]", " So.</s>"),
+    ],
+)
+def test_answers_of_templates(source, prompt, answer):
+    """What the template renders behind the prompt, spaces kept or stripped, up to the text that ends it."""
+    template, turns = JinjaTemplate(source, TOKENS), [Turn("user", " How? ")]
+    assert (template(turns), template.answer(turns, " So.\n")) == (prompt, answer)
+
+
+def test_a_template_that_changes_the_prompt_is_refused():
+    """As those do that open a chain of thought only in the prompt."""
+    template = JinjaTemplate(CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif"))
+    message = r"assistant\n' the prompt continues with '<think>', the answered chat with 'So.<\|im_end\|>\n'"
+    with pytest.raises(ValueError, match=message.replace(r"\n", r"\\n")):
+        template.answer([Turn("user", "How?")], "So.")
+    refusing = "{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}"
+    with pytest.raises(ValueError, match="the chat template refuses the messages: one message"):
+        JinjaTemplate(refusing).answer([Turn("user", "How?")], "So.")
+
+
+def test_special_tokens_of_a_checkpoint(tmp_path):
+    """Its own end of text comes before those of common vocabularies; templates get the texts by name."""
+    library = pytest.importorskip("tokenizers")
+    vocabulary = {"<|endoftext|>": 0, "<s>": 1, "</s>": 2, "?": 3}
+    library.Tokenizer(library.models.WordLevel(vocabulary)).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).end_of_text == 0
+    config = {"chat_template": LLAMA, "bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).end_of_text == 2
+    assert chat_template(tmp_path)([Turn("user", "?")]) == "<s>[INST] ? [/INST]"
+
+
 def test_templates_cannot_reach_python(tmp_path):
     """They come with checkpoints of others, and may refuse a chat."""
     path = tmp_path / "chat_template.jinja"
@@ -59,5 +106,5 @@ def test_templates_cannot_reach_python(tmp_path):
 def test_without_a_template(tmp_path):
     assert isinstance(chat_template(tmp_path), WorldTemplate)
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json is not a JSON object"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json must hold a JSON object, got a list"):
         chat_template(tmp_path)
