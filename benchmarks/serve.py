@@ -108,7 +108,7 @@ def running(folder: Path, options: argparse.Namespace, dtype: str, log: Path, un
         "--slots",
         str(options.slots),
     ]
-    command += ["--dtype", dtype, "--tokenizer", options.tokenizer, "--name", "benchmark"]
+    command += ["--dtype", dtype, "--tokenizer", options.tokenizer, "--name", "benchmark", "--warm-up", "0"]
     path = os.pathsep.join([str(records.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"PYTHONPATH": path})

@@ -13,8 +13,12 @@ import threading
 
 @contextlib.contextmanager
 def running(checkpoint, *options, **environment):
-    """A server's process and its address; an error shows the end of its log."""
-    command = [sys.executable, "-u", "-m", "fla_jax.serve", str(checkpoint), "--port", "0", *options]
+    """A server's process and its address; an error shows the end of its log.
+
+    By default it compiles when requests come, and keeps no programs in the user's folders.
+    """
+    command = [sys.executable, "-u", "-m", "fla_jax.serve", str(checkpoint), "--port", "0"]
+    command += ["--warm-up", "0", "--compilation-cache", "", *options]
     process = subprocess.Popen(
         command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, env=os.environ | environment
     )

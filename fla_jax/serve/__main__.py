@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +15,7 @@ import uvicorn
 from ..checkpoints import load_checkpoint
 from ..generation import Generator, chat_template, checkpoint_tokenizer
 from .app import Limits, create_app
+from .programs import keep_programs, warm_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +42,21 @@ class Options:
     """precision of the decoding weights (default: the compute dtype)"""
     state_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of the states (default: float32)"""
+    warm_up: int = 32
+    """longest prompt, in tokens, whose programs are compiled before the server answers; 0 to compile when
+    requests come"""
+    compilation_cache: str | None = None
+    """folder that keeps compiled programs for the next start; empty for none (default: that of
+    JAX_COMPILATION_CACHE_DIR, else fla_jax/programs in XDG_CACHE_HOME or ~/.cache)"""
     limits: Annotated[Limits, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=Limits)
 
 
 def main(options: Options) -> None:
     """Loads the checkpoint and serves until a signal ends it."""
+    try:
+        keep_programs(options.compilation_cache)
+    except OSError as error:
+        sys.exit(f"--compilation-cache: {error}")
     model, params = load_checkpoint(options.checkpoint, dtype=options.dtype)
     vocab_size = model.config.vocab_size
     tokenizer = checkpoint_tokenizer(options.checkpoint, options.tokenizer, vocab_size=vocab_size)
@@ -55,6 +68,13 @@ def main(options: Options) -> None:
         state_dtype=options.state_dtype,
         tokenizer=tokenizer,
     )
+    if options.warm_up:
+        began = time.monotonic()
+        warm_up(generator, options.warm_up)
+        took = time.monotonic() - began
+        print(
+            f"Programs for prompts of up to {options.warm_up} tokens are ready after {took:.1f} s", flush=True
+        )
     key = os.environ.get(options.api_key_env)
     name, template = options.name or options.checkpoint.stem, chat_template(options.checkpoint)
     app = create_app(generator, name, template=template, limits=options.limits, api_key=key)
