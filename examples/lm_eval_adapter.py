@@ -25,6 +25,9 @@ try:
 except ImportError:
     LM = object
 
+# Names of the number of new tokens in lm-eval's tasks; the first that is given counts
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
 
 class GeneratorLM(LM):
     """lm-eval's ``LM`` on a `Generator` with a tokenizer; ``first`` is the token before a text."""
@@ -57,13 +60,19 @@ class GeneratorLM(LM):
         return [float(next(scores).sum()) if text else 0.0 for text in texts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continues each context up to one of the texts ``until``; greedily unless ``do_sample``."""
+        """Continues each context up to one of the texts ``until``.
+
+        Samples where ``do_sample`` says so, or a temperature above zero without it, as lm-eval's own models.
+        """
         rules = []
         for _, options in (request.args for request in requests):
             until = options.get("until") or ()
             until = tuple(filter(None, (until,) if isinstance(until, str) else until))
-            temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
-            own = {"stop": until, "max_tokens": options.get("max_gen_toks", 256)}
-            rules.append(SamplingParams.policy(temperature, top_p=options.get("top_p", 1.0), **own))
+            sample = options.get("do_sample")
+            temperature = 0.0 if sample is False else options.get("temperature", 1.0 if sample else 0.0)
+            limits = [options[name] for name in LIMITS if options.get(name) is not None]
+            own = {name: options[name] for name in ("top_p", "top_k", "min_p") if name in options}
+            own |= {"stop": until, "max_tokens": int(limits[0]) if limits else 256}
+            rules.append(SamplingParams.policy(float(temperature), **own))
         prompts = [self.encode(request.args[0]) or [self.first] for request in requests]
         return [completion.text or "" for completion in self.generator.generate(prompts, rules)]

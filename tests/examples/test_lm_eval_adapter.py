@@ -1,6 +1,7 @@
 """lm_eval_adapter.py with a local task, against calls of the model on whole texts."""
 
 import json
+import string
 from typing import NamedTuple
 
 import jax
@@ -105,6 +106,130 @@ def test_generate_until(setup):
         ]
     )
     assert plain == whole and stopped == whole[: whole.index(whole[3])] and isinstance(sampled, str)
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({}, dict(temperature=0.0, max_tokens=256, top_p=1.0, stop=())),
+        ({"until": "$", "max_new_tokens": 7}, dict(max_tokens=7, stop=("$",))),
+        ({"max_tokens": 7, "max_gen_toks": 5}, dict(max_tokens=5)),
+        ({"temperature": 0.7, "top_k": 3, "min_p": 0.1}, dict(temperature=0.7, top_k=3, min_p=0.1)),
+        ({"temperature": 0.7, "do_sample": False}, dict(temperature=0.0)),
+        ({"do_sample": True, "top_p": 0.9}, dict(temperature=1.0, top_p=0.9)),
+    ],
+)
+def test_options_of_tasks(setup, monkeypatch, options, want):
+    """They mean what `lm_eval.models.utils.normalize_gen_kwargs` makes of them."""
+    asked = []
+    monkeypatch.setattr(setup[0].generator, "generate", lambda prompts, rules: asked.extend(rules) or [])
+    setup[0].generate_until([Request(("a", options))])
+    assert {name: getattr(asked[0], name) for name in want} == want
+
+
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {file}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{target}}}}"
+metric_list: [{metrics}]
+"""
+GENERATION = """\
+target_delimiter: ""
+generation_kwargs: {{until: {until}, max_gen_toks: 6, do_sample: false}}
+"""
+
+
+@pytest.fixture
+def evaluate(tmp_path, monkeypatch):
+    """Runs lm-eval on a task that is made of documents and a file of YAML; nothing is downloaded."""
+    reason = "needs lm-eval (pip install lm-eval), which no extra has"
+    lm_eval = pytest.importorskip("lm_eval", reason=reason)
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_OFFLINE", True)
+
+    def run(adapter, name, kind, docs, metrics, more):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+        listed = ", ".join(f"{{metric: {metric}}}" for metric in metrics)
+        text = TASK.format(name=name, file=file, kind=kind, metrics=listed)
+        (tmp_path / f"{name}.yaml").write_text(text + more)
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        found = lm_eval.simple_evaluate(adapter, tasks=[name], task_manager=manager, bootstrap_iters=0)
+        print(lm_eval.utils.make_table(found))
+        return [found["results"][name][f"{metric},none"] for metric in metrics]
+
+    return run
+
+
+def contexts_of_ascii(apply, count):
+    """Texts after which the most probable byte is a letter or a digit, and that character."""
+    texts = [f"Q: {end}" for end in string.printable]
+    pairs = [(text, chr(greedy(apply, text.encode(), 1)[0])) for text in texts]
+    return [(text, char) for text, char in pairs if char.isascii() and char.isalnum()][:count]
+
+
+def test_multiple_choice_of_lm_eval(setup, evaluate):
+    """Accuracies by the sum of log-probabilities and by that for each character."""
+    adapter, apply = setup
+    choices = [["no", "a longer answer"], ["maybe", "x", "yes and no"], ["é", "1 2 3"], ["zz", "z"]]
+    gold = [0, 1, 1, 1]
+    docs = [{"text": f"Q: {i} A:", "choices": one, "target": gold[i]} for i, one in enumerate(choices)]
+    sums = [
+        [log_probability(apply, doc["text"].encode(), f" {choice}".encode()) for choice in doc["choices"]]
+        for doc in docs
+    ]
+    scaled = [np.divide(row, [len(one) for one in doc["choices"]]) for row, doc in zip(sums, docs)]
+    want = [np.mean([np.argmax(row) == i for i, row in zip(gold, rows)]) for rows in (sums, scaled)]
+    assert want == [0.75, 0.25]
+    more = 'doc_to_choice: "{{choices}}"\n'
+    assert evaluate(adapter, "choices", "multiple_choice", docs, ["acc", "acc_norm"], more) == want
+
+
+def test_last_words_of_lm_eval(setup, evaluate):
+    """Perplexity of targets, and the share of those that greedy decoding returns: three of five here."""
+    adapter, apply = setup
+    found = contexts_of_ascii(apply, 5)
+    assert len(found) == 5
+    docs = [{"text": text, "target": char if i % 2 == 0 else "#"} for i, (text, char) in enumerate(found)]
+    sums = [log_probability(apply, doc["text"].encode(), doc["target"].encode()) for doc in docs]
+    more = 'target_delimiter: ""\n'
+    perplexity, accuracy = evaluate(adapter, "words", "loglikelihood", docs, ["perplexity", "acc"], more)
+    assert perplexity == pytest.approx(np.exp(-np.mean(sums)), rel=1e-4)
+    assert accuracy == pytest.approx(0.6)
+
+
+def test_perplexity_of_lm_eval(setup, evaluate):
+    """Of whole texts, for each word and byte, with all documents as one sum."""
+    adapter, apply = setup
+    texts = ["Some words of a text.", "Größe, größer", "x"]
+    total = sum(log_probability(apply, [0], text.encode()) for text in texts)
+    words = sum(len(text.split()) for text in texts)
+    size = sum(len(text.encode()) for text in texts)
+    metrics = ["word_perplexity", "byte_perplexity", "bits_per_byte"]
+    docs = [{"text": "", "target": text} for text in texts]
+    found = evaluate(adapter, "texts", "loglikelihood_rolling", docs, metrics, "")
+    want = [np.exp(-total / words), np.exp(-total / size), -total / size / np.log(2)]
+    np.testing.assert_allclose(found, want, rtol=1e-4)
+
+
+def test_exact_match_of_lm_eval(setup, evaluate):
+    """Of greedy continuations up to a character: two of three here."""
+    adapter, apply = setup
+    texts = ["Q: one", "Q: two", "Q: three"]
+    whole = [bytes(greedy(apply, text.encode(), 6)).decode(errors="replace") for text in texts]
+    targets = [text.partition(whole[0][2])[0] for text in whole]
+    assert 0 < len(targets[0]) < len(whole[0])
+    docs = [{"text": text, "target": target} for text, target in zip(texts, [*targets[:2], "other"])]
+    more = GENERATION.format(until=json.dumps([whole[0][2]]))
+    (found,) = evaluate(adapter, "answers", "generate_until", docs, ["exact_match"], more)
+    assert found == pytest.approx(2 / 3)
 
 
 def test_the_interface():
