@@ -1,4 +1,4 @@
-"""Programs: options, errors in one line, interrupts, folders and locks."""
+"""Programs: options, errors in one line, interrupts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import os
-import platform
 import re
 import signal
 import sys
@@ -16,9 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import filelock
 import jax
 import tyro
+
+# the options behind those arguments of `fla_jax.training.RunFolder` with which its errors begin
+FLAGS = {"folder": "--out", "data": "--data", "resume": "--resume", "facts": "--resume"}
 
 Options = TypeVar("Options")
 Main = Callable[[list[str] | None], None]
@@ -73,7 +74,13 @@ def _line(error: Exception, lower: str) -> str | None:
         return f"out of memory ({reason(error)}): lower {lower}"
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.filename or 'the output'}: {reason(error)}"  # errors about files name the file
-    return reason(error) if isinstance(error, ValueError | TypeError | ImportError | OSError) else None
+    if not isinstance(error, ValueError | TypeError | ImportError | OSError):
+        return None
+    argument, colon, problem = (line := reason(error)).partition(": ")
+    if argument == "facts":
+        named = lambda found: "the text (--data)" if found[0] == "text" else flag(found[0])
+        problem = re.sub(r"\b\w+(?= was )", named, problem)
+    return FLAGS[argument] + colon + problem if argument in FLAGS else line
 
 
 def reason(error: Exception) -> str:
@@ -161,52 +168,3 @@ def about(what: str | Path, to_be: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"{what} cannot be {to_be}: {reason(error)}") from error
-
-
-def make_folder(out: Path) -> None:
-    """Makes the folder ``--out``, and refuses one that is not writable before work is lost."""
-    if os.path.lexists(out) and not out.is_dir():
-        raise ValueError(f"--out: {out} is a file, not a folder")
-    with about(f"--out: {out}", "made"):
-        out.mkdir(parents=True, exist_ok=True)
-    if not os.access(out, os.W_OK):
-        raise ValueError(f"--out: {out} is not writable")
-
-
-@contextlib.contextmanager
-def claimed(out: Path, path: Path) -> Iterator[Callable[[], None]]:
-    """Locks the folder ``--out`` for this process; gives a function that raises if another one got in, or the
-    folder is gone.
-
-    The lock file ``path`` names the process. The system frees the lock when the process ends, so a file that
-    is left over locks nothing.
-    """
-    mine = f"{os.getpid()} on {platform.node()}"
-
-    def holder() -> str | None:
-        with contextlib.suppress(OSError):  # Windows lets nobody read a locked file
-            return path.read_text(errors="replace").partition("\n")[0] or None
-        return None
-
-    def check() -> None:
-        if holder() not in (mine, None):  # the lock was deleted, perhaps with everything around it
-            raise ValueError(f"--out: {out} is now in use by process {holder()}, which found no lock there")
-        if not out.exists():  # Orbax would make the folder again, and leave half a run
-            raise ValueError(f"--out: {out} is gone, deleted or moved while the run went on")
-
-    with about(f"--out: the folder {path.parent}", "made"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with about(f"--out: {path}", "locked"):
-        lock = filelock.FileLock(path, timeout=0)
-        try:
-            lock.acquire()
-        except filelock.Timeout:
-            raise ValueError(f"--out: {out} is in use by process {holder() or '(unknown)'}") from None
-    with contextlib.suppress(OSError):
-        path.write_text(mine + "\n")
-    try:
-        yield check
-    finally:
-        if holder() == mine:
-            path.unlink(missing_ok=True)
-        lock.release()

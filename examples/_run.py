@@ -8,29 +8,23 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-from _cli import about, flag, make_folder
-from jax.experimental import multihost_utils
+from _cli import flag
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fla_jax.checkpoints.files import replacing
 from fla_jax.models import RWKVConfig, family_of
 from fla_jax.training import (
+    RunFolder,
     StepMetrics,
     TrainingCheckpoints,
     count_parameters,
-    describe_run,
     last_checkpoint,
-    run_changes,
-    start_run,
 )
-
-Check = Callable[[], None]  # of `_cli.claimed`
 
 
 def build_model(options: Any, **more: Any) -> Any:
@@ -44,78 +38,24 @@ def build_model(options: Any, **more: Any) -> Any:
         raise ValueError(f"{named}: {error}") from error
 
 
-def check_folders(out: Path, data: Path | None, resume: bool) -> None:
-    """Refuses folders in which a run would lose or mix up files; changes nothing."""
-    if os.path.lexists(out) and not out.is_dir():
-        raise ValueError(f"--out: {out} is a file, not a folder")
-    real, text = Path(os.path.realpath(out)), data and Path(os.path.realpath(data))
-    try:
-        str(real).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"--out: {out} is not UTF-8, and checkpoints cannot be written there") from None
-    if text and text.is_dir() and real.is_relative_to(text):
-        raise ValueError(f"--out: {out} is inside --data {data}: the run's files would become text to learn")
-    if resume:
-        if not (out / "options.json").exists():
-            raise ValueError(f"--resume: there is no run in {out} (--out); start it without --resume")
-        if not os.access(out, os.W_OK):
-            raise ValueError(f"--out: {out} is not writable")
-        return
-    if Path.cwd().is_relative_to(real):
-        raise ValueError(f"--out: {out} is the current folder or one above it; name one for this run alone")
-    if text and text.is_relative_to(real):
-        raise ValueError(f"--data: {data} is inside --out {out}, which a run moves aside to begin anew")
-    if out.is_dir() and any(out.iterdir()) and not (out / "options.json").exists():
-        raise ValueError(f"--out: {out} contains other files than a run's; name a folder for this run alone")
-
-
-def lock_file(out: Path) -> Path:
-    """The path of a run's lock, beside the folder, which may be moved aside, or not exist yet."""
-    real = Path(os.path.realpath(out))
-    return real.with_name(f".{real.name}.lock")
-
-
 def facts(options: Any, may_change: set[str], **more: str) -> dict[str, Any]:
     """What stays the same between a run and its resumption."""
     return {name: x for name, x in dataclasses.asdict(options).items() if name not in may_change} | more
 
 
-def start_or_resume(
-    options: Any, facts: dict[str, Any], step: Any, keep: int, noted: frozenset[str] = frozenset()
+def start(
+    folder: RunFolder, options: Any, facts: dict[str, Any], step: Any, **more: Any
 ) -> tuple[TrainingCheckpoints, Any, dict[str, Any]]:
-    """The checkpoints of a run, its state, and what was saved with it: new, or those of the last checkpoint.
-
-    A new run moves an earlier one aside. A resumed one has the same ``facts``, but for ``noted`` ones.
-    """
-    out, is_first = options.out, jax.process_index() == 0
-    if not options.resume:
-        state = step.init(jax.random.key(options.seed))
-        if is_first:
-            if not (out / "options.json").exists():
-                make_folder(Path(os.path.realpath(out)))
-            with about(f"--out: {out}", "moved aside"):  # last: a run that cannot be built moves nothing
-                aside = start_run(out, facts)
-            if aside:
-                print(f"moved the earlier run to {os.path.relpath(aside)}")
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("the folder is made")
-        return TrainingCheckpoints(out / "checkpoints", keep=keep), state, {}
-    refused: list[str] = []
-    for name, (then, now) in (changes := run_changes(out, facts)).items():
-        what = "the text (--data)" if name == "text" else flag(name)
-        refused += [] if name in noted else [f"{what} was {then} in {out} and is {now} now"]
-    if refused:
-        hint = "resume with the same options, or start another run with --out"
-        raise ValueError(f"--resume: {', '.join(refused)}; {hint}")
-    if last_checkpoint(out / "checkpoints") is None:
-        raise ValueError(f"--resume: there is no checkpoint in {out} (--out) yet; start without --resume")
-    checkpoints = TrainingCheckpoints(out / "checkpoints", keep=keep)
-    state, data = checkpoints.restore(step.abstract_state())
-    if is_first:
-        for name, (then, now) in changes.items():
+    """`RunFolder.start` with the state of a `TrainStep`; prints what happened."""
+    init = lambda: step.init(jax.random.key(options.seed))
+    checkpoints, state, data = folder.start(facts, init, step.abstract_state, **more)
+    if jax.process_index() == 0:
+        if folder.moved:
+            print(f"moved the earlier run to {os.path.relpath(folder.moved)}")
+        for name, (then, now) in folder.changes.items():
             print(f"{flag(name)} was {then} before and is {now} from now on")
-        print(f"resuming at step {int(state.step)}")
-        describe_run(out, facts)
+        if options.resume:
+            print(f"resuming at step {int(state.step)}")
     return checkpoints, state, data
 
 

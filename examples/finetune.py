@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from _cli import check_numbers, claimed, make_folder, parse, program
+from _cli import check_numbers, parse, program
 from _dialogues import Batch, batches, packed, read
 from generate import load_model
 from rich.progress import track
@@ -146,8 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the program."""
     options = parse(Options, arguments, __doc__)
     check_numbers(options, "dropout")
-    make_folder(options.out)
-    with claimed(options.out, options.out / ".lock"):
+    with training.lock_folder(options.out):
         run(options)
 
 

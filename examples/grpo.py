@@ -25,13 +25,13 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from _cli import check_numbers, make_folder, parse, program
+from _cli import check_numbers, parse, program
 
 from fla_jax.checkpoints.files import replacing
 from fla_jax.generation import Completion, Generator, SamplingParams
 from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
 from fla_jax.parallel import TrainStep, make_mesh
-from fla_jax.training import rwkv_optimizer, token_logprobs
+from fla_jax.training import lock_folder, rwkv_optimizer, token_logprobs
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -166,12 +166,8 @@ def plot(path: Path, rewards: list[float]) -> None:
     plt.close(figure)
 
 
-@program(lower="--prompts, --group or --hidden-size")
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the training."""
-    options = parse(Options, arguments, __doc__)
-    check_numbers(options)
-    make_folder(options.out)
+def run(options: Options) -> None:
+    """Trains and prints."""
     rewards, seconds = [], dict.fromkeys(("rollout", "scoring", "update"), 0.0)
     print("step   reward   sampler - model   seconds")
     for i, (reward, difference, of_step) in enumerate(train(options)):
@@ -187,6 +183,15 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"time: {', '.join(shares)}")
     plot(options.out / "reward.png", rewards)
     print(f"picture: {options.out / 'reward.png'}")
+
+
+@program(lower="--prompts, --group or --hidden-size")
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the program."""
+    options = parse(Options, arguments, __doc__)
+    check_numbers(options)
+    with lock_folder(options.out):
+        run(options)
 
 
 if __name__ == "__main__":

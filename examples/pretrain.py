@@ -27,13 +27,14 @@ from typing import Any
 import _run
 import jax
 import jax.numpy as jnp
-from _cli import claimed, compute_dtype, noted_interrupts, parse, program
+from _cli import compute_dtype, noted_interrupts, parse, program
 from _pretrain import corpus, setup
 from _pretrain.options import MAY_CHANGE, NOTED, Options, check, completed
 from jax.experimental import multihost_utils
 from rich.console import Console
 
 from fla_jax.checkpoints import save_checkpoint
+from fla_jax.training import RunFolder
 
 COLUMNS = ("step", "loss", "gradient_norm", "learning_rate", "evaluation_loss", "tokens_per_second")
 COLUMNS += ("share_of_6n", "memory_gb")
@@ -52,15 +53,11 @@ def main(arguments: list[str] | None = None) -> None:
     setup.keep_programs(options)
     if options.dry_run:
         sys.exit(0 if setup.report(options) else 1)
-    _run.check_folders(options.out, options.data, options.resume)
-    with contextlib.ExitStack() as stack:
-        check_claim = lambda: None
-        if jax.process_index() == 0:
-            check_claim = stack.enter_context(claimed(options.out, _run.lock_file(options.out)))
-        run(options, check_claim)
+    with RunFolder(options.out, data=options.data, resume=options.resume) as folder:
+        run(options, folder)
 
 
-def run(options: Options, check_claim: _run.Check) -> None:
+def run(options: Options, folder: RunFolder) -> None:
     """Trains, with ``--out`` for this run alone, and reports."""
     console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
     data = corpus.read(options, console)
@@ -73,7 +70,9 @@ def run(options: Options, check_claim: _run.Check) -> None:
     facts = _run.facts(options, MAY_CHANGE, dtype=compute_dtype(options.precision), text=data.identity)
     part = step.local_batch_rows(options.batch)
     iterator = iter(data.batches(part))
-    checkpoints, state, position = _run.start_or_resume(options, facts, step, options.keep, NOTED)
+    checkpoints, state, position = _run.start(
+        folder, options, facts, step, may_change=NOTED, keep=options.keep
+    )
     if options.resume:
         iterator.set_state(position)
     if (first := int(state.step)) >= options.steps:
@@ -112,7 +111,7 @@ def run(options: Options, check_claim: _run.Check) -> None:
                 metrics.evaluated(step.evaluate(state, data.held_out(part)))
             metrics.write_rows()
             if save or number:
-                check_claim()
+                folder.check()
                 checkpoints.save(at, state, iterator.get_state())
             if number and at < options.steps:
                 metrics.exit_stopped(at, number)

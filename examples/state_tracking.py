@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from _cli import check_numbers, make_folder, parse, program
+from _cli import check_numbers, parse, program
 from rich.progress import track
 
 from fla_jax.checkpoints.files import replacing
 from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-from fla_jax.training import cross_entropy, rwkv_optimizer, rwkv_schedule
+from fla_jax.training import cross_entropy, lock_folder, rwkv_optimizer, rwkv_schedule
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -116,16 +116,8 @@ def plot(path: Path, curves: dict[str, np.ndarray], length: int) -> None:
     plt.close(figure)
 
 
-@program(lower="--batch, --length or --hidden-size")
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the experiment."""
-    options = parse(Options, arguments, __doc__)
-    check_numbers(options)
-    if options.steps <= 10:
-        raise ValueError(f"--steps must be above 10, the steps of the warm-up, got {options.steps}")
-    if not options.rate_scales:
-        raise ValueError("--rate-scales must name at least one layer")
-    make_folder(options.out)  # before the work, not after it
+def run(options: Options) -> None:
+    """Trains and prints."""
     n = options.length
     ranges = f"1-{n}", f"{n + 1}-{2 * n}", f"{2 * n + 1}-{4 * n}"
     lines = [f"right answers, %, at bits   {ranges[0]:>8}{ranges[1]:>8}{ranges[2]:>8}      loss  seconds"]
@@ -142,6 +134,19 @@ def main(arguments: list[str] | None = None) -> None:
     print("\n".join(lines))
     plot(options.out / "parity.png", curves, n)
     print(f"picture: {options.out / 'parity.png'}")
+
+
+@program(lower="--batch, --length or --hidden-size")
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the program."""
+    options = parse(Options, arguments, __doc__)
+    check_numbers(options)
+    if options.steps <= 10:
+        raise ValueError(f"--steps must be above 10, the steps of the warm-up, got {options.steps}")
+    if not options.rate_scales:
+        raise ValueError("--rate-scales must name at least one layer")
+    with lock_folder(options.out):
+        run(options)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from _cli import about, check_numbers, claimed, make_folder, parse, program
+from _cli import about, check_numbers, parse, program
 from _text import read_text
 from generate import load_model
 from rich.progress import track
@@ -32,6 +32,7 @@ from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
 from fla_jax.parallel import TrainStep, make_mesh
 from fla_jax.training import (
     load_states,
+    lock_folder,
     rwkv_optimizer,
     rwkv_schedule,
     save_states,
@@ -142,8 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the program."""
     options = parse(Options, arguments, __doc__)
     check_numbers(options)
-    make_folder(options.out)
-    with claimed(options.out, options.out / ".lock"):
+    with lock_folder(options.out):
         run(options)
 
 

@@ -14,12 +14,12 @@ from typing import Literal
 import _run
 import jax
 import numpy as np
-from _cli import check_numbers, claimed, compute_dtype, first_device, noted_interrupts, parse, program
+from _cli import check_numbers, compute_dtype, first_device, noted_interrupts, parse, program
 from _text import read_text
 
 from fla_jax.generation import SamplingParams, generate
 from fla_jax.parallel import TrainStep, make_mesh
-from fla_jax.training import chunked_loss, rwkv_optimizer, rwkv_schedule
+from fla_jax.training import RunFolder, chunked_loss, rwkv_optimizer, rwkv_schedule
 
 BLOCKS, WINDOW = 8, 64  # held-out blocks, spread over the text; bytes that evaluation reads at a time
 COLUMNS = ("step", "loss", "evaluation_loss", "tokens_per_second", "memory_gb")
@@ -90,7 +90,7 @@ def batch_at(text: np.ndarray, step: int, options: Options) -> np.ndarray:
     return text[starts[:, None] + np.arange(options.sequence + 1)].astype(np.int32)
 
 
-def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
+def run(options: Options, text: bytes, folder: RunFolder) -> None:
     """Trains, evaluates and samples."""
     # 1. data, model, optimiser, and the compiled step
     train_text, held_out = split(text, options)
@@ -104,7 +104,7 @@ def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
 
     # 2. a new state, or that of the last checkpoint
     facts = _run.facts(options, MAY_CHANGE, dtype=dtype, text=hashlib.sha256(text).hexdigest()[:16])
-    checkpoints, state, _ = _run.start_or_resume(options, facts, step, keep=2)
+    checkpoints, state, _ = _run.start(folder, options, facts, step, keep=2)
 
     # 3. training; losses are read every ten steps, so that the device does not wait for Python
     with noted_interrupts() as interrupted, _run.Metrics(options, checkpoints, COLUMNS, state) as metrics:
@@ -118,7 +118,7 @@ def run(options: Options, text: bytes, check_claim: _run.Check) -> None:
                     metrics.evaluated(float(evaluate(state.params)))
                 metrics.write_rows()
             if is_due or interrupted:
-                check_claim()
+                folder.check()
                 checkpoints.save(at, state)
             if interrupted and at < options.steps:
                 metrics.exit_stopped(at, interrupted[0])
@@ -140,10 +140,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the program."""
     options = parse(Options, arguments, __doc__)
     check_numbers(options, "final_learning_rate", "weight_decay", "sample_bytes", "temperature")
-    _run.check_folders(options.out, options.data, options.resume)
-    text = read_text(options.data)
-    with claimed(options.out, _run.lock_file(options.out)) as check_claim:
-        run(options, text, check_claim)
+    with RunFolder(options.out, data=options.data, resume=options.resume) as folder:
+        run(options, read_text(options.data), folder)
 
 
 if __name__ == "__main__":

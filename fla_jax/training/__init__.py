@@ -2,6 +2,7 @@
 
 from .carry import carried_loss, zero_carry
 from .checkpointing import TrainingCheckpoints, last_checkpoint
+from .folder_lock import lock_folder
 from .logprobs import token_logprobs
 from .long_context import chunked_loss, truncated_value_and_grad
 from .lora import init_lora, lora_loss, merge_lora
@@ -25,12 +26,13 @@ from .recipe import (
     rwkv_schedule,
     wsd_schedule,
 )
-from .run_folder import describe_run, run_changes, run_description, start_run
+from .run_folder import RunFolder, run_description
 from .state_tuning import initial_state, load_states, save_states, state_loss, tune_states, zero_states
 from .step_metrics import StepMetrics
 
 __all__ = [
     "MetricWriter",
+    "RunFolder",
     "StepMetrics",
     "Throughput",
     "TrainingCheckpoints",
@@ -42,13 +44,13 @@ __all__ = [
     "compiled_memory",
     "count_parameters",
     "cross_entropy",
-    "describe_run",
     "estimate_memory",
     "init_lora",
     "initial_state",
     "last_checkpoint",
     "load_lora",
     "load_states",
+    "lock_folder",
     "lora_loss",
     "matrix_mask",
     "merge_lora",
@@ -57,13 +59,11 @@ __all__ = [
     "packed_loss",
     "parameter_groups",
     "peak_memory",
-    "run_changes",
     "run_description",
     "rwkv_optimizer",
     "rwkv_schedule",
     "save_lora",
     "save_states",
-    "start_run",
     "state_loss",
     "token_logprobs",
     "truncated_value_and_grad",

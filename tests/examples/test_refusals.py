@@ -3,12 +3,10 @@
 import io
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import _cli
-import _run
 import generate
 import jax
 import jax.numpy as jnp
@@ -18,9 +16,10 @@ import state_tracking
 import state_tuning
 import train_lm
 from _text import read_text
-from pretraining import PROGRAM, refusal
+from pretraining import refusal
 
-EXAMPLES = PROGRAM.parent
+from fla_jax.training import RunFolder, lock_folder
+
 TINY = ["--hidden-size", "16", "--head-dim", "8", "--num-layers", "1", "--sequence", "16", "--batch", "2"]
 TINY += ["--steps", "40", "--checkpoint-every", "20", "--sample-bytes", "0"]
 
@@ -51,14 +50,14 @@ def tree(folder):
         (["--out", ""], "--out: . is the current folder"),
         (["--out", "file"], "--out: file is a file"),
         (["--out", "file", "--resume"], "--out: file is a file"),
-        (["--out", "file/run"], "cannot be made"),
+        (["--out", "file/run"], "/file is a file, not a folder"),
         (["--out", "other"], "--out: other contains other files than a run's"),
-        (["--out", "texts"], "--data: texts/text is inside --out texts"),
-        (["--out", "earlier", "--data", "earlier/text"], "--data: earlier/text is inside --out earlier"),
-        (["--out", "texts/run", "--data", "texts"], "--out: texts/run is inside --data texts"),
-        (["--out", "link/run", "--data", "texts"], "--out: link/run is inside --data texts"),
-        (["--out", "texts", "--data", "texts"], "--out: texts is inside --data texts"),
-        (["--out", "earlier", "--data", "."], "--out: earlier is inside --data ."),
+        (["--out", "texts"], "--data: texts/text is inside texts"),
+        (["--out", "earlier", "--data", "earlier/text"], "--data: earlier/text is inside earlier"),
+        (["--out", "texts/run", "--data", "texts"], "--out: texts/run is inside the data, texts"),
+        (["--out", "link/run", "--data", "texts"], "--out: link/run is inside the data, texts"),
+        (["--out", "texts", "--data", "texts"], "--out: texts is inside the data, texts"),
+        (["--out", "earlier", "--data", "."], "--out: earlier is inside the data, ."),
         (["--out", "r\udcff"], "is not UTF-8"),
         (["--prompt", "ab\udcff"], "--prompt is not UTF-8: its character 3"),
         (["--data", "/proc/self/mem"], "--data: /proc/self/mem cannot be read: "),
@@ -107,54 +106,14 @@ def test_a_folder_that_cannot_be_read_is_no_smaller_text(place, monkeypatch):
         read_text(Path("texts"))
 
 
-HOLDER = """
-import sys, _cli, _run
-from pathlib import Path
-with _cli.claimed(Path("earlier"), _run.lock_file(Path("earlier"))):
-    print("claimed", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_one_process_a_run(place):
-    """The second is told the first one's number; what a killed process leaves behind keeps nobody out."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
-    }
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER], env=environment, **pipes)
-    try:
-        assert holder.stdout.readline() == "claimed\n"
+    with RunFolder("earlier"):
         os.symlink("earlier", "link")
         before = tree(place)
         for out in (["--out", "earlier"], ["--out", "earlier", "--resume"], ["--out", "link"]):
             line = refusal(train_lm.main, "--data", "texts/text", *TINY, *out)
-            assert f"{out[1]} is in use by process {holder.pid} on " in line
+            assert f"--out: {out[1]} is in use by process {os.getpid()} on " in line
         assert tree(place) == before  # the file with the number, too
-    finally:
-        holder.kill()
-        holder.communicate()
-    lock = _run.lock_file(Path("link"))
-    assert lock == place / ".earlier.lock" and lock.read_text().startswith(f"{holder.pid} on ")
-    with _cli.claimed(Path("link"), lock) as check:
-        check()
-        Path("earlier").rename("elsewhere")
-        with pytest.raises(ValueError, match="--out: link is gone, deleted or moved while the run went on"):
-            check()
-        Path("elsewhere").rename("earlier")
-        assert lock.read_text().startswith(f"{os.getpid()} on ")
-        line = refusal(train_lm.main, "--data", "texts/text", *TINY, "--out", "earlier")
-        assert f"in use by process {os.getpid()} on " in line
-        lock.unlink()
-        check()  # nobody has come in meanwhile
-        lock.write_text("1 on another\n")
-        with pytest.raises(ValueError, match="--out: link is now in use by process 1 on another"):
-            check()
-    assert lock.read_text() == "1 on another\n"  # the other one's
-    lock.unlink()
-    with _cli.claimed(Path("new/run"), _run.lock_file(Path("new/run"))):
-        pass
-    assert tree("new") == {}
 
 
 def failing(error):
@@ -232,7 +191,7 @@ def test_the_other_examples_refuse_before_they_work(place):
     assert "--data: nowhere cannot be read" in refusal(tuning.main, "--data", "nowhere", "--out", "new")
     assert "--data: texts cannot be read" in refusal(tuning.main, "--data", "texts", "--out", "new")
     assert "nowhere" in refusal(tuning.main, "--checkpoint", "nowhere", "--out", "new")
-    with _cli.claimed(Path("new"), Path("new/.lock")):
+    with lock_folder("new"):
         assert f"new is in use by process {os.getpid()} on " in refusal(tuning.main, "--out", "new")
     assert tree("new") == {}
     assert "--prompt is not UTF-8" in refusal(generate.main, "--prompt", "a\udcff", "--checkpoint", "new")
