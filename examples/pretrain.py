@@ -48,8 +48,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = completed(options)
     check(options)
     setup.start_processes(options)
-    if options.carry_state and jax.process_count() > 1:
-        raise ValueError("--carry-state needs one process: checkpoints have one place in the data")
     setup.keep_programs(options)
     if options.dry_run:
         sys.exit(0 if setup.report(options) else 1)
@@ -112,7 +110,7 @@ def run(options: Options, folder: RunFolder) -> None:
             metrics.write_rows()
             if save or number:
                 folder.check()
-                checkpoints.save(at, state, iterator.get_state())
+                checkpoints.save(at, state, data.place(iterator, part))
             if number and at < options.steps:
                 metrics.exit_stopped(at, number)
     checkpoints.close()

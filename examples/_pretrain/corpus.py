@@ -17,7 +17,16 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fla_jax.checkpoints.files import replacing
-from fla_jax.data import BinIdx, PackedRows, batches, open_binidx, pack_documents, split_rows, tokenize
+from fla_jax.data import (
+    BinIdx,
+    PackedRows,
+    batches,
+    gather_state,
+    open_binidx,
+    pack_documents,
+    split_rows,
+    tokenize,
+)
 
 from .options import Options
 
@@ -58,8 +67,15 @@ class Corpus:
         options, (_, rows, numbers) = self.options, self.evaluation
         if not options.carry_state:
             return batches(rows, numbers, options.batch, part=local)
-        found = self._documents(self.evaluation, lambda found: found, local)
-        return itertools.islice(found, -(-options.eval_rows // options.batch))
+        # whole batches in every process: parts of them end after different numbers of batches
+        found = self._documents(self.evaluation, lambda found: found, [*range(options.batch)])
+        found = itertools.islice(found, -(-options.eval_rows // options.batch))
+        return ({name: x[local] for name, x in batch.items()} for batch in found)
+
+    def place(self, iterator: Any, local: list[int]) -> dict[str, Any]:
+        """The place of an iterator of `batches`, for any number of processes; all of them call this."""
+        state = iterator.get_state()
+        return gather_state(state, self.options.batch, local) if self.options.carry_state else state
 
     def _documents(self, part: Part, order: Any, local: list[int]) -> Any:
         import grain

@@ -99,7 +99,7 @@ class Options:
     batch: int | None = None
     """rows per optimizer step, over all devices (default: 32; 8 for tiny)"""
     carry_state: bool = False
-    """start a row that continues a document from the state at the end of the row before; in one process"""
+    """start a row that continues a document from the state at the end of the row before"""
     accumulate: int = 1
     """microbatches that a batch is computed in, one after the other, to save memory of activations"""
     steps: int | None = None

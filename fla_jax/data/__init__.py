@@ -7,6 +7,7 @@ for batch in batches(rows, range(len(rows)), 32, seed=0):
 """
 
 from .binidx import BinIdx, BinIdxWriter, open_binidx
+from .gather import gather_state
 from .packing import PackedRows, batches, pack_documents, split_rows
 from .sources import JsonLines, ParquetRows
 from .text import tokenize
@@ -18,6 +19,7 @@ __all__ = [
     "PackedRows",
     "ParquetRows",
     "batches",
+    "gather_state",
     "open_binidx",
     "pack_documents",
     "split_rows",

@@ -101,8 +101,9 @@ class _Iterator(grain.DatasetIterator):
         return {"document": list(self._document), "offset": list(self._offset)}
 
     def set_state(self, state: dict[str, PyTree]) -> None:
-        """Continues from a place. The state must be of as many lanes."""
-        if len(state["document"]) != len(self._document):
-            got, want = len(state["document"]), len(self._document)
-            raise ValueError(f"state must be of {want} rows of a batch, got one of {got}")
-        self._document, self._offset = list(state["document"]), list(state["offset"])
+        """Continues from a place: of these lanes, or of all lanes of a batch, of which it takes these."""
+        lanes, number = self._dataset.lanes, len(state["document"])
+        if number not in (len(lanes), self._dataset.num_lanes):
+            raise ValueError(f"state must be of {len(lanes)} rows of a batch, got one of {number}")
+        chosen = lanes if number == self._dataset.num_lanes else range(number)
+        self._document, self._offset = ([state[name][b] for b in chosen] for name in ("document", "offset"))

@@ -249,11 +249,13 @@ def pack_documents(
         end_token: in front of each document, so that its first token is learned from it and a zero state.
             Documents should end with it. None: no first token is learned.
         vocab_size: of the model, to refuse other tokens.
-        part: which rows of each batch to make, such as `TrainStep.local_batch_rows`; None for all.
+        part: which rows of each batch to make, such as `TrainStep.local_batch_rows`; None for all. An
+            iterator ends when these rows do: processes that train together need documents without an end.
 
     Returns:
-        A `grain.IterDataset`. Its iterator's state, two integers a row, is saved by `TrainingCheckpoints` or
-        by grain's own `CheckpointSave`. Where ``documents`` end, rows are filled up with mask 0.
+        A `grain.IterDataset`. Its iterator's state, two integers a row, is saved by `TrainingCheckpoints`,
+        after `gather_state` where several processes make parts, or by grain's own `CheckpointSave`. Where
+        ``documents`` end, rows are filled up with mask 0.
 
     Raises:
         ImportError: grain is not installed.

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from grain import checkpoint as grain_checkpoint
 
-from fla_jax.data import BinIdxWriter, JsonLines, open_binidx, pack_documents
+from fla_jax.data import BinIdxWriter, JsonLines, gather_state, open_binidx, pack_documents
 from fla_jax.training import TrainingCheckpoints
 
 LENGTHS = [5, 1, 12, 3, 8, 1, 40, 9, 16, 4, 7]
@@ -108,6 +108,26 @@ def test_resuming(mixed, tmp_path):
         np.testing.assert_equal([next(resumed) for _ in range(7)], want[5:])
     with pytest.raises(ValueError, match="state must be of 4 rows of a batch, got one of 1"):
         ours.set_state({"document": [0], "offset": [0]})
+
+
+def test_the_place_of_a_whole_batch():
+    """Iterators of any parts continue from it; it is gathered without losing digits."""
+    source = grain.MapDataset.source(documents()).repeat()
+    make = lambda part: iter(pack_documents(source, 8, 4, part=part))
+    whole = make(None)
+    for _ in range(5):
+        next(whole)
+    place, want = whole.get_state(), [next(whole) for _ in range(3)]
+    assert gather_state(place, 4, slice(None)) == place
+    for part in ([2, 3], [0], [1, 3]):
+        half = make(part)
+        half.set_state(place)
+        got = half.get_state()
+        assert got == {name: [x[b] for b in part] for name, x in place.items()}
+        for batch in want:
+            np.testing.assert_equal(next(half), {name: x[part] for name, x in batch.items()})
+    big = {"document": [2**40 + 3, 5], "offset": [1, 2**33 + 1]}
+    assert gather_state(big, 2, [1, 0]) == {name: x[::-1] for name, x in big.items()}
 
 
 def test_a_source_of_binidx(tmp_path):

@@ -114,12 +114,8 @@ def test_carried_states(data, tmp_path):
 @pytest.mark.slow
 def test_two_processes(data, straight, tmp_path):
     """A mesh over two processes, two devices each, gives what one process with four gives."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
     out = tmp_path / "run"
-    more = arguments(data, out, "--mesh-fsdp", 2, "--coordinator", f"localhost:{port}", "--num-processes", 2)
-    processes = [start(2, *more, "--process-id", i) for i in map(str, range(2))]
+    processes = start_two(*arguments(data, out, "--mesh-fsdp", 2))
     wait_for(processes[0], (out / "checkpoints" / "10").exists)
     processes[1].terminate()  # it alone is told to stop
     outputs = [finish(process) for process in processes]
@@ -130,6 +126,47 @@ def test_two_processes(data, straight, tmp_path):
     if at < STEPS:
         assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, outputs
         assert f"stopped at step {at} " in outputs[0] and "stopped" not in outputs[1]
+
+
+def start_two(*more):
+    """Two processes of one run, two devices each."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    more = *more, "--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id"
+    return [start(2, *more, str(i)) for i in range(2)]
+
+
+@pytest.mark.slow
+def test_carried_states_in_two_processes(data, tmp_path):
+    """Each makes its rows. Killed and resumed to the last bit, by two processes; the losses are those of one,
+    which continues from the same place.
+    """
+    more = ("--carry-state", "--eval-rows", 400)
+    outs = one, two, killed, resumed = [tmp_path / name for name in ("one", "two", "killed", "resumed")]
+    process = start(4, *arguments(data, one, *more))
+    assert "checkpoint " in (output := finish(process)), output
+    for out in (two, killed):
+        processes = start_two(*arguments(data, out, *more))
+        if out == killed:
+            wait_for(processes[0], (out / "checkpoints" / "20").exists)
+            for process in processes:
+                process.kill()
+        outputs = [finish(process) for process in processes]
+        assert out == killed or "checkpoint " in outputs[0], outputs
+    if (killed / "checkpoints" / str(STEPS)).exists():
+        pytest.skip("the run was over before the signal came")
+    shutil.copytree(killed, resumed)
+    outputs = [finish(process) for process in start_two(*arguments(data, killed, *more, "--resume"))]
+    assert "resuming at step" in outputs[0], outputs
+    assert_same(killed, two)
+    process = start(4, *arguments(data, resumed, *more, "--resume"))
+    assert "resuming at step" in (output := finish(process)), output
+    places = [saved(out)[1] for out in outs]
+    assert len(places[0]["document"]) == 8 and any(places[0]["offset"]) and places == [places[0]] * 4
+    for out in (two, resumed):
+        for name in ("loss", "evaluation_loss"):
+            np.testing.assert_allclose(column(out, name), column(one, name), rtol=2e-4)
 
 
 def held_out_loss(data, params):
