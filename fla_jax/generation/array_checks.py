@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 from collections.abc import Iterator
 
 import jax
-import numpy as np
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import PyTree
+
+# of a new thread, since this module may be imported while JAX traces
+with concurrent.futures.ThreadPoolExecutor(1) as _thread:
+    _UNTRACED = _thread.submit(get_opaque_trace_state).result()
 
 
 def check_deleted(**arguments: PyTree) -> None:
@@ -47,14 +52,9 @@ def explain_deleted(**arguments: PyTree) -> Iterator[None]:
 
 def check_untraced(tree: PyTree) -> None:
     """Raises a TypeError inside of `jax.jit` and other transformations, or if ``tree`` has tracers."""
-    arrays = (_same(np.int32(0)), *jax.tree.leaves(tree))  # a result is traced wherever JAX traces anything
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    is_traced = get_opaque_trace_state() != _UNTRACED
+    if is_traced or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(
             "generation runs outside of jax.jit, jax.grad, jax.vmap and fla_jax.checked: how many tokens "
             "come depends on their values. Its parts are compiled, and NaN is an error in any case"
         )
-
-
-@jax.jit
-def _same(x: jax.Array) -> jax.Array:
-    return x

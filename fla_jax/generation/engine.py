@@ -310,12 +310,13 @@ class Engine:
 
     def _take(self, out: Chosen, rows: list[tuple[int, Row, GenerationState | None]]) -> None:
         """What a call chose, in which ``rows`` took part."""
-        tokens = np.asarray(out.tokens)
+        tokens = np.asarray(out.tokens).T
+        over = tokens < 0
+        counts = np.where(over.any(1), over.argmax(1), tokens.shape[1]).tolist()  # of all slots at once
         for slot, row, snapshot in rows:
             if row.finish_reason is not None:
                 continue
-            own = tokens[:, slot]
-            n = int(np.argmax(own < 0)) if (own < 0).any() else len(own)
+            own, n = tokens[slot], counts[slot]
             reason: FinishReason | None = None
             error = None
             if n < len(own) and own[n] == UNDEFINED:

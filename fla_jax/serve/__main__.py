@@ -17,6 +17,10 @@ from ..generation import Generator, chat_template, checkpoint_tokenizer
 from .app import Limits, create_app
 from .programs import keep_programs, warm_up
 
+# Longest time that the event loop keeps the interpreter's lock while the generator's thread waits for it; with
+# Python's 5 ms the device runs out of work.
+_SWITCH_SECONDS = 0.0005
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -78,7 +82,9 @@ def main(options: Options) -> None:
     key = os.environ.get(options.api_key_env)
     name, template = options.name or options.checkpoint.stem, chat_template(options.checkpoint)
     app = create_app(generator, name, template=template, limits=options.limits, api_key=key)
-    uvicorn.run(app, host=options.host, port=options.port, log_level="info")
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    # uvloop keeps the interpreter's lock while it sends, and the generator's thread waits for it
+    uvicorn.run(app, host=options.host, port=options.port, log_level="info", loop="asyncio")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from fla_jax.generation import (
     load_tokenizer,
     slots,
 )
+from fla_jax.generation.array_checks import check_untraced
 
 RULES = SamplingParams(temperature=1.3, top_p=0.9, stop_tokens=(0,))
 GREEDY = SamplingParams(temperature=0.0)
@@ -334,6 +335,14 @@ def test_it_is_not_to_be_traced(setup, generator):
         with pytest.raises(TypeError, match=r"generation runs outside of jax.jit, .* fla_jax.checked"):
             run()
     assert not generator.busy
+
+
+def test_looking_for_a_trace_uses_no_device():
+    """A server looks at every request, and would wait for the device."""
+    with jax.transfer_guard("disallow"):
+        check_untraced(None)
+    with pytest.raises(TypeError, match="generation runs outside"):
+        jax.vmap(lambda x: check_untraced(None))(jnp.ones(2))
 
 
 def test_the_implementation_is_the_decoders():
