@@ -17,7 +17,7 @@ from ..generation import Generator, chat_template, checkpoint_tokenizer
 from .app import Limits, create_app
 from .programs import keep_programs, warm_up
 
-# Longest time that the event loop keeps the interpreter's lock while the generator's thread waits for it; with
+# Longest time that the event loop keeps the interpreter's lock while the generator's thread waits for it: in
 # Python's 5 ms the device runs out of work.
 _SWITCH_SECONDS = 0.0005
 
