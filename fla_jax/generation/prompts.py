@@ -55,7 +55,8 @@ def prefill(
     1024 and three to five more each doubling up to 16384; longer prompts, and those that go on from a given
     state, need others of the same sizes, and one prompt at most two. Programs of a model with
     ``scan_layers=True`` compile in the time of one layer, and JAX's compilation cache
-    (``jax_compilation_cache_dir``) keeps all of them for the next process.
+    (``jax_compilation_cache_dir``) keeps those that take a second or more for the next process;
+    ``jax_persistent_cache_min_compile_time_secs=0`` keeps all.
 
     Args:
         model: an `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
