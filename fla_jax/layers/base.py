@@ -18,6 +18,7 @@ from ..core.names import name_dense
 from ..core.types import Mixed
 from ..ops.layer import norm_shift_mix
 from .fields import check_fields
+from .fp8 import check_fp8, fp8_dot_of
 from .init import Initializer
 from .lora import add_lora
 from .norm import Affine
@@ -45,6 +46,7 @@ class Layer(nn.Module):
         param_dtype: dtype of the parameters.
         logical_axes: whether `init` returns parameters boxed with the names of their axes
             (`flax.linen.LogicallyPartitioned`) instead of plain arrays.
+        fp8: whether dense projections multiply in FP8 where they have scales (see `RWKVConfig`).
 
     Example:
         >>> from fla_jax.layers import Layer, RWKV7Attention
@@ -58,6 +60,7 @@ class Layer(nn.Module):
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     logical_axes: bool = False
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         names = [field.name for field in dataclasses.fields(self) if field.name != "parent"]
@@ -96,6 +99,8 @@ class Layer(nn.Module):
         if lengths is not None and segment_ids is not None:
             raise ValueError("segment_ids and lengths cannot go together: give one of them")
         x = x.astype(jnp.promote_types(x.dtype, self.param_dtype) if self.dtype is None else self.dtype)
+        if self.fp8:
+            check_fp8(x.dtype)
         # a residual stream, which comes with a norm, is a model's: finite at and beyond `lengths` too
         return x if norm is not None else zero_beyond(x, lengths)
 
@@ -135,11 +140,12 @@ class LayerCall:
 
     def dense(self, name: str, features: int, init: Initializer, axes: Axes, x: jax.Array) -> jax.Array:
         """``x @ kernel``, kernel [in, out] of the submodule ``name``, plus its `LoRA` if there is one."""
+        fp8_dot = fp8_dot_of(self.layer, name, self.sharding) if self.layer.fp8 else None
 
         def dot_general(
             x: jax.Array, kernel: jax.Array, _: object, **options: Unpack[DotOptions]
         ) -> jax.Array:
-            return self.sharding.dot(x, kernel, axes, **options)
+            return self.sharding.dot(x, kernel, axes, fp8_dot, **options)
 
         layer = nn.Dense(
             features,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ..core.arguments import check_chunk_size
 from ..ops import OPS
+from .fp8 import check_fp8
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "head_dim")
@@ -29,13 +30,15 @@ def check_fields(**values: Any) -> None:
             check_size(name, value)
         elif name in ("dtype", "param_dtype"):
             check_dtype(name, value)
-        elif name in ("logical_axes", "norm_first", "tie_embeddings"):
+        elif name in ("logical_axes", "norm_first", "tie_embeddings", "fp8"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {value!r}")
         elif name == "rate_scale" and (
             not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 2
         ):
             raise ValueError(f"rate_scale must be a number from 0 to 2, got {value!r}")
+    if values.get("fp8") and "dtype" in values:
+        check_fp8(values["dtype"])
     if "head_dim" in values:
         check_heads(values["hidden_size"], values["head_dim"])
         if check_chunk_size(values["chunk_size"]) is not None:

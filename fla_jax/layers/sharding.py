@@ -124,39 +124,48 @@ class ActivationSharding:
         inner = inner or stored
         return reshard(weight, inner, self._divisible(without(out, mesh_axes(inner)), logical[-1]))
 
-    def dot(self, x: jax.Array, weight: jax.Array, logical: Axes, **options: Unpack[DotOptions]) -> jax.Array:
+    def dot(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        logical: Axes,
+        dot_general: Dot | None = None,
+        **options: Unpack[DotOptions],
+    ) -> jax.Array:
         """``x @ weight``, computed by the devices that have ``x``.
 
         Args:
             x: [..., I], as a rule [B, T, I]; inside the tensor-parallel region [tp B, T, I].
             weight: [I, O].
             logical: names of the weight's axes.
+            dot_general: with the arguments of `jax.lax.dot_general`; None for that function.
             options: of `jax.lax.dot_general`.
 
         Returns:
             [..., O], split like ``x``, and along O like the weight. A product to heads leaves the
             tensor-parallel region: [B, T, O].
         """
-        weight = self.unshard_for_dot(x, weight, logical)
+        weight, dot_general = self.unshard_for_dot(x, weight, logical), dot_general or _dot
         if self.tp > 1:
-            return self._tp_dot(x, weight, logical[-1] == "heads", **options)
+            return self._tp_dot(x, weight, logical[-1] == "heads", dot_general, **options)
         *batch, _ = spec_of(x)
         inner, out = spec_of(weight)
         names = (*TOKEN_AXES, *(None,) * (x.ndim - 3))[: x.ndim - 1]
         before, after = (_OF_ACTIVATIONS.get(axis or "") for axis in logical)
         x = reshard(x, *batch, inner) if self.mode == "explicit" else constrain(x, *names, before)
-        y = _dot(x, weight, (((x.ndim - 1,), (0,)), ((), ())), **out_sharding(*batch, out), **options)
+        dimensions = (((x.ndim - 1,), (0,)), ((), ()))
+        y = dot_general(x, weight, dimensions, **out_sharding(*batch, out), **options)
         return constrain(y, *names, after)
 
     def _tp_dot(
-        self, x: jax.Array, weight: jax.Array, to_heads: bool, **options: Unpack[DotOptions]
+        self, x: jax.Array, weight: jax.Array, to_heads: bool, dot_general: Dot, **options: Unpack[DotOptions]
     ) -> jax.Array:
         """`dot` of [tp B, T, I]: each copy with its device's slice of [I, heads], or the whole weight."""
         if not to_heads:
-            return _constrain_tp(_dot(x, weight, (((2,), (0,)), ((), ())), **options), merged=True)
+            return _constrain_tp(dot_general(x, weight, (((2,), (0,)), ((), ())), **options), merged=True)
         x = _constrain_tp(x.reshape(self.tp, -1, *x.shape[1:]), merged=False)
         weight = weight.reshape(weight.shape[0], self.tp, -1)
-        y = jnp.moveaxis(_dot(x, weight, (((3,), (0,)), ((0,), (1,))), **options), 0, 2)
+        y = jnp.moveaxis(dot_general(x, weight, (((3,), (0,)), ((0,), (1,))), **options), 0, 2)
         return constrain(y.reshape(*y.shape[:2], -1), *TOKEN_AXES, "activation_heads")
 
     def _divisible(self, entry: Entry, logical: str | None) -> Entry:

@@ -14,6 +14,7 @@ from ..core.mesh import check_mesh, is_explicit, mesh_axes, reshard, spec_of, va
 from ..core.names import remat_policy
 from ..layers import RWKVState
 from ..layers.base import LAYER_NORM_EPS, check_lengths, with_axes, zero_beyond
+from ..layers.fp8 import FP8_SCALES, save_all_but_rounded
 from ..layers.norm import Norm
 from ..layers.sharding import (
     TOKEN_AXES,
@@ -29,6 +30,8 @@ from .block import Carry, RWKVBlock, residual
 from .config import RWKVConfig
 from .embedding import embedding_of, head_of
 from .families import family_of
+
+_STACKED = ("params", "intermediates", "lora", "segment_states", FP8_SCALES)  # collections of scanned layers
 
 
 def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
@@ -75,7 +78,8 @@ class RWKVForCausalLM(nn.Module):
             self.ln0 = _layer_norm(config)
         block: Any = RWKVBlock
         if config.remat or is_sharded():
-            policy = remat_policy(dense=config.remat == "dense") if config.remat else save_all_but_unsharded
+            saves_all = save_all_but_rounded if config.fp8 else save_all_but_unsharded
+            policy = remat_policy(dense=config.remat == "dense") if config.remat else saves_all
             # layer_index (argument 4) is a Python int unless the scan counts it; inside a loop XLA cannot
             # eliminate the recomputation, which prevent_cse prevents
             static = () if config.scan_layers else (4,)
@@ -91,7 +95,7 @@ class RWKVForCausalLM(nn.Module):
             self.blocks = nn.scan(
                 block,
                 methods=["scan_step"],
-                variable_axes={"params": 0, "intermediates": 0, "lora": 0, "segment_states": 0},
+                variable_axes=dict.fromkeys(_STACKED, 0),
                 split_rngs={"params": True, "dropout": True},
                 in_axes=(0, 0, nn.broadcast, nn.broadcast),
                 length=config.num_layers,

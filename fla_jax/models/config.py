@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from ..core.arguments import shown
 from ..layers import fields
 
-_OF_ALL_LAYERS = ("num_layers", "dtype", "param_dtype", "logical_axes", "hidden_size")
+_OF_ALL_LAYERS = ("num_layers", "dtype", "param_dtype", "logical_axes", "fp8", "hidden_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,14 @@ class RWKVConfig:
             (`flax.linen.LogicallyPartitioned`), otherwise plain arrays; ``model.apply`` takes both. Names:
             vocab, embed, heads, kv, mlp, layers, as MaxText has them, and rank; for those of activations see
             `fla_jax.parallel.axis_rules`.
+        fp8: train with FP8 products of the layers' dense projections (receptance, key, value, gate, output
+            and those of the feed-forward). Low-rank pairs, embedding and head keep ``dtype``: the former are
+            too small to gain, and the loss is sensitive to rounded logits. Parameters stay in
+            ``param_dtype``. ``model.init`` also returns the collection of scales
+            (`fla_jax.layers.FP8_SCALES`), and products are in FP8 where ``apply`` gets it, as in
+            `fla_jax.parallel.TrainStep`. Without it, as in generation, the model computes in ``dtype``, which
+            must be bfloat16 or float32. GPUs multiply FP8 from compute capability 8.9 on; other devices
+            round alike and gain no speed.
         chunk_size: tokens per chunk of the op, a power of two from 1 to 256; None: the implementation's own.
         implementation: name of the op's implementation; None for the best that qualifies.
 
@@ -70,6 +78,7 @@ class RWKVConfig:
     norm_first: bool = True
     tie_embeddings: bool = False
     logical_axes: bool = False
+    fp8: bool = False
     chunk_size: int | None = None
     implementation: str | None = None
 

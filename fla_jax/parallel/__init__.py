@@ -8,7 +8,6 @@ for tokens in batches:
 """
 
 from ..training.next_token import over_sequence
-from .carry import CarriedTrainState
 from .mesh import make_mesh
 from .rules import (
     axis_rules,
@@ -17,11 +16,13 @@ from .rules import (
     parameter_shardings,
     state_shardings,
 )
+from .train_state import CarriedTrainState, FP8TrainState
 from .train_step import TrainStep
 from .xla_options import overlap_flags, overlap_options
 
 __all__ = [
     "CarriedTrainState",
+    "FP8TrainState",
     "TrainStep",
     "axis_rules",
     "batch_sharding",

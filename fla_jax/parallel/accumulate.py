@@ -15,7 +15,8 @@ from jaxtyping import PyTree
 from ..core.mesh import spec_of
 from ..layers.sharding import out_sharding
 
-LossAndAux = Callable[[PyTree, PyTree, jax.Array | None], tuple[jax.Array, PyTree]]
+Trained = tuple[PyTree, PyTree]  # parameters, and the scales of FP8 products or None
+LossAndAux = Callable[[Trained, PyTree, jax.Array | None], tuple[jax.Array, PyTree]]
 Weight = Callable[[PyTree], jax.Array]
 
 
@@ -45,15 +46,16 @@ def joined(parts: PyTree) -> PyTree:
 
 def accumulated_value_and_grad(
     loss: LossAndAux, weight: Weight, count: int, constrain: Callable[[PyTree], PyTree]
-) -> Callable[[PyTree, PyTree, jax.Array | None], tuple[PyTree, PyTree]]:
+) -> Callable[[Trained, PyTree, jax.Array | None], tuple[PyTree, Trained]]:
     """`jax.value_and_grad` of a loss that is a weighted mean, in ``count`` microbatches.
 
     Only one microbatch's activations are in memory at a time. ``weight`` weighs losses and gradients,
-    so that value and gradient are those of the whole batch; gradients are summed in at least float32. Aux
-    outputs of several microbatches are stacked, [count, ...].
+    so that value and gradient are those of the whole batch; gradients are summed in at least float32. Scales
+    of FP8 products are the largest of all microbatches. Aux outputs of several are stacked, [count, ...].
 
     Args:
-        loss: of parameters, a batch, and a key of random numbers or None; each microbatch gets another key.
+        loss: of parameters and scales, a batch, and a key of random numbers or None; each microbatch gets
+            another key.
         weight: of a batch, such as its number of labels.
         count: microbatches.
         constrain: shards the sum of gradients like the parameters.
@@ -62,33 +64,36 @@ def accumulated_value_and_grad(
     if count == 1:
         return value_and_grad
 
-    def accumulated(params: PyTree, batch: PyTree, key: jax.Array | None) -> tuple[PyTree, PyTree]:
+    def accumulated(trained: Trained, batch: PyTree, key: jax.Array | None) -> tuple[PyTree, Trained]:
         total = weight(batch)
         total = jnp.where(total != 0, total, 1)
 
         def add(sums: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
             microbatch, key = xs
             share = weight(microbatch) / total
-            (value, aux), grads = value_and_grad(params, microbatch, key)
-            sums = jax.tree.map(lambda total, x: total + share * x, sums, grads)
-            return constrain(sums), (share * value, aux)
+            (value, aux), (grads, scales) = value_and_grad(trained, microbatch, key)
+            grads = jax.tree.map(lambda total, x: total + share * x, sums[0], grads)
+            return (constrain(grads), jax.tree.map(jnp.maximum, sums[1], scales)), (share * value, aux)
 
+        params, scales = trained
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
+        start = constrain(zeros), jax.tree.map(jnp.zeros_like, scales)
         keys = None if key is None else jax.random.split(key, count)
-        grads, (values, aux) = jax.lax.scan(add, constrain(zeros), (microbatches(batch, count), keys))
-        return (jnp.sum(values), aux), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        sums, (values, aux) = jax.lax.scan(add, start, (microbatches(batch, count), keys))
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), sums[0], params)
+        return (jnp.sum(values), aux), (grads, sums[1])
 
     return accumulated
 
 
 def weighted_losses(
-    loss: LossAndAux, weight: Weight, count: int, params: PyTree, batch: PyTree
+    loss: LossAndAux, weight: Weight, count: int, trained: Trained, batch: PyTree
 ) -> tuple[jax.Array, PyTree]:
     """Sums of weighted losses and of weights over ``count`` microbatches; aux outputs, stacked if several."""
 
     def one(microbatch: PyTree) -> tuple[jax.Array, PyTree]:
         share = weight(microbatch)
-        value, aux = loss(params, microbatch, None)
+        value, aux = loss(trained, microbatch, None)
         return jnp.stack([value * share, share]), aux
 
     if count == 1:

@@ -1,11 +1,10 @@
-"""The recurrent states that a training state carries from batch to batch."""
+"""The recurrent states that a `CarriedTrainState` carries from batch to batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import jax
-from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -14,31 +13,6 @@ from ..core.mesh import is_explicit, reshard
 from ..layers.state import RWKVState
 from .accumulate import joined
 from .mesh import BATCH_AXES
-
-
-class CarriedTrainState(TrainState):
-    """The state of a `TrainStep` with ``carry_sequences``.
-
-    Attributes:
-        carry: the recurrent states at the ends of the last batch's sequences, arrays [B, L, ...].
-
-    Example:
-        >>> import jax, optax
-        >>> from fla_jax.models import RWKV7Config, RWKV7ForCausalLM
-        >>> from fla_jax.parallel import TrainStep, make_mesh
-        >>> model = RWKV7ForCausalLM(RWKV7Config(vocab_size=100, hidden_size=32, num_layers=1, head_dim=16))
-        >>> step = TrainStep(model, optax.sgd(0.1), make_mesh(), carry_sequences=jax.device_count())
-        >>> state = step.init(jax.random.key(0))
-        >>> type(state).__name__, state.carry.wkv.shape[1:]
-        ('CarriedTrainState', (1, 2, 16, 16))
-    """
-
-    carry: RWKVState
-
-
-def train_state(carry: RWKVState | None, **fields: PyTree) -> TrainState:
-    """A state with a carry, or without."""
-    return TrainState(**fields) if carry is None else CarriedTrainState(carry=carry, **fields)
 
 
 def carry_shardings(mesh: Mesh) -> PyTree:

@@ -88,3 +88,14 @@ def check_axes(mesh: Mesh) -> None:
 def batch_parts(mesh: Mesh) -> int:
     """Number of devices (or groups of them) that the batch is split over."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def check_batch_size(mesh: Mesh, accumulate: int, size: int) -> None:
+    """Raises ValueError unless a batch of ``size`` is shared evenly, in ``accumulate`` microbatches."""
+    parts = batch_parts(mesh)
+    if size % (parts * accumulate):
+        sizes = [mesh.shape[axis] for axis in BATCH_AXES]
+        what = f"mesh axes {' * '.join(BATCH_AXES)} = {' * '.join(map(str, sizes))} = {parts}"
+        if accumulate > 1:
+            what += f", times accumulate = {accumulate}"
+        raise ValueError(f"batch must have a size B that is a multiple of {what}, got {size}")

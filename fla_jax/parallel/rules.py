@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core.mesh import Entry
+from ..layers.fp8 import FP8_SCALES
 from ..layers.state import RWKVState
 from ..models.causal_lm import check_params
 from .mesh import BATCH_AXES, batch_parts, check_axes
@@ -200,6 +201,14 @@ def sharding_on(mesh: Mesh, x: jax.Array | jax.ShapeDtypeStruct) -> NamedShardin
     return NamedSharding(mesh, P())
 
 
+def initial_fp8_scales(model: nn.Module) -> PyTree:
+    """The collection of scales before the first step, as ``model.init`` makes it."""
+    shapes = _variables(model)[FP8_SCALES]
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.full(x.shape, path[-1].key.endswith("_scale"), x.dtype), shapes
+    )
+
+
 def check_parameter_shapes(model: nn.Module, params: PyTree) -> None:
     """Raises unless ``params`` have the names and shapes of the model's."""
     check_params(params, model.config)
@@ -214,11 +223,16 @@ def check_parameter_shapes(model: nn.Module, params: PyTree) -> None:
             raise ValueError(f"params: {name} must have shape {list(want)}, got {list(shape)}")
 
 
-@functools.lru_cache(maxsize=4)
 def _boxed(model: nn.Module) -> PyTree:
     """The parameters' shapes, boxed with the names of their axes."""
+    return _variables(model)["params"]
+
+
+@functools.lru_cache(maxsize=4)
+def _variables(model: nn.Module) -> PyTree:
+    """The shapes of all collections; those of parameters boxed with the names of their axes."""
     named = model.clone(config=dataclasses.replace(model.config, logical_axes=True))
-    return jax.eval_shape(named.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    return jax.eval_shape(named.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
 
 
 def _is_box(x: object) -> bool:

@@ -24,18 +24,20 @@ from ..layers.state import RWKVState
 from ..models import initial_params
 from ..training.carry import carried_loss, zero_carry
 from ..training.next_token import Loss, WeightedLoss, next_token_loss
-from .accumulate import LossAndAux, accumulated_value_and_grad, num_sequences, weighted_losses
-from .carry import CarriedTrainState, carry_shardings, stored_carry, train_state, with_carry
-from .mesh import BATCH_AXES, batch_parts, is_explicit_mesh
+from .accumulate import LossAndAux, Trained, accumulated_value_and_grad, num_sequences, weighted_losses
+from .carry import carry_shardings, stored_carry, with_carry
+from .mesh import check_batch_size, is_explicit_mesh
 from .rules import (
     axis_rules,
     batch_sharding,
     check_parameter_shapes,
+    initial_fp8_scales,
     optimizer_shardings,
     parameter_shapes,
     parameter_shardings,
     sharding_on,
 )
+from .train_state import CarriedTrainState, FP8TrainState, optimizer_update, train_state
 
 METRICS = ("loss", "grad_norm", "tokens")
 
@@ -96,7 +98,8 @@ class TrainStep:
                 gets the loss as ``value``.
             mesh: from `make_mesh`.
             loss: ``loss(params, batch) -> scalar``, a mean over the whole batch, written as for a single
-                device; None for `fla_jax.training.next_token_loss`.
+                device; None for `fla_jax.training.next_token_loss`. With a model's ``fp8=True`` a step calls
+                ``loss(params, batch, fp8_scales=scales)`` (see `FP8TrainState`); `evaluate` does not.
             weight: ``weight(batch) -> scalar``, the divisor of the mean, which weighs several batches. None:
                 ``loss.weight`` if the loss has one, as that of `fla_jax.training.next_token_loss` (the sum of
                 the mask, or the number of labels), else the number of sequences.
@@ -120,8 +123,9 @@ class TrainStep:
             compiler_options: of XLA, for the step's program alone, such as `overlap_options`.
 
         Raises:
-            ValueError: see `axis_rules`, ``accumulate`` is not an integer >= 1, a metric is unknown, or
-                ``carry_sequences`` does not fit the mesh, or is given with ``has_aux``.
+            ValueError: see `axis_rules`, ``accumulate`` is not an integer >= 1, a metric is unknown,
+                ``carry_sequences`` does not fit the mesh, or is given with ``has_aux``, or ``params`` are
+                given and the model has ``fp8=True``.
         """
         self.model, self.mesh, self.rules = model, mesh, axis_rules(model, mesh)
         if unknown := sorted({*(metrics or ())} - {*METRICS}):
@@ -134,11 +138,15 @@ class TrainStep:
         of_loss = self._loss.weight if isinstance(self._loss, WeightedLoss) else num_sequences
         self._weight = of_loss if weight is None else weight
         self._accumulate = check_integer("accumulate", accumulate, 1)
+        self._check_batch = functools.partial(check_batch_size, mesh, self._accumulate)
         if carry_sequences is not None:
             self._check_batch(check_integer("carry_sequences", carry_sequences, 1))
         self._metrics, self._rng = metrics, rng
         self._frozen = () if frozen is None else (frozen,)
         self._trains_model = params is None
+        if model.config.fp8 and not self._trains_model:
+            raise ValueError("fp8 must be False in the model's config where params= are trained")
+        self._fp8_scales = initial_fp8_scales(model) if model.config.fp8 else None
         if params is None:
             shapes, shardings = parameter_shapes(model), parameter_shardings(model, mesh)
         else:
@@ -147,7 +155,8 @@ class TrainStep:
         stored = {"step": NamedSharding(mesh, P()), "params": shardings}
         stored["opt_state"] = optimizer_shardings(optimizer, self._shapes, shardings, mesh)
         carry = self._carry_shardings = None if carry_sequences is None else carry_shardings(mesh)
-        self.shardings = train_state(carry, apply_fn=model.apply, tx=optimizer, **stored)
+        scales = jax.tree.map(lambda _: NamedSharding(mesh, P()), self._fp8_scales)
+        self.shardings = train_state(carry, scales, apply_fn=model.apply, tx=optimizer, **stored)
         out: dict[str, PyTree] = {"out_shardings": (self.shardings, None)}
         out_evaluate: dict[str, PyTree] = {"out_shardings": (None, carry)}
         if is_explicit_mesh(mesh):  # the types already have the shardings
@@ -267,32 +276,25 @@ class TrainStep:
     def _state(self, params: PyTree) -> TrainState:
         optimizer, opt_state = self._optimizer, self._optimizer.init(params)
         stored = {"step": jnp.int32(0), "params": params, "opt_state": opt_state}
-        return train_state(self._carry(), apply_fn=self.model.apply, tx=optimizer, **stored)
+        return train_state(self._carry(), self._fp8_scales, apply_fn=self.model.apply, tx=optimizer, **stored)
 
     def _carry(self) -> RWKVState | None:
         """The carry before the first batch."""
         return None if self._carry_sequences is None else zero_carry(self.model, self._carry_sequences)
-
-    def _check_batch(self, size: int) -> None:
-        parts = batch_parts(self.mesh)
-        if size % (parts * self._accumulate):
-            sizes = [self.mesh.shape[axis] for axis in BATCH_AXES]
-            what = f"mesh axes {' * '.join(BATCH_AXES)} = {' * '.join(map(str, sizes))} = {parts}"
-            if self._accumulate > 1:
-                what += f", times accumulate = {self._accumulate}"
-            raise ValueError(f"batch must have a size B that is a multiple of {what}, got {size}")
 
     def _axis_rules(self) -> contextlib.AbstractContextManager[None]:
         """The logical axis rules in context; with explicit axes the types decide."""
         return contextlib.nullcontext() if is_explicit_mesh(self.mesh) else nn.logical_axis_rules(self.rules)
 
     def _loss_of(self, frozen: tuple[PyTree, ...]) -> LossAndAux:
-        """The loss as a function of parameters, a batch, and a key or None; aux is None without one."""
+        """The loss of parameters and scales, a batch, and a key or None; aux is None without one."""
         more = {"frozen": frozen[0]} if frozen else {}
         has_aux = self._has_aux or self._carry_sequences is not None
 
-        def loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
-            found: PyTree = self._loss(params, batch, **more, **({} if key is None else {"key": key}))
+        def loss(trained: Trained, batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
+            params, scales = trained
+            given = {name: x for name, x in (("key", key), ("fp8_scales", scales)) if x is not None}
+            found: PyTree = self._loss(params, batch, **more, **given)
             return found if has_aux else (found, None)
 
         return loss
@@ -306,7 +308,8 @@ class TrainStep:
             return jax.lax.with_sharding_constraint(grads, self.shardings.params)
 
         args = self._loss_of(frozen), self._weight, self._accumulate, constrain
-        return accumulated_value_and_grad(*args)(state.params, batch, key)
+        scales = state.fp8_scales if isinstance(state, FP8TrainState) else None
+        return accumulated_value_and_grad(*args)((state.params, scales), batch, key)
 
     def _step(self, state: TrainState, batch: PyTree, *frozen: PyTree) -> tuple[TrainState, PyTree]:
         if isinstance(state, CarriedTrainState):
@@ -314,11 +317,13 @@ class TrainStep:
         for x in jax.tree.leaves(batch):
             self._check_batch(x.shape[0])
         with self._axis_rules():
-            (loss, aux), grads = self._value_and_grad(state, batch, frozen)
+            (loss, aux), (grads, scales) = self._value_and_grad(state, batch, frozen)
             if isinstance(state, CarriedTrainState):
                 state = state.replace(carry=stored_carry(aux, self._accumulate, self._carry_shardings))
+            if isinstance(state, FP8TrainState):  # their gradients are their next values
+                state = state.replace(fp8_scales=scales)
             metrics = self._reported(loss, aux, grads, batch)
-        update = self._update
+        update = functools.partial(optimizer_update, self._optimizer)
         if is_explicit_mesh(self.mesh):  # optax's products do not say how their results are sharded
             stored = self.shardings.params, self.shardings.opt_state
             update = jax.sharding.auto_axes(update, out_sharding=stored)
@@ -333,18 +338,12 @@ class TrainStep:
         made["tokens"] = lambda: self._weight(batch)
         return {name: made[name]() for name in self._metrics} | ({"aux": aux} if self._has_aux else {})
 
-    def _update(self, grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> PyTree:
-        # some transformations read the loss: optax.contrib.reduce_on_plateau, optax.polyak_sgd
-        update = optax.with_extra_args_support(self._optimizer).update
-        updates, opt_state = update(grads, opt_state, params, value=value)
-        return optax.apply_updates(params, updates), opt_state
-
     def _weighted_losses(
         self, params: PyTree, batch: PyTree, carry: RWKVState | None, *frozen: PyTree
     ) -> tuple[jax.Array, RWKVState | None]:
         """See `weighted_losses`; and the carry after the batch."""
         batch = batch if carry is None else with_carry(batch, carry)
-        args = self._loss_of(frozen), self._weight, self._accumulate, params, batch
+        args = self._loss_of(frozen), self._weight, self._accumulate, (params, None), batch
         with self._axis_rules():
             sums, aux = weighted_losses(*args)
             return sums, None if carry is None else stored_carry(aux, self._accumulate, self._carry_shardings)

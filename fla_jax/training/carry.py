@@ -25,14 +25,21 @@ class CarriedLoss:
     ignore_index: int | None
 
     def __call__(
-        self, params: PyTree, batch: PyTree, *, lora: PyTree = None, key: jax.Array | None = None
+        self,
+        params: PyTree,
+        batch: PyTree,
+        *,
+        lora: PyTree = None,
+        fp8_scales: PyTree = None,
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, RWKVState]:
-        """The mean over the labels of a batch, and the states at the ends of its sequences; with LoRA's pairs
-        and the key of their dropout.
+        """The mean over the labels of a batch, and the states at the ends of its sequences; with LoRA's
+        pairs, the scales of FP8 products and the key of a dropout.
         """
         tokens, ids = over_sequence(batch["tokens"]), over_sequence(batch["segment_ids"])
         state = batch_first(kept(batch["carry"], batch["continues"]))
-        variables, rngs = variables_of(params, lora), None if key is None else {"dropout": key}
+        variables = variables_of(params, lora, fp8_scales)
+        rngs = None if key is None else {"dropout": key}
         found: PyTree = self.model.apply(variables, tokens, state, ids, method="hidden", rngs=rngs)
         mean = chunked_cross_entropy(
             found[0],
@@ -64,9 +71,10 @@ def carried_loss(
         l2wrap, block_tokens, ignore_index: see `fla_jax.training.chunked_cross_entropy`.
 
     Returns:
-        ``loss(params, batch, *, lora=None, key=None) -> (loss, carry)``, with LoRA's pairs (`init_lora`) and
-        the key of their dropout. The batch is one of `fla_jax.data.pack_documents` with
-        ``carry_state=True``, and has the carry of the batch before as ``carry``, `zero_carry` at first.
+        ``loss(params, batch, *, lora=None, fp8_scales=None, key=None) -> (loss, carry)``, with LoRA's pairs
+        (`init_lora`), the collection `fla_jax.layers.FP8_SCALES` and the key of a dropout. The batch is one
+        of `fla_jax.data.pack_documents` with ``carry_state=True``, and has the carry of the batch before as
+        ``carry``, `zero_carry` at first.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np

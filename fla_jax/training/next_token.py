@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ..core.mesh import is_explicit, reshard, spec_of
+from ..layers.fp8 import FP8_SCALES
 from ..models import head_kernel
 from .losses import chunked_cross_entropy, label_mask
 
@@ -39,6 +40,7 @@ def packed_loss(
     block_tokens: int = 4096,
     ignore_index: int | None = None,
     lora: PyTree = None,
+    fp8_scales: PyTree = None,
     dropout_key: jax.Array | None = None,
 ) -> Float[Array, ""]:
     """Next-token loss of packed documents: mean cross-entropy with L2Wrap, without all logits in memory.
@@ -52,6 +54,8 @@ def packed_loss(
         mask: [B, T] booleans, or weights of the labels; None for all.
         l2wrap, block_tokens, ignore_index: see `chunked_cross_entropy`, also for the result and errors.
         lora: see `init_lora`; None for the parameters alone.
+        fp8_scales: the collection `fla_jax.layers.FP8_SCALES` of a model with ``fp8=True``; None for products
+            in the compute dtype.
         dropout_key: of LoRA's dropout; None for none.
 
     Example:
@@ -66,7 +70,7 @@ def packed_loss(
         ()
     """
     ids = None if segment_ids is None else over_sequence(segment_ids)
-    variables = variables_of(params, lora)
+    variables = variables_of(params, lora, fp8_scales)
     rngs = None if dropout_key is None else {"dropout": dropout_key}
     hidden, _ = model.apply(variables, over_sequence(tokens), segment_ids=ids, method="hidden", rngs=rngs)
     head = head_kernel(params)
@@ -75,9 +79,10 @@ def packed_loss(
     )
 
 
-def variables_of(params: PyTree, lora: PyTree) -> dict[str, PyTree]:
-    """What ``model.apply`` takes; ``lora=None`` for the parameters alone."""
-    return {"params": params} if lora is None else {"params": params, "lora": lora}
+def variables_of(params: PyTree, lora: PyTree, fp8_scales: PyTree = None) -> dict[str, PyTree]:
+    """What ``model.apply`` takes: the parameters, and other collections that are not None."""
+    collections = {"params": params, "lora": lora, FP8_SCALES: fp8_scales}
+    return {name: x for name, x in collections.items() if x is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +95,17 @@ class NextTokenLoss:
     ignore_index: int | None
 
     def __call__(
-        self, params: PyTree, batch: PyTree, *, lora: PyTree = None, key: jax.Array | None = None
+        self,
+        params: PyTree,
+        batch: PyTree,
+        *,
+        lora: PyTree = None,
+        fp8_scales: PyTree = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
-        """The mean over the labels of a batch, with LoRA's pairs and the key of their dropout."""
+        """The mean over the labels of a batch, with LoRA's pairs and the key of their dropout, and with the
+        scales of FP8 products.
+        """
         return packed_loss(
             self.model,
             params,
@@ -101,6 +114,7 @@ class NextTokenLoss:
             block_tokens=self.block_tokens,
             ignore_index=self.ignore_index,
             lora=lora,
+            fp8_scales=fp8_scales,
             dropout_key=key,
         )
 

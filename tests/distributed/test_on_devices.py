@@ -71,3 +71,10 @@ def test_losses():
 def test_tied_embeddings(version):
     found = processes.report("distributed/tied_run.py", version)
     assert len(found) == 6 and not wrong(found, 1e-5), found
+
+
+@pytest.mark.slow
+def test_fp8():
+    """A scale follows from the largest value on all devices."""
+    found = processes.report("distributed/fp8_run.py")
+    assert len(found) == 3 and not wrong(found, 1e-5), found
