@@ -27,7 +27,7 @@ from steps.measuring import falls_alike
 from steps.sizes import FIELDS, QUICK, SIZES, Size
 
 SIDES = ("fla_jax", "rwkv-lm", "fla")  # in the order in which they run
-KEY = records.key_of("op", "implementation", "model", "shape", "remat")
+KEY = records.key_of("op", "implementation", "model", "shape", "remat", "precision")
 XLA_FLAGS = "--xla_gpu_enable_triton_gemm=false"
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "memory")
 
@@ -46,6 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--remat", nargs="+", default=remat[:2], choices=remat, help="fla_jax: each is measured")
     add("--scan", default="unroll", choices=("unroll", "loop", "off"), help="fla_jax; default unroll")
     add("--xla-flags", default=XLA_FLAGS, help=f"fla_jax: added to XLA_FLAGS; default {XLA_FLAGS}")
+    add("--fp8", action="store_true", help="fla_jax: FP8 products of the dense projections")
     add("--implementation", default=None, help="fla_jax: implementation of the op")
     add("--block-tokens", type=int, default=4096, help="fla_jax: tokens of a block of logits")
     profile = Path(os.environ.get("OUT", ".")) / "profile"
@@ -88,6 +89,7 @@ def job_of(side: str, size: Size, options: argparse.Namespace) -> runner.Job:
         "warmup": (1 if options.quick else 3) if options.warmup is None else options.warmup,
         "scan": {"unroll": "unroll", "loop": True, "off": False}[options.scan],
         "implementation": options.implementation,
+        "fp8": options.fp8,
         "block_tokens": options.block_tokens,
         "profile": folder and str(folder.resolve()),
         "precision": options.fla_precision,
@@ -146,6 +148,8 @@ def run_side(side: str, size: Size, options: argparse.Namespace) -> list[Record]
         result = {"error": "package fla is not installed"} if missing else outcome(job, options)
         record = {"op": "train_step", "implementation": side, "model": size.model, "shape": size.shape}
         record |= {"dtype": "bfloat16", "pass": "forward + backward + optimizer", "remat": remat, **result}
+        if options.fp8 and side == "fla_jax":
+            record["precision"] = "fp8"
         made.append(record)
         print(records.table(made[-1:], COLUMNS), flush=True)
         error = result.get("error", "")
@@ -179,7 +183,13 @@ def note(r: Record) -> str:
 
 COLUMNS = {
     "model": lambda r: Size(r["model"], **r["shape"]).name,
-    **{"side": "implementation", "remat": "remat", "ms": "ms:.1f", "tokens/s": "tokens_per_s:,.0f"},
+    **{
+        "side": "implementation",
+        "remat": "remat",
+        "precision": "precision",
+        "ms": "ms:.1f",
+        "tokens/s": "tokens_per_s:,.0f",
+    },
     **{"6N": "share_6n:.1%", "GB": "peak_gb:.1f", "first step, s": "first_step_s:.0f"},
     **{"loss": "loss_first:.2f", "then": "loss_last:.2f", "note": note},
 }

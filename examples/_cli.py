@@ -141,7 +141,7 @@ def compute_dtype(precision: str) -> str:
     """The dtype that ``--precision`` names; ``auto``: bfloat16 on GPUs."""
     if precision == "auto":
         precision = "bf16" if on_gpu() else "fp32"
-    return {"fp32": "float32", "bf16": "bfloat16"}[precision]
+    return {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}[precision]
 
 
 @contextlib.contextmanager

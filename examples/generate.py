@@ -69,7 +69,7 @@ def load_model(path: Path, precision: str = "auto") -> tuple[Any, Any]:
     """Model and parameters of any checkpoint that this repository reads."""
     dtype = compute_dtype(precision)
     if not (path / "options.json").exists():
-        return load_checkpoint(path, dtype=dtype)
+        return load_checkpoint(path, dtype=dtype, fp8=False)  # which only training has a use for
     import _run  # only for runs of train_lm.py: it imports a lot
 
     options = run_description(path)

@@ -57,8 +57,9 @@ class Options:
     """learning rate at the last step, reached along a cosine"""
     weight_decay: float = 0.1
     """decay of embedding, head and dense projections"""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """compute dtype; parameters, decays, states, logits stay float32 (auto: bf16 on CUDA, fp32 elsewhere)"""
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    """compute dtype, fp8: bf16 with FP8 products in training; parameters, decays, states, logits stay float32
+    (auto: bf16 on CUDA, fp32 elsewhere)"""
     validation_share: float = 0.1
     """part of the text that is held out, below 1 (half a megabyte at most)"""
     checkpoint_every: int = 100
@@ -95,7 +96,7 @@ def run(options: Options, text: bytes, folder: RunFolder) -> None:
     # 1. data, model, optimiser, and the compiled step
     train_text, held_out = split(text, options)
     dtype = compute_dtype(options.precision)
-    model = _run.build_model(options, vocab_size=256, dtype=dtype)
+    model = _run.build_model(options, vocab_size=256, dtype=dtype, fp8=options.precision == "fp8")
     rates = options.learning_rate, options.final_learning_rate
     schedule = rwkv_schedule(*rates, options.steps, warmup_steps=min(20, options.steps // 10))
     optimizer = rwkv_optimizer(schedule, weight_decay=options.weight_decay)

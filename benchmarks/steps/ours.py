@@ -20,9 +20,11 @@ def train(size: Size, job: Job) -> dict[str, Any]:
     """Forward, loss, backward, clipping and AdamW in one compiled function whose arrays are donated."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     import jax
+    import jax.numpy as jnp
     import optax
 
     from fla_jax import models
+    from fla_jax.layers import FP8_SCALES
     from fla_jax.training import chunked_cross_entropy, rwkv_optimizer
 
     config = getattr(models, f"RWKV{size.model[-1]}Config")(
@@ -34,25 +36,29 @@ def train(size: Size, job: Job) -> dict[str, Any]:
         scan_layers=job["scan"] if size.layers > 1 else False,
         remat=REMAT[job["remat"]],
         implementation=job["implementation"],
+        fp8=job["fp8"],
     )
     model = getattr(models, f"RWKV{size.model[-1]}ForCausalLM")(config)
     optimizer = rwkv_optimizer(6e-4)
     tokens = jax.random.randint(jax.random.key(1), (size.batch, size.tokens + 1), 0, size.vocab)
-    params = models.initial_params(model, jax.random.key(0))
+    variables = {"params": models.initial_params(model, jax.random.key(0))}
+    if config.fp8:  # XLA drops the parameters that are drawn beside the scales
+        shape = jnp.zeros((1, 2), jnp.int32)
+        variables[FP8_SCALES] = jax.jit(lambda: model.init(jax.random.key(0), shape)[FP8_SCALES])()
 
-    def train_step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        def loss_fn(params: Any) -> jax.Array:
-            hidden, _ = model.apply({"params": params}, tokens[:, :-1], method="hidden")
-            head, labels = models.head_kernel(params), tokens[:, 1:]
+    def train_step(variables: Any, state: Any, tokens: jax.Array) -> Any:
+        def loss_fn(variables: Any) -> jax.Array:
+            hidden, _ = model.apply(variables, tokens[:, :-1], method="hidden")
+            head, labels = models.head_kernel(variables["params"]), tokens[:, 1:]
             return chunked_cross_entropy(hidden, head, labels, block_tokens=job["block_tokens"])
 
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        loss, grads = jax.value_and_grad(loss_fn)(variables)
+        updates, state = optimizer.update(grads["params"], state, variables["params"])
+        return {**grads, "params": optax.apply_updates(variables["params"], updates)}, state, loss
 
-    carry = jax.block_until_ready((params, jax.jit(optimizer.init)(params)))
-    count = sum(x.size for x in jax.tree.leaves(params))
-    del params
+    carry = jax.block_until_ready((variables, jax.jit(optimizer.init)(variables["params"])))
+    count = sum(x.size for x in jax.tree.leaves(variables["params"]))
+    del variables
     began = time.perf_counter()
     compiled = jax.jit(train_step, donate_argnums=(0, 1)).lower(*carry, tokens).compile()
     compile_s = time.perf_counter() - began

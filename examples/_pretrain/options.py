@@ -70,8 +70,9 @@ class Options:
     """channels per head"""
     vocab_size: int | None = None
     """tokens (default: 65536; 256, bytes, for tiny)"""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """compute dtype; parameters, decays, states, logits stay float32 (auto: bf16 on GPUs, fp32 elsewhere)"""
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    """compute dtype, fp8: bf16 with FP8 products in training; parameters, decays, states, logits stay float32
+    (auto: bf16 on GPUs, fp32 elsewhere)"""
     remat: Literal["auto", "none", "dense", "full"] = "auto"
     """what the backward pass recomputes: nothing, all but dense projections, all (auto: none if it fits)"""
     scan_layers: bool = True

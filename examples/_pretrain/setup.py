@@ -47,7 +47,7 @@ def build_model(options: Options, mesh: jax.sharding.Mesh) -> Any:
     run: dict[str, Any] = {"dtype": compute_dtype(options.precision), "scan_layers": options.scan_layers}
     if options.scan_layers and options.mesh_fsdp == 1 and on_gpu():
         run["scan_layers"] = "unroll"  # the same parameters
-    run["vocab_size"] = options.vocab_size
+    run |= {"vocab_size": options.vocab_size, "fp8": options.precision == "fp8"}
     if options.remat != "auto":
         return _run.build_model(options, remat=REMAT[options.remat], **run)
     memory = None if options.memory_gb is None else options.memory_gb * 1e9

@@ -91,6 +91,13 @@ def test_train_step(measured, module, tmp_path):
     assert ours["share_6n"] == pytest.approx(rate / 989e12)
 
 
+@pytest.mark.slow
+def test_train_step_in_fp8(measured):
+    arguments = ("--quick", "--implementation", "xla", "--sides", "fla_jax", "--fp8", "--remat", "none")
+    found, _ = measured("train_step.py", *arguments)
+    assert [r["precision"] for r in found] == ["fp8"] and found[0]["loss_last"] < found[0]["loss_first"]
+
+
 def test_decode(measured):
     arguments = ("--versions", 7, "--engine", "--peers", "fla", "--batches", 1, 5)
     found, text = measured("decode.py", "--quick", *arguments)

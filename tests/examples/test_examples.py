@@ -9,6 +9,7 @@ import sys
 
 import _run
 import _text
+import generate
 import jax
 import numpy as np
 import pretraining
@@ -120,7 +121,7 @@ def test_another_seed_is_another_run_and_the_first_one_is_kept(straight, text, t
         assert words in printed
 
 
-def test_rwkv6_on_a_directory_in_bf16(text, tmp_path, capsys):
+def test_rwkv6_on_a_directory_in_fp8(text, tmp_path, capsys):
     texts = tmp_path / "texts"
     (texts / "deeper").mkdir(parents=True)
     (texts / "a.txt").write_bytes(text.read_bytes())
@@ -128,9 +129,11 @@ def test_rwkv6_on_a_directory_in_bf16(text, tmp_path, capsys):
     (texts / "binary").write_bytes(bytes(100))
     (texts / ".hidden").write_bytes(b"hidden")
     assert _text.read_text(texts) == text.read_bytes() + b"\n\n" + text.read_bytes()[:5000]
-    more = ("--model", "rwkv6", "--precision", "bf16", "--steps", 20)
+    more = ("--model", "rwkv6", "--precision", "fp8", "--steps", 20)
     train_lm.main(arguments(texts, tmp_path / "run", *more))
     assert "rwkv6, " in capsys.readouterr().out
+    model, _ = generate.load_model(tmp_path / "run")
+    assert not model.config.fp8 and model.config.dtype == "float32"
 
 
 def test_split_and_batches():
