@@ -56,12 +56,14 @@ class RecurrenceConfig:
         chunk_size: tokens per chunk; None: the implementation chooses.
         lower_bound: promise that every log decay is at least this, or None.
         compute_name: dtype of states and arithmetic, ``"float32"`` or ``"float64"``.
+        allow_tf32: whether kernels may round the operands of float32 products to TF32.
     """
 
     scale: float = 1.0
     chunk_size: int | None = None
     lower_bound: float | None = None
     compute_name: str = "float32"
+    allow_tf32: bool = False
 
     @property
     def compute(self) -> jnp.dtype:

@@ -39,6 +39,7 @@ Tokens = Float[Array, "B T H K"]  # for the overloads of the public functions
 Values = Float[Array, "B T H V"]
 State = Float[Array, "N H K V"]
 Bonus = Float[Array, "H K"]
+Precision = jax.lax.Precision | str | None
 
 
 class _Options(TypedDict, total=False):
@@ -53,6 +54,7 @@ class _Options(TypedDict, total=False):
 class _ChunkOptions(_Options, total=False):
     chunk_size: int | None
     lower_bound: float | None
+    precision: Precision
 
 
 class Options(_Options, total=False):
@@ -129,6 +131,7 @@ def checked_inputs(
     scale: object,
     chunk_size: object = None,
     lower_bound: object = None,
+    allow_tf32: bool = False,
     *,
     warn_layout: bool = False,
 ) -> tuple[X, RecurrenceConfig]:
@@ -179,6 +182,7 @@ def checked_inputs(
         check_chunk_size(chunk_size),
         _checked_bound(lower_bound),
         "float64" if is_double else "float32",
+        allow_tf32,
     )
     if h0 is not None:
         h0 = h0.astype(config.compute)
@@ -190,6 +194,28 @@ def checked_inputs(
         h0 = jnp.broadcast_to(zeros(first, first, config.compute), (N, H, K, V))
     x["initial_state"] = h0
     return inputs._make(x.get(name) for name in inputs._fields), config
+
+
+def allows_tf32(precision: object) -> bool:
+    """Whether ``precision``, or JAX's default where it is None, lets float32 products round to TF32.
+
+    Raises:
+        ValueError: it is no precision.
+    """
+    default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    chosen = default if precision is None else precision
+    if chosen is None:
+        return False
+    if chosen in jax.lax.DotAlgorithmPreset.__members__:  # JAX's default may be an algorithm
+        return chosen == jax.lax.DotAlgorithmPreset.TF32_TF32_F32.name
+    try:
+        return jax.lax.Precision(chosen) is not jax.lax.Precision.HIGHEST
+    except ValueError:
+        wanted = ", ".join(one.name.lower() for one in jax.lax.Precision)
+        raise ValueError(
+            f"precision must be None or a jax.lax.Precision or its name ({wanted}, tensorfloat32, float32), "
+            f"got {precision!r}"
+        ) from None
 
 
 def _sizes(arrays: Mapping[str, jax.Array]) -> tuple[int, int, int, int, int]:

@@ -10,6 +10,11 @@ _TRITON = ("3.6", "3.7", "3.8", "3.9")
 SUPPORTED: Mapping[str, tuple[str, ...]] = {"0.10": _TRITON, "0.11": _TRITON, "0.12": _TRITON}
 
 
+def triton_release() -> tuple[int, ...]:
+    """(3, 6) for 3.6.0, for what differs between releases; () where Triton is not installed."""
+    return tuple(map(int, _release(_version("triton") or "").split("."))) if _version("triton") else ()
+
+
 def why_not_compiled() -> str | None:
     """None where the installed packages compile Triton kernels, else the reason and the command to run."""
     triton, jax = _version("triton"), _version("jax")

@@ -20,11 +20,13 @@ class Config:
         num_splits: splits of each sequence; 1 for packed sequences.
         scale: factor of r.
         operand: dtype of the large products' operands: bfloat16 for 16-bit inputs, else float32.
-        tf32x3: whether products of float32 operands are computed from their TF32 parts.
+        tf32x3: whether products of float32 operands are computed from their TF32 parts, to float32 accuracy.
+        exact_sums: whether sums over tokens and A_ab_inv are so, whatever ``tf32x3`` says of other products.
         unsafe_gate: whether decays of a sequence and head may be below the bound of the safe gate, as
             `Index.gates` says. False compiles the safe gate alone.
         safe_gate_exponent: log2 of the centring factor of the safe gate (`load_gate`), where
             ``unsafe_gate`` is False.
+        both_gates: whether the kernel has the code of both gates, and this config is for one of them.
         segments: whether a sequence has segments, at whose first token the state restarts.
         packed: whether sequences are packed along T.
         unmasked: whether every element of every tile exists.
@@ -49,11 +51,13 @@ class Config:
     scale: float
     operand: tl.dtype
     tf32x3: bool
+    exact_sums: bool
     unsafe_gate: bool
     safe_gate_exponent: int
     segments: bool
     packed: bool
     unmasked: bool
+    both_gates: bool = False
     precomputed_A: bool = False
     num_buffers: int = 0
     num_aliased: int = 0
@@ -73,7 +77,13 @@ class Config:
 @triton.constexpr_function
 def with_safe_gate(c):
     """The config of a program under the safe gate."""
-    return c.replace(unsafe_gate=False)
+    return c.replace(unsafe_gate=False, both_gates=c.unsafe_gate)
+
+
+@triton.constexpr_function
+def with_exact_products(c):
+    """The config of products that are as exact as sums."""
+    return c.replace(tf32x3=c.exact_sums)
 
 
 @triton.constexpr_function

@@ -160,6 +160,7 @@ def plan_pass(
         chunk_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     bound = ctx.settings.lower_bound
     unsafe_gate = bound is None or bound < SAFE_GATE_BOUND
+    exact = not bf16_dots and not INTERPRET  # the interpreter computes float32 products exactly
     index = Index(
         segment_bits=None if x.segment_ids is None else segment_bits(x.segment_ids),
         cu_seqlens=cu_seqlens,
@@ -179,7 +180,8 @@ def plan_pass(
         num_splits=num_splits,
         scale=ctx.settings.scale,
         operand=tl.bfloat16 if bf16_dots else tl.float32,
-        tf32x3=not bf16_dots and not INTERPRET,  # the interpreter computes float32 products exactly
+        tf32x3=exact and not ctx.settings.allow_tf32,
+        exact_sums=exact,
         unsafe_gate=unsafe_gate,
         safe_gate_exponent=0 if bound is None or unsafe_gate else round(SAFE_GATE_EXPONENT * min(bound, 0.0)),
         segments=x.segment_ids is not None,

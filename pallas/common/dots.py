@@ -8,6 +8,8 @@ instructions of `tl.cumsum`, and no barriers.
 import triton
 import triton.language as tl
 
+from .chunk_config import with_exact_products
+
 
 @triton.jit
 def dot(x, y, c: tl.constexpr, acc=None):
@@ -15,13 +17,15 @@ def dot(x, y, c: tl.constexpr, acc=None):
 
     Float32 operands are two TF32 parts each; the product of the smaller parts, 2^-22, is dropped. Triton's
     "tf32x3" truncates parts and tests every number for NaN, a quarter of all instructions; here infinities
-    become NaN.
+    become NaN. Where TF32 is enough they are rounded: the GPU truncates, which errs to one side.
     """
     if c.tf32x3:
         high_x, high_y = tf32_part(x), tf32_part(y)
         acc = tl.dot(x - high_x, high_y, acc, input_precision="tf32")
         acc = tl.dot(high_x, y - high_y, acc, input_precision="tf32")
         return tl.dot(high_x, high_y, acc, input_precision="tf32")
+    elif c.exact_sums:
+        return tl.dot(tf32_part(x), tf32_part(y), acc, input_precision="tf32")
     else:
         return tl.dot(x, y, acc, input_precision="tf32")
 
@@ -84,7 +88,7 @@ def token_sums_f32(matrix, x, acc, c: tl.constexpr):
 @triton.jit
 def sums_bf16x2(matrix, x, c: tl.constexpr, acc=None):
     """`dot` for a ``matrix`` that is exact in TF32."""
-    if c.tf32x3:
+    if c.exact_sums:
         high = tf32_part(x)
         return tl.dot(
             matrix, high, tl.dot(matrix, x - high, acc, input_precision="tf32"), input_precision="tf32"
@@ -102,18 +106,19 @@ def bf16x2(x):
 
 @triton.jit
 def inverse16(A, c: tl.constexpr):
-    """(I - A)^-1 for strictly lower triangular A [16, 16].
+    """(I - A)^-1 for strictly lower triangular A [16, 16], to float32 accuracy where ``c.exact_sums``.
 
     The series (I + D)(I + D^2)(I + D^4) inverts the 8 x 8 diagonal blocks, and one merge completes it. The
     series over all 16 rows would lose all digits for nearly parallel keys.
     """
+    exact: tl.constexpr = with_exact_products(c)
     o = tl.arange(0, 16)
     same = (o[:, None] // 8) == (o[None, :] // 8)
     D = tl.where(same, A, 0.0)
     T = tl.where(o[:, None] == o[None, :], 1.0, 0.0) + D
-    P = dot(D, D, c)
-    T = dot(P, T, c, T)
-    P = dot(P, P, c)
-    T = dot(P, T, c, T)
-    X = dot(T, A - D, c)
-    return dot(X, T, c, T)
+    P = dot(D, D, exact)
+    T = dot(P, T, exact, T)
+    P = dot(P, P, exact)
+    T = dot(P, T, exact, T)
+    X = dot(T, A - D, exact)
+    return dot(X, T, exact, T)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .chunk import C
+from .chunk_config import with_exact_products
 from .dots import bf16x2, dot
 
 
@@ -51,7 +52,7 @@ def sums_over_tokens(x, matrix, c: tl.constexpr):
     elif x.dtype == tl.float16:  # its 11 bits fit two bfloat16
         return sums_over_tokens_f32(x.to(tl.float32), matrix, None, c)
     else:
-        return dot(x, matrix, c)
+        return dot(x, matrix, with_exact_products(c))
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def sums_over_tokens_f32(x, matrix, acc, c: tl.constexpr):
         m = matrix.to(tl.bfloat16)
         return tl.dot(lo, m, tl.dot(hi, m, acc))
     else:
-        return dot(x, matrix, c, acc)
+        return dot(x, matrix, with_exact_products(c), acc)
 
 
 @triton.jit
@@ -96,8 +97,8 @@ def sums_of_pairs(pairs, through, acc, of_pairs, c: tl.constexpr):
         return tl.dot(concat(bf16x2_concat(pairs), bf16x2_concat(through)), of_pairs, acc)
     else:
         i, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-        acc = dot(pairs, tl.where(i > s, 1.0, 0.0), c, acc)
-        return dot(through, tl.where(i < s, 1.0, 0.0), c, acc)
+        acc = dot(pairs, tl.where(i > s, 1.0, 0.0), with_exact_products(c), acc)
+        return dot(through, tl.where(i < s, 1.0, 0.0), with_exact_products(c), acc)
 
 
 @triton.jit
@@ -107,4 +108,4 @@ def sums_of_reads(reads, acc, of_reads, c: tl.constexpr):
         return tl.dot(bf16x2_concat(reads), of_reads, acc)
     else:
         i, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-        return dot(reads, tl.where(i > s, 1.0, 0.0), c, acc)
+        return dot(reads, tl.where(i > s, 1.0, 0.0), with_exact_products(c), acc)

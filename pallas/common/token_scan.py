@@ -15,7 +15,12 @@ import triton
 import triton.language as tl
 
 from ..backend.types import Tensor
+from ..backend.versions import triton_release
 from .token_tiles import load_tokens, store_tokens
+
+# Of axes whose strides are equal to it, as those of values and of P are, Triton before 3.7 takes the first
+# one for the next lanes, later ones the last
+LAST_AXIS_FIRST = tl.constexpr(triton_release() >= (3, 7))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +196,15 @@ def edge_state(ptr, axes, c: tl.constexpr):
     """
     head = (tl.program_id(2).to(tl.int64) * c.H + tl.program_id(1)) * (tl.num_programs(0) * c.BV)
     return ptr + (head + axes.value[:, None, None]) * (c.P * 16) + axes.key[None, :, :]
+
+
+@triton.jit
+def load_edge_state(ptr, axes, c: tl.constexpr):
+    """The program's tile [BV, P, 16] of the initial state, whose layout all later tiles have."""
+    if LAST_AXIS_FIRST:
+        return tl.permute(tl.load(tl.permute(edge_state(ptr, axes, c), (1, 0, 2))), (1, 0, 2))
+    else:
+        return tl.load(edge_state(ptr, axes, c))
 
 
 @triton.jit

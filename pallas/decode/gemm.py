@@ -13,7 +13,7 @@ import jax
 import triton
 import triton.language as tl
 
-from .gemv import ProductConfig, activation, code_of, layer_norm, load
+from .gemv import QuantisedConfig, activation, code_of, layer_norm, load, unpacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,9 @@ class MixTokensOut(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class GemmConfig(ProductConfig):
-    """`ProductConfig` with the batch elements of a program, the depth of the load pipeline, and the precision
-    of products.
+class GemmConfig(QuantisedConfig):
+    """`QuantisedConfig` with the batch elements of a program, the depth of the load pipeline, and the
+    precision of products.
     """
 
     BB: int
@@ -70,9 +70,32 @@ def mix_kernel(x, out, c: tl.constexpr):
 
 
 @triton.jit
+def load_weights(weights, n, at, in_rows, dtype: tl.constexpr, c: tl.constexpr):
+    """Weights [BK, BN] of rows ``n`` from channel ``at`` on in ``dtype``, as `Matrix.dense` has them."""
+    if weights.scale is None:
+        k = at + tl.arange(0, c.BK)
+        return tl.load(weights.w + n[None, :] * c.K + k[:, None], mask=in_rows[None, :], other=0.0)
+    else:
+        PER_BYTE: tl.constexpr = 2 if c.has_4_bits else 1
+        GROUPS: tl.constexpr = max(c.BK // c.group, 1)
+        stored = at // PER_BYTE + tl.arange(0, c.BK // PER_BYTE)
+        w = tl.load(
+            weights.w + n[:, None] * (c.K // PER_BYTE) + stored[None, :], mask=in_rows[:, None], other=0
+        )
+        if c.has_4_bits:
+            w = tl.reshape(unpacked(w), (c.BN, c.BK))
+        group = at // c.group + tl.arange(0, GROUPS)  # one, perhaps of more channels, or several
+        factors = tl.load(
+            weights.scale + n[:, None] * (c.K // c.group) + group[None, :], mask=in_rows[:, None], other=0.0
+        ).to(tl.float32)
+        w = tl.reshape(w.to(tl.float32), (c.BN, GROUPS, c.BK // GROUPS)) * factors[:, :, None]
+        return tl.trans(tl.reshape(w, (c.BN, c.BK))).to(dtype)
+
+
+@triton.jit
 def gemm_kernel(x, weights, epilogue, out, c: tl.constexpr):
-    """``x``: `Tokens`. K is a multiple of BK. Sums over K have one order: the bits of a batch element do not
-    depend on the batch.
+    """``x``: `Tokens`. K is a multiple of BK, and BK of the group of quantised weights, or the reverse. Sums
+    over K have one order: the bits of a batch element do not depend on the batch.
     """
     first = tl.program_id(0) * c.BN
     n = first + tl.arange(0, c.BN)
@@ -81,20 +104,20 @@ def gemm_kernel(x, weights, epilogue, out, c: tl.constexpr):
     code = code_of(first, c)
     plane = x.x + (code % 16) * (c.B * c.x_stride)
     in_batch = (b < c.B)[:, None]
-    in_rows = (n < c.N)[None, :]
+    in_rows = n < c.N
     sums = tl.full((c.BB, c.BN), 0, tl.float32)
     for at in tl.range(0, c.K, c.BK, num_stages=c.stages):
         token = tl.load(plane + b[:, None] * c.x_stride + (at + k)[None, :], mask=in_batch, other=0.0)
-        w = tl.load(weights.w + n[None, :] * c.K + (at + k)[:, None], mask=in_rows, other=0.0)
+        w = load_weights(weights, n, at, in_rows, token.dtype, c)
         sums = tl.dot(token, w, sums, input_precision=c.precision)
     y = activation(sums, code)
     at = b[:, None] * c.N + n[None, :]
     if epilogue.gate is not None:
         y *= tl.load(
             epilogue.gate + b[:, None] * c.gate_stride + (c.gate_at + n)[None, :],
-            mask=in_batch & in_rows,
+            mask=in_batch & in_rows[None, :],
             other=0.0,
         ).to(tl.float32)
     if epilogue.add is not None:
-        y += tl.load(epilogue.add + at, mask=in_batch & in_rows, other=0.0).to(tl.float32)
-    tl.store(out.y + at, y.to(out.y.dtype.element_ty), mask=in_batch & in_rows)
+        y += tl.load(epilogue.add + at, mask=in_batch & in_rows[None, :], other=0.0).to(tl.float32)
+    tl.store(out.y + at, y.to(out.y.dtype.element_ty), mask=in_batch & in_rows[None, :])

@@ -50,13 +50,19 @@ class ProductConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class GemvConfig(ProductConfig):
-    """`ProductConfig` with the group of channels that share a scale of quantised weights, whether a byte has
-    two weights, whether the input has planes, and what the norm adds to the variance.
+class QuantisedConfig(ProductConfig):
+    """`ProductConfig` with the group of channels that share a scale of quantised weights, and whether a byte
+    has two weights.
     """
 
     group: int
     has_4_bits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class GemvConfig(QuantisedConfig):
+    """`QuantisedConfig` with whether the input has planes, and what the norm adds to the variance."""
+
     has_planes: bool
     eps: float
 
@@ -125,6 +131,12 @@ def activation(x, code):
 
 
 @triton.jit
+def unpacked(w):
+    """Weights of 4 bits as int8, two for each byte along a new last axis."""
+    return tl.join(w & 15, w >> 4).to(tl.int8) - 8
+
+
+@triton.jit
 def code_of(first, c: tl.constexpr):
     """The code of the segment of row ``first``."""
     code = c.codes[0]
@@ -176,7 +188,7 @@ def gemv_kernel(x, weights, epilogue, out, c: tl.constexpr):
     else:
         w = tl.load(weights.w + offsets, mask=stored[None, :, :], other=0)
     if c.has_4_bits:  # beyond K it is -8, and the token is 0
-        w = tl.reshape(tl.join(w & 15, w >> 4), (c.BN, BK // G, G)).to(tl.int8) - 8
+        w = tl.reshape(unpacked(w), (c.BN, BK // G, G))
     if weights.scale is not None:
         group = tl.arange(0, BK // G)
         factors = tl.load(

@@ -18,6 +18,7 @@ from ..common.token_scan import (
     edge_token,
     has_restart,
     keys,
+    load_edge_state,
     load_keys,
     load_values,
     save_state,
@@ -109,7 +110,7 @@ def rwkv6_scan_kernel(x, index, out, c: tl.constexpr):
     tokens = sequence_tokens(tl.program_id(2), index, c)
     at = tokens.first * c.H + tl.program_id(1)
     last = tokens.length - 1
-    S = tl.load(edge_state(x.start, axes, c))
+    S = load_edge_state(x.start, axes, c)
     u = load_keys(x.u, tl.program_id(1), axes, c).to(tl.float32)
     token = converted(load_token(x, edge_token(tokens, index, c) * c.H + tl.program_id(1), axes, c), c)
     count = tl.cdiv(tokens.length, c.interval)

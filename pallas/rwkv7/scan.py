@@ -18,6 +18,7 @@ from ..common.token_scan import (
     edge_token,
     has_restart,
     keys,
+    load_edge_state,
     load_keys,
     load_values,
     save_state,
@@ -133,7 +134,7 @@ def rwkv7_scan_kernel(x, index, out, c: tl.constexpr):
     tokens = sequence_tokens(tl.program_id(2), index, c)
     at = tokens.first * c.H + tl.program_id(1)
     last = tokens.length - 1
-    S = tl.load(edge_state(x.start, axes, c))
+    S = load_edge_state(x.start, axes, c)
     token = converted(load_token(x, edge_token(tokens, index, c) * c.H + tl.program_id(1), axes, c))
     count = tl.cdiv(tokens.length, c.interval)
     for i in range(0, count):

@@ -109,8 +109,12 @@ def test_products_of_the_library(version, interpreted, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.one_python
 @pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
-def test_the_kernel_of_quantised_weights(interpreted, weight_dtype):
-    compared(*setup(7), 2, "triton", 5e-6, weight_dtype=weight_dtype, weight_group=16)
+@pytest.mark.parametrize("B, group", [(1, 16), (2, 16), (5, 64)], ids=str)
+def test_the_kernels_of_quantised_weights(interpreted, monkeypatch, weight_dtype, B, group):
+    """Groups of fewer and of more channels than a tile."""
+    launches = {key: one._replace(BK=32) for key, one in interpreted.GEMM_LAUNCHES.items()}
+    monkeypatch.setattr(interpreted, "GEMM_LAUNCHES", launches)
+    compared(*setup(7), B, "triton", 5e-6, weight_dtype=weight_dtype, weight_group=group)
 
 
 def is_matrix(x):

@@ -104,7 +104,7 @@ def test_bfloat16_is_as_near_as_the_model(version, B):
         {"weight_dtype": "int4", "weight_group": 128},
     ],
 )
-@pytest.mark.parametrize("B", [2, 8])
+@pytest.mark.parametrize("B", [2, 8, 40])
 def test_options(options, B):
     """The kernels against the same in plain JAX."""
     model, params = setup(7, dtype="bfloat16")

@@ -55,6 +55,21 @@ def test_nearly_parallel_keys_with_gate_one(options, dtype, D):
 @each_op
 @pytest.mark.parametrize(
     "options",
+    [dict(decay="mixed"), dict(K=128, V=128, **BOUNDED), dict(decay="mild", exponents=(-20,))],
+    ids=str,
+)
+def test_tf32_by_request(op, options):
+    """As exact as TF32 can be, and no more: with less than the tolerance of float32 it would not be TF32."""
+    case = Case(op, **(dict(B=2, T=200, H=2, K=64, V=64) | options))
+    got, want = cases.run(case, "triton", precision="tensorfloat32"), cases.expected(case)
+    cases.compare(case, got, want, places.TF32)
+    errors = case.errors(got, want, places.RECURRENCE[places.TRITON_GPU]["float32"])
+    assert errors["o"][0] > errors["o"][1] and errors["dv"][0] > errors["dv"][1], errors
+
+
+@each_op
+@pytest.mark.parametrize(
+    "options",
     [
         dict(T=1024),
         dict(T=600, decay="mixed"),

@@ -45,6 +45,8 @@ RECURRENCE: dict[Place, dict[str, Tolerances]] = {
         "float16": Tolerances(o=6e-3, state=6e-3, grad=9e-3, dw=1.5e-2, channel=4.5e-2, rounded=False),
     },
 }
+# Float32 with products of TF32 operands: a rounding of 2^-12 each
+TF32 = Tolerances(o=6e-4, state=8e-4, grad=1e-3, dw=2e-3, channel=8e-3, rounded=False)
 # The ops of the layers, by place and dtype: on a GPU a little more than one rounding.
 NORM_MIX: dict[Place, dict[str, float]] = {
     XLA: {"float32": 1e-6, "float64": 1e-12},

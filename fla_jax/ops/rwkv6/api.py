@@ -16,9 +16,11 @@ from ..recurrence import (
     ChunkOptionsWithState,
     Options,
     OptionsWithState,
+    Precision,
     State,
     Tokens,
     Values,
+    allows_tf32,
     checked_inputs,
     recurrence_op,
     triton_supports,
@@ -106,6 +108,7 @@ def chunk_rwkv6(
     cu_seqlens: Int[Array, " N+1"] | None = None,
     chunk_size: int | None = None,
     lower_bound: float | None = None,
+    precision: Precision = None,
     implementation: str | None = None,
     sequence_axis: str | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
@@ -139,7 +142,15 @@ def chunk_rwkv6(
     """
     arrays = {"r": r, "k": k, "v": v, "w": w, "u": u}
     x, config = checked_inputs(
-        RWKV6Inputs, arrays, initial_state, segment_ids, cu_seqlens, scale, chunk_size, lower_bound
+        RWKV6Inputs,
+        arrays,
+        initial_state,
+        segment_ids,
+        cu_seqlens,
+        scale,
+        chunk_size,
+        lower_bound,
+        allows_tf32(precision),
     )
     o, final_state = CHUNK(x, config, implementation, sequence_axis)
     return o, final_state if output_final_state else None

@@ -15,9 +15,11 @@ from ..recurrence import (
     ChunkOptionsWithState,
     Options,
     OptionsWithState,
+    Precision,
     State,
     Tokens,
     Values,
+    allows_tf32,
     checked_inputs,
     recurrence_op,
     triton_supports,
@@ -101,6 +103,7 @@ def chunk_rwkv7(
     cu_seqlens: Int[Array, " N+1"] | None = None,
     chunk_size: int | None = None,
     lower_bound: float | None = None,
+    precision: Precision = None,
     implementation: str | None = None,
     sequence_axis: str | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
@@ -140,6 +143,10 @@ def chunk_rwkv7(
             Triton kernels always take 16.
         lower_bound: a promise that ``w >= lower_bound`` everywhere (RWKV-7's layer: -0.61), which may be
             faster. A broken promise gives undefined results outside `fla_jax.checked`.
+        precision: of float32 products in the Triton kernels, a `jax.lax.Precision` or its name. None takes
+            JAX's default (`jax.default_matmul_precision`) where one is set, else ``"highest"``, to float32
+            accuracy. All others round operands to TF32: errors of 3e-4 to 8e-4 of an array's norm (the
+            gradient of w: 1.5e-3), 1.4 to 2.3 times as fast.
         implementation: None for the best that qualifies, or by name. On any platform: ``"reference"`` (token
             by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX). On NVIDIA GPUs of compute capability
             8.0 and up, not for float64: ``"triton"`` (chunked, fastest where all inputs but w have 16 bits;
@@ -179,6 +186,7 @@ def chunk_rwkv7(
         scale,
         chunk_size,
         lower_bound,
+        allows_tf32(precision),
         warn_layout=True,
     )
     o, final_state = CHUNK(x, config, implementation, sequence_axis)
