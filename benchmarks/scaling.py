@@ -176,7 +176,7 @@ def measure(name: str, count: int, options: argparse.Namespace) -> Record:
         folder = options.profile / f"{name}-{count}".replace(" ", "-")
         with jax.set_mesh(mesh):
             record["kernels_ms"] = profiled(folder, start_step, count)
-    if parameters and kind in ("NVIDIA H100", "NVIDIA H200"):
+    if parameters and kind.startswith(("NVIDIA H100", "NVIDIA H200")):
         record["share_6n"] = 6 * parameters * record["tokens_per_s"] / count / PEAK
     return record
 

@@ -65,6 +65,11 @@ def is_ours(r: records.Record) -> bool:
     return r.get("library") == "fla_jax" and "ms" in r
 
 
+def has_peers(found: Records) -> bool:
+    """Whether other libraries' ops were measured."""
+    return any(r.get("library") not in ("fla_jax", None) and r.get("op") in OPS and "ms" in r for r in found)
+
+
 def recurrences(found: Records) -> str:
     """This library's measurements of the ops beside the fastest peer of the same run."""
     ours = [r for r in found if r.get("op") in OPS and is_ours(r)]
@@ -72,7 +77,7 @@ def recurrences(found: Records) -> str:
     lines = []
     for r in ours:
         what = f"`{r['op']}`{' decoding' if r['form'] == 'decode' else ''}, {r['implementation']}"
-        peer = "none with these decays"
+        peer = "none with these decays" if has_peers(found) else "not measured"
         if r.get("ratio") is not None:
             peer = f"{r['peer']} {number(r['peer_ms'])}"
         elif "ratio_to_copy" in r:
@@ -86,7 +91,7 @@ def losses(found: Records) -> str:
     """The measurements in which a peer is faster, as sentences."""
     ours = [r for r in found if r.get("op") in OPS and is_ours(r)]
     lost = [r for r in ours if (r.get("ratio") or 0) > 1]
-    if not ours:
+    if not ours or not has_peers(found):
         return NOTHING
     if not lost:
         return "No peer is faster than every form of ours in this file."
