@@ -29,14 +29,15 @@ import numpy as np
 import optax
 import records
 
-from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM
-from fla_jax.parallel import TrainStep, make_mesh
+from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM, initial_params
 from fla_jax.training import next_token_loss, rwkv_optimizer, rwkv_schedule
 
 MODELS = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, RWKV7Config)}
 GAPS_POWER = 0.01  # queries soon after the pairs are likelier: Zoology's distribution of gaps
 RECALL_VOCABULARY = 8192  # the lower half are keys, the upper half values, 0 fills
 KEY = records.key_of("op", "form", "implementation", "model", "shape")
+STEPS_PER_CALL = 500
+State = tuple[optax.Params, optax.OptState]
 Batch = dict[str, jax.Array]
 Draw = Callable[[jax.Array], Batch]
 
@@ -148,15 +149,24 @@ def train(setting: Setting, learning_rate: float, draw: Draw) -> tuple[float, fl
     model = kind(config_type(vocab_size=vocab_size, **sizes, **options))
     schedule = rwkv_schedule(learning_rate, 0.01 * learning_rate, setting.steps, setting.steps // 10)
     optimizer = rwkv_optimizer(schedule, weight_decay=0.1 if setting.pairs else 0.0)
-    mesh = make_mesh(devices=jax.devices()[:1])
-    step = TrainStep(model, optimizer, mesh, next_token_loss(model, l2wrap=0.0))
-    state, key = step.init(jax.random.key(0)), jax.random.key(1)
+    loss = next_token_loss(model, l2wrap=0.0)
+
+    def step(state: State, key: jax.Array) -> tuple[State, None]:
+        params, opt_state = state
+        grads = jax.grad(loss)(params, draw(key))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    # many steps a call: one alone is over before the next one is dispatched
+    steps = jax.jit(lambda state, keys: jax.lax.scan(step, state, keys)[0], donate_argnums=0)
+    params = initial_params(model, jax.random.key(0))
+    state, keys = (params, optimizer.init(params)), jax.random.split(jax.random.key(1), setting.steps)
     began = time.perf_counter()
-    for i in range(setting.steps):
-        state, loss = step(state, step.shard(draw(jax.random.fold_in(key, i))))
-    jax.block_until_ready(loss)
+    for first in range(0, setting.steps, STEPS_PER_CALL):
+        state = steps(state, keys[first : first + STEPS_PER_CALL])
+    jax.block_until_ready(state)
     seconds = time.perf_counter() - began
-    return accuracy(model.apply, state.params, draw, rounds=-(-2048 // setting.batch)), seconds
+    return accuracy(model.apply, state[0], draw, rounds=-(-2048 // setting.batch)), seconds
 
 
 def accuracy(apply: Callable, params: optax.Params, draw: Draw, rounds: int) -> float:
