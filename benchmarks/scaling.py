@@ -1,7 +1,8 @@
 """How training scales over devices: ``python benchmarks/scaling.py`` makes the table of docs/pretraining.md.
 
 Every mode runs on all devices (or ``--devices``) and, for its efficiency, on one with the work of one, each
-in its own process. Records have times of queued steps, the largest peak memory and the collectives.
+in its own process. Before, all programs are compiled at the same time, into a cache that is deleted at the
+end. Records have times of queued steps, the largest peak memory and the collectives.
 
     python benchmarks/scaling.py --modes data fsdp
     python benchmarks/scaling.py --fake 8        # no GPU: small models on fake CPU devices, numbers checked
@@ -16,9 +17,10 @@ import os
 import re
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import records
 import runner
@@ -55,6 +57,16 @@ MODES = {
 }
 
 
+class Program(NamedTuple):
+    """A compiled step ``(state, examples) -> (state, loss)``, what makes its arguments, and the number of
+    parameters without the embedding.
+    """
+
+    compiled: Any
+    arguments: Callable[[], tuple[Any, Any]]
+    parameters: int | None
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = records.parser(__doc__)
     add = parser.add_argument
@@ -68,6 +80,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--fake", type=int, help="fake CPU devices, small sizes, numbers checked")
     add("--profile", type=Path, metavar="FOLDER", help="profile steps, and sum kernels by name")
     add("--timeout", type=float, default=550, help="seconds for one process; default 550")
+    text = "longest time to compile ahead; default 180, 0 for not at all"
+    add("--compile-seconds", type=float, default=180, help=text)
     return parser.parse_args(arguments)
 
 
@@ -84,8 +98,8 @@ def collectives(text: str) -> dict[str, int]:
     return dict(collections.Counter(found))
 
 
-def training(mode: Mode, mesh: Any, batch: int, tokens: int, options: argparse.Namespace) -> tuple[Any, ...]:
-    """(compiled step, its arguments, parameters without the embedding)."""
+def training(mode: Mode, mesh: Any, batch: int, tokens: int, options: argparse.Namespace) -> Program:
+    """A training step."""
     import jax
     import numpy as np
 
@@ -98,15 +112,16 @@ def training(mode: Mode, mesh: Any, batch: int, tokens: int, options: argparse.N
     model = RWKV7ForCausalLM(RWKV7Config(vocab, mode.width, mode.layers, **sizes))
     flags = None if options.plain or options.fake else overlap_options()
     step = TrainStep(model, rwkv_optimizer(6e-4), mesh, compiler_options=flags)
-    state = step.init(jax.random.key(0))
+    state = step.abstract_state()
     drawn = np.random.default_rng(0).integers(0, vocab, (batch, tokens + 1), dtype=np.int32)
     count = sum(x.size for x in jax.tree.leaves(state.params)) - vocab * mode.width
     examples = step.shard(drawn)
-    return step.lower(state, examples).compile(), (state, examples), count
+    compiled = step.lower(state, examples).compile()
+    return Program(compiled, lambda: (step.init(jax.random.key(0)), examples), count)
 
 
-def op(mode: Mode, mesh: Any, batch: int, tokens: int, options: argparse.Namespace) -> tuple[Any, ...]:
-    """The same of chunk_rwkv7 alone: its "state" are the inputs, which a step returns unchanged."""
+def op(mode: Mode, mesh: Any, batch: int, tokens: int, options: argparse.Namespace) -> Program:
+    """chunk_rwkv7 alone: its "state" are the inputs, which a step returns unchanged."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
@@ -130,14 +145,21 @@ def op(mode: Mode, mesh: Any, batch: int, tokens: int, options: argparse.Namespa
         gradients = pull(do)
         return arrays, sum(jnp.sum(jnp.abs(x.astype(jnp.float32))) for x in (o, *gradients))
 
+    def arguments() -> tuple[tuple[jax.Array, ...], jax.Array]:
+        with jax.set_mesh(mesh):
+            made = jax.jit(lambda key: (make(key), make(key)[0]), out_shardings=split)
+            return made(jax.random.key(0))
+
+    given = jax.ShapeDtypeStruct(shape, dtype, sharding=split)
     with jax.set_mesh(mesh):
-        *arrays, do = jax.jit(lambda key: (*make(key), make(key)[0]), out_shardings=split)(jax.random.key(0))
-        arguments = (tuple(arrays), do)
-        return jax.jit(step, donate_argnums=0).lower(*arguments).compile(), arguments, None
+        compiled = jax.jit(step, donate_argnums=0).lower((given,) * 6, given).compile()
+    return Program(compiled, arguments, None)
 
 
-def measure(name: str, count: int, options: argparse.Namespace) -> Record:
-    """The record of one mode on ``count`` devices; one device has the work of one."""
+def measure(name: str, count: int, options: argparse.Namespace, compiles: bool = False) -> Record | None:
+    """The record of one mode on ``count`` devices; one device has the work of one. None if it only
+    ``compiles``.
+    """
     import jax
 
     from fla_jax.parallel import make_mesh
@@ -153,7 +175,10 @@ def measure(name: str, count: int, options: argparse.Namespace) -> Record:
     mesh_sizes = {"data": 1} if count == 1 else mode.mesh
     mesh = make_mesh(**mesh_sizes, explicit=options.explicit, devices=jax.devices()[:count])
     build = op if mode.layers == 0 else training
-    compiled, (state, examples), parameters = build(mode, mesh, batch, tokens, options)
+    compiled, arguments, parameters = build(mode, mesh, batch, tokens, options)
+    if compiles:
+        return None
+    state, examples = arguments()
 
     def start_step() -> Any:
         nonlocal state
@@ -188,7 +213,7 @@ def make(settings: dict[str, Any]) -> Callable[[runner.Job], Any]:
 
     def run(job: runner.Job) -> Any:
         if "mode" in job:
-            return measure(job["mode"], job["devices"], options)
+            return measure(job["mode"], job["devices"], options, job.get("compiles", False))
         import jax
 
         return len(jax.devices())
@@ -196,8 +221,8 @@ def make(settings: dict[str, Any]) -> Callable[[runner.Job], Any]:
     return run
 
 
-def outcome(job: runner.Job, options: argparse.Namespace) -> Any:
-    """The result of a job in a process of its own; a record with "error" if it fails."""
+def start(jobs: list[runner.Job], options: argparse.Namespace) -> runner.Process:
+    """A process with its jobs."""
     variables = {"XLA_PYTHON_CLIENT_MEM_FRACTION": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")}
     if options.fake:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.fake}"
@@ -207,11 +232,15 @@ def outcome(job: runner.Job, options: argparse.Namespace) -> Any:
         for name in ("devices", "tokens", "steps", "plain", "unscanned", "explicit", "fake")
     }
     settings["profile"] = options.profile and str(options.profile)
-    paths = (records.ROOT,)
-    start = lambda jobs: runner.Process(
-        "scaling:make", "scaling", jobs, settings, paths=paths, variables=variables
-    )
-    [(_, line)] = runner.results(start, [job], options.timeout)
+    if any("compiles" in job for job in jobs):
+        variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    name = "scaling " + " ".join(f"{job.get('mode', '')} {job.get('devices', '')}" for job in jobs)
+    return runner.Process("scaling:make", name, jobs, settings, paths=(records.ROOT,), variables=variables)
+
+
+def outcome(job: runner.Job, options: argparse.Namespace) -> Any:
+    """The result of a job in a process of its own; a record with "error" if it fails."""
+    [(_, line)] = runner.results(lambda jobs: start(jobs, options), [job], options.timeout)
     return line["record"] if "record" in line else {"op": "scaling", **job, "error": line["error"]}
 
 
@@ -244,11 +273,36 @@ def main(arguments: list[str] | None = None) -> int:
         sys.exit(f"scaling.py: {count['error']}")
     common = records.stamp() | {"overlap": not (options.plain or options.fake)}
     common |= {"explicit": options.explicit, "scan": not options.unscanned}
+    with tempfile.TemporaryDirectory(prefix="fla_jax-scaling-") as cache:
+        if options.compile_seconds:
+            os.environ |= {
+                "JAX_COMPILATION_CACHE_DIR": cache,
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            }
+            compile_ahead(count, options)
+        return run(count, common, options)
+
+
+def compile_ahead(count: int, options: argparse.Namespace) -> None:
+    """Fills the cache with the programs of all modes."""
+    jobs = [{"mode": name, "devices": n, "compiles": True} for name in options.modes for n in {1, count}]
+    started = [
+        start([job], options) for job in jobs if job["devices"] > 1 or has_baseline(job["mode"], options)
+    ]
+    print(f"compiled ahead: {runner.wait_for(started, options.compile_seconds)}", flush=True)
+
+
+def has_baseline(name: str, options: argparse.Namespace) -> bool:
+    """Whether a mode also runs on one device."""
+    return bool(MODES[name].baseline or options.fake)
+
+
+def run(count: int, common: Record, options: argparse.Namespace) -> int:
+    """Runs the modes one after the other."""
     failed = False
     for name in options.modes:
         one = {"mode": name, "devices": 1, "error": "nothing fits one device"}
-        fits = MODES[name].baseline or options.fake
-        if fits:
+        if fits := has_baseline(name, options):
             one = outcome({"mode": name, "devices": 1}, options)
             print(line(one), flush=True)
         many = outcome({"mode": name, "devices": count}, options)
