@@ -23,7 +23,7 @@ def title(record: Record) -> str:
     shape = record.get("shape")
     words = [record.get(name) for name in ("op", "form", "library", "implementation")]
     words.append(" ".join(map(str, shape)) if isinstance(shape, list) else shape)
-    words += [record.get(name) for name in ("dtype", "pass", "decay")]
+    words += [record.get(name) for name in ("dtype", "precision", "pass", "decay")]
     if "batch" in record:
         words += [f"RWKV-{record['version']} {record['model']}", f"batch {record['batch']}"]
     return ", ".join(str(word) for word in words if word is not None)

@@ -43,10 +43,11 @@ def number(x: float | None, digits: int = 3) -> str:
 
 
 def shape(r: records.Record) -> str:
-    """B T H D, or B T H K V; and the dtype if it is not bfloat16."""
+    """B T H D, or B T H K V; the dtype if it is not bfloat16, and how its products are rounded."""
     B, T, H, K, V = r["shape"]
     size = f"{B} {T} {H} {K}" if K == V else f"{B} {T} {H} {K} {V}"
-    return size if r["dtype"] == "bfloat16" else f"{size} {r['dtype']}"
+    size += "" if r["dtype"] == "bfloat16" else f" {r['dtype']}"
+    return " ".join(filter(None, [size, {"tensorfloat32": "as TF32"}.get(r.get("precision", ""))]))
 
 
 def decay(r: records.Record) -> str:
@@ -97,7 +98,7 @@ def losses(found: Records) -> str:
         return "No peer is faster than every form of ours in this file."
     lines = []
     for r in sorted(lost, key=lambda r: -r["ratio"]):
-        task = lambda r: [r.get(name) for name in ("op", "form", "shape", "pass", "dtype")]
+        task = lambda r: [r.get(name) for name in ("op", "form", "shape", "pass", "dtype", "precision")]
         best = min(o["ms"] for o in found if is_ours(o) and task(o) == task(r))
         note = "" if best >= r["peer_ms"] else f" (with other settings or decays {number(best)})"
         what = f"`{r['op']}`, {r['implementation']}, B T H D = {shape(r)}, {r['pass']}, {decay(r)}"

@@ -16,7 +16,7 @@ Call = Callable[[dict[str, Any]], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One measurement. ``shape`` is (B, T, H, K, V)."""
+    """One measurement. ``shape`` is (B, T, H, K, V), ``precision`` the op's argument for float32 inputs."""
 
     op: str
     form: str
@@ -24,6 +24,7 @@ class Task:
     passes: str
     decay: str
     dtype: str = "bfloat16"
+    precision: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "shape", tuple(self.shape))  # JSON has lists
@@ -39,7 +40,8 @@ class Task:
     @property
     def label(self) -> str:
         words = (self.op, self.form, "x".join(map(str, self.shape)), self.passes, self.decay)
-        return " ".join([*words, *([] if self.dtype == "bfloat16" else [self.dtype])])
+        words += () if self.dtype == "bfloat16" else (self.dtype,)
+        return " ".join([*words, *filter(None, [self.precision])])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,8 @@ def load_ours(task: Task, implementation: str) -> Call:
     options: dict[str, Any] = dict(implementation=implementation, output_final_state=True)
     if task.decay == "bounded":
         options["lower_bound"] = LOWER_BOUND
+    if task.precision is not None:
+        options["precision"] = task.precision
     return lambda x: op(*arrays(x, token_names(task)), initial_state=x["initial_state"], **options)
 
 

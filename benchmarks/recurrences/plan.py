@@ -29,6 +29,11 @@ def in_float32(tasks: list[Task]) -> list[Task]:
     return [dataclasses.replace(task, dtype="float32") for task in tasks]
 
 
+def in_tf32(tasks: list[Task]) -> list[Task]:
+    made = in_float32([task for task in tasks if task.backward])
+    return [dataclasses.replace(task, precision="tensorfloat32") for task in made]
+
+
 def recurrent(version: int, shape: Shape, *passes: str) -> list[Task]:
     return [Task(f"fused_recurrent_rwkv{version}", "recurrent", shape, p, "any-weak") for p in passes]
 
@@ -60,6 +65,8 @@ def plan(quick: bool) -> tuple[list[Job], list[Job]]:
     add("ours", chunk(6, [wide], "any-strong", "any-weak", "bounded"))
     add("ours", chunk(6, [s for s in three if s != wide], "any-strong"))
     add("ours", in_float32(chunk(6, [wide], "bounded", "any-strong")))
+    add("ours", in_tf32(chunk(7, [wide], "bounded", "any-strong") + chunk(7, large, "bounded")))
+    add("ours", in_tf32(chunk(6, [wide], "bounded", "any-strong")))
     add("jla 6", chunk(6, three, "any-strong"), chunk(6, [wide], "any-weak"))
     add("rwkv-ops cuda 6", chunk(6, [s for s in three if s[1] <= 4096], "any-strong"))
     add("fla 6", chunk(6, three, "any-strong"), chunk(6, [wide], "any-weak"))

@@ -13,7 +13,7 @@ from records import Record
 
 from recurrences.plan import OPS, Job, roofline_ms
 
-KEY = ("op", "form", "implementation", "shape", "dtype", "pass", "decay")
+KEY = ("op", "form", "implementation", "shape", "dtype", "precision", "pass", "decay")
 
 
 class Run:
@@ -42,6 +42,7 @@ class Run:
         record = {"op": task.op, "form": task.form}
         record |= {name: result[name] for name in ("implementation", "library")}
         record |= {"shape": list(task.shape), "dtype": task.dtype, "pass": task.passes, "decay": task.decay}
+        record |= {} if task.precision is None else {"precision": task.precision}
         record |= {"ms": result["ms"], "roofline_ms": roofline_ms(task, self.device)}
         record |= {"peak_gb": None, "errors": {}, "peer": None, "peer_ms": None, "ratio": None}
         record |= result | {"device": self.device, **self.common}
@@ -99,8 +100,9 @@ def is_peer(r: Record) -> bool:
 
 
 def task_of(r: Record) -> tuple[Any, ...]:
-    """Op, form, shape and pass; "bounded" and "any-weak" have equal decays."""
-    return r["op"], r["form"], r["shape"], r["dtype"], r["pass"], r["decay"] == "any-strong"
+    """Op, form, shape, dtype, precision and pass; "bounded" and "any-weak" have equal decays."""
+    settings = r["shape"], r["dtype"], r.get("precision"), r["pass"]
+    return r["op"], r["form"], *settings, r["decay"] == "any-strong"
 
 
 def compare(measured: list[Record]) -> None:

@@ -63,7 +63,7 @@ class Worker:
         if implementation.prepare:
             result["first_call_s"] = None  # part of it was done before
         notes = [implementation.note] if implementation.note else []
-        checked = (key, task.op, task.dtype, task.decay, task.shape[3:])
+        checked = (key, task.op, task.dtype, task.precision, task.decay, task.shape[3:])
         if self.check and key != "copy" and checked not in self.errors:
             self.errors[checked] = errors(framework, implementation, task)
         ours = key.startswith("ours")
