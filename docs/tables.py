@@ -75,10 +75,10 @@ def recurrences(found: Records) -> str:
     """This library's measurements of the ops beside the fastest peer of the same run."""
     ours = [r for r in found if r.get("op") in OPS and is_ours(r)]
     ours.sort(key=lambda r: (OPS.index(r["op"]), r["form"], -r["shape"][0] * r["shape"][1], r["pass"]))
-    lines = []
+    lines, without_peer = [], "none with these decays" if has_peers(found) else "not measured"
     for r in ours:
         what = f"`{r['op']}`{' decoding' if r['form'] == 'decode' else ''}, {r['implementation']}"
-        peer = "none with these decays" if has_peers(found) else "not measured"
+        peer = without_peer
         if r.get("ratio") is not None:
             peer = f"{r['peer']} {number(r['peer_ms'])}"
         elif "ratio_to_copy" in r:

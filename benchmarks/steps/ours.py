@@ -20,11 +20,11 @@ def train(size: Size, job: Job) -> dict[str, Any]:
     """Forward, loss, backward, clipping and AdamW in one compiled function whose arrays are donated."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     import jax
-    import jax.numpy as jnp
     import optax
 
     from fla_jax import models
     from fla_jax.layers import FP8_SCALES
+    from fla_jax.parallel.rules import initial_fp8_scales
     from fla_jax.training import chunked_cross_entropy, rwkv_optimizer
 
     config = getattr(models, f"RWKV{size.model[-1]}Config")(
@@ -42,9 +42,8 @@ def train(size: Size, job: Job) -> dict[str, Any]:
     optimizer = rwkv_optimizer(6e-4)
     tokens = jax.random.randint(jax.random.key(1), (size.batch, size.tokens + 1), 0, size.vocab)
     variables = {"params": models.initial_params(model, jax.random.key(0))}
-    if config.fp8:  # XLA drops the parameters that are drawn beside the scales
-        shape = jnp.zeros((1, 2), jnp.int32)
-        variables[FP8_SCALES] = jax.jit(lambda: model.init(jax.random.key(0), shape)[FP8_SCALES])()
+    if config.fp8:
+        variables[FP8_SCALES] = initial_fp8_scales(model)
 
     def train_step(variables: Any, state: Any, tokens: jax.Array) -> Any:
         def loss_fn(variables: Any) -> jax.Array:

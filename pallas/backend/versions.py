@@ -11,8 +11,9 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {"0.10": _TRITON, "0.11": _TRITON, "0
 
 
 def triton_release() -> tuple[int, ...]:
-    """(3, 6) for 3.6.0, for what differs between releases; () where Triton is not installed."""
-    return tuple(map(int, _release(_version("triton") or "").split("."))) if _version("triton") else ()
+    """(3, 6) for 3.6.0; () where Triton is not installed."""
+    installed = _version("triton")
+    return () if installed is None else tuple(map(int, _release(installed).split(".")))
 
 
 def why_not_compiled() -> str | None:

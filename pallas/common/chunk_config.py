@@ -21,7 +21,7 @@ class Config:
         scale: factor of r.
         operand: dtype of the large products' operands: bfloat16 for 16-bit inputs, else float32.
         tf32x3: whether products of float32 operands are computed from their TF32 parts, to float32 accuracy.
-        exact_sums: whether sums over tokens and A_ab_inv are so, whatever ``tf32x3`` says of other products.
+        exact_sums: whether sums over tokens and A_ab_inv have float32 accuracy, also without ``tf32x3``.
         unsafe_gate: whether decays of a sequence and head may be below the bound of the safe gate, as
             `Index.gates` says. False compiles the safe gate alone.
         safe_gate_exponent: log2 of the centring factor of the safe gate (`load_gate`), where

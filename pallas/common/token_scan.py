@@ -18,8 +18,8 @@ from ..backend.types import Tensor
 from ..backend.versions import triton_release
 from .token_tiles import load_tokens, store_tokens
 
-# Of axes whose strides are equal to it, as those of values and of P are, Triton before 3.7 takes the first
-# one for the next lanes, later ones the last
+# Triton orders the axes of a load by how many elements are adjacent along them. Values and P have one each;
+# of such equal axes Triton gives the next lanes to the first one up to 3.6, to the last one from 3.7 on.
 LAST_AXIS_FIRST = tl.constexpr(triton_release() >= (3, 7))
 
 

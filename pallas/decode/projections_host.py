@@ -27,8 +27,8 @@ PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H200
 
 
 class ProductKey(NamedTuple):
-    """The facts that select the kernel of a product: batch elements, segments of the matrix, whether its
-    weights are quantised, which the library would want in full.
+    """The facts that select the kernel of a product: batch elements, segments of the matrix, and whether its
+    weights are quantised: the library cannot multiply these.
     """
 
     B: int
@@ -47,7 +47,7 @@ class Variant(NamedTuple):
 # 2.39 and 1.63 with 3, 1.93 and 1.62 with 2 and int8 weights. With 32 the library saves 7 % of a token.
 MAX_GEMV, MAX_GEMM = 2, 16
 VARIANTS = (
-    Variant("gemv", lambda key: (1 if key.quantised else MAX_GEMV) >= key.B),
+    Variant("gemv", lambda key: key.B == 1 or (key.B <= MAX_GEMV and not key.quantised)),
     Variant("library", lambda key: key.segments == 1 and key.B > MAX_GEMM and not key.quantised),
     Variant("gemm", lambda key: True),
 )
@@ -153,8 +153,9 @@ class QuantisedFacts(TypedDict):
     has_4_bits: bool
 
 
-def _quantised_facts(matrix: Matrix, unused_group: int) -> QuantisedFacts:
-    group = unused_group if matrix.scale is None else matrix.shape[1] // matrix.scale.shape[1]
+def _quantised_facts(matrix: Matrix, BK: int) -> QuantisedFacts:
+    """Without quantisation the group is the tile."""
+    group = BK if matrix.scale is None else matrix.shape[1] // matrix.scale.shape[1]
     return QuantisedFacts(group=group, has_4_bits=matrix.has_4_bits)
 
 

@@ -44,7 +44,7 @@ VARIANTS = (
     Variant("fused_large_fp32", "float32 inputs and heads over 128", lambda key: True, precomputed_A=True),
 )
 
-# three programs on a multiprocessor; from Triton 3.8 on they would spill 400 bytes
+# Registers for three programs on a multiprocessor; with Triton 3.8 and newer these would spill 400 bytes.
 _SAFE_REGISTERS = 168 if triton_release() < (3, 8) else 224
 
 # Blocks, warps, stages and registers, on GPUs with large tiles and on others. Measured on an H200; for

@@ -18,6 +18,7 @@ CASES = [
     dict(decay="mixed"),
     dict(decay="layer", lower_bound=-0.61),
     dict(decay="mild", sizes=(1e3,), exponents=(-20,)),
+    dict(decay="layer", sizes=(1e-6,), exponents=(-20,)),
     dict(decay="strong", exponents=(-60,)),
     dict(layout="segments", lengths=(3, 13, 32, 1, 21), B=2),
 ]
