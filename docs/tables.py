@@ -17,7 +17,7 @@ DECAYS = {
     "any-strong": "unsafe gate, strong",
     "any-mixed": "unsafe gate, mixed",
 }
-NOTHING = "None in this file."
+NOTHING = "Not measured."
 
 
 def results() -> dict[str, Records]:
@@ -201,6 +201,22 @@ def layers(found: Records) -> str:
     return table(head, lines)
 
 
+def tasks(found: Records) -> str:
+    """Accuracy on the synthetic tasks: of answers and, in brackets, of sequences without an error."""
+    cells: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
+    for r in sorted((r for r in found if r.get("op") == "task"), key=lambda r: r["run"]):  # the newest stays
+        size = r["shape"]
+        model = f"{size['hidden_size']} x {size['num_layers']}"
+        task = (size["task"] != "recall", size["task"], size["length"], size["pairs"])
+        right = f"{r['accuracy']:.1%} ({r['sequences']:.1%}), {r['steps']} steps"
+        cells[*task, size["hidden_size"], size["num_layers"], model][r["implementation"]] = right
+    lines = []
+    for (_, name, length, pairs, _, _, model), by in sorted(cells.items()):
+        size = f"{length}, {pairs} pairs" if pairs else str(length)
+        lines.append((name, size, model, *(by.get(one, "not measured") for one in ("rwkv6", "rwkv7"))))
+    return table(("task", "length", "width x layers", "RWKV-6", "RWKV-7"), lines)
+
+
 def over_time() -> str:
     """This library's times by commit, one column each, the oldest first."""
     parts = []
@@ -253,6 +269,6 @@ def by_device(draw: Callable[[Records], str]) -> Callable[[], str]:
     return parts_of_page
 
 
-OF_DEVICES = (losses, recurrences, peers, layers, training, decoding, serving, scaling)
+OF_DEVICES = (losses, recurrences, peers, layers, training, decoding, serving, scaling, tasks)
 TABLES = {draw.__name__: by_device(draw) for draw in OF_DEVICES}
 TABLES |= {"history": over_time, "experiments": experiments}

@@ -40,10 +40,11 @@ def test_every_order_of_the_records_is_drawn(tables, monkeypatch, name, order):
     assert found and all(found.values())
     monkeypatch.setattr(tables, "results", lambda: found)
     drawn = tables.TABLES[name]()
-    assert tables.NOTHING not in drawn
     h100, h200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
     measured = {"serving": {h100}, "losses": {h200}, "peers": {h200}, "layers": {h200}}
+    measured["tasks"] = {d for d, records in found.items() if any(r.get("op") == "task" for r in records)}
     on = measured.get(name, {h100, h200})
+    assert (drawn == tables.NOTHING) == (not on) and (tables.NOTHING in drawn) == (not on)
     assert name == "experiments" or {device for device in found if device in drawn} == on
 
 
@@ -60,6 +61,37 @@ def test_a_record_is_drawn_with_its_numbers(tables):
     assert "other 3 ms" in tables.losses([record | {"peer_ms": 3.0, "ratio": 3.1234 / 3.0}, other])
     assert tables.losses([record]) == tables.NOTHING, "no peer was measured"
     assert "not measured" in tables.recurrences([record | {"ratio": None}])
+
+
+def test_tasks(tables):
+    """Models side by side, the newest record of each, recall before groups, lengths and layers ascending."""
+
+    def record(task, model, length, pairs, width, layers, accuracy, run="2026-01-02"):
+        sizes = {"task": task, "length": length, "pairs": pairs, "hidden_size": width, "num_layers": layers}
+        shares = {"accuracy": accuracy, "sequences": accuracy / 2, "steps": 500}
+        return {"op": "task", "implementation": model, "shape": sizes, "run": run, **shares}
+
+    found = [
+        record("A5", "rwkv7", 8, 0, 128, 2, 1.0),
+        record("recall", "rwkv7", 512, 64, 64, 2, 0.5),
+        record("recall", "rwkv7", 64, 4, 128, 2, 0.75),
+        record("recall", "rwkv7", 64, 4, 64, 2, 0.25),
+        record("recall", "rwkv7", 64, 4, 64, 2, 0.125, run="2026-01-01"),
+        record("recall", "rwkv6", 64, 4, 64, 2, 0.2),
+        {"op": "decode", "ms": 1.0},
+    ]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in tables.tasks(found).splitlines()
+    ]
+    assert [line[:3] for line in lines[2:]] == [
+        ["recall", "64, 4 pairs", "64 x 2"],
+        ["recall", "64, 4 pairs", "128 x 2"],
+        ["recall", "512, 64 pairs", "64 x 2"],
+        ["A5", "8", "128 x 2"],
+    ]
+    assert lines[2][3:] == ["20.0% (10.0%), 500 steps", "25.0% (12.5%), 500 steps"]
+    assert lines[3][3:] == ["not measured", "75.0% (37.5%), 500 steps"]
+    assert tables.tasks([{"op": "decode", "ms": 1.0}]) == tables.NOTHING
 
 
 def test_experiments_have_their_form(tables):
