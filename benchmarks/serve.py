@@ -48,6 +48,7 @@ COLUMNS: dict[str, Any] = {
         "failed": "failed",
         "CPU us/token": "cpu_us_per_token:.1f",
         "cost": "cost:.1%",
+        "usual rules": "cost_usual:.1%",
     },
 }
 

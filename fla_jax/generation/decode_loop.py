@@ -28,7 +28,7 @@ from jaxtyping import PyTree
 
 from ..layers.state import RWKVState
 from .prompts import put_like
-from .sampling import UNDEFINED, TokenCounts, choose, chosen_logprobs, of_tokens, top_logprobs
+from .sampling import UNDEFINED, TokenCounts, choose, logprobs, of_tokens
 from .sampling_params import MAX_LOGPROBS, Rows, SamplingArrays
 
 STEPS_PER_CALL = 32
@@ -107,7 +107,7 @@ def stopped_by(code: int) -> int | None:
     return _STOPPED - code if code <= _STOPPED else None
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7), donate_argnums=3)
 def decode(
     step: Step,
     weights: PyTree,
@@ -116,11 +116,12 @@ def decode(
     most: jax.Array,
     fixed: int | None,
     scores: Scores = PLAIN,
+    keep: bool = False,
 ) -> tuple[DecodeState, Chosen]:
     """More tokens a row: as many steps as are ``fixed``, or with None up to ``most`` <= STEPS_PER_CALL, until
     all rows are over; the result has ``fixed`` or STEPS_PER_CALL steps.
 
-    In `PLAIN` the logits and the counts of rows that are over become undefined; else they remain, so that
+    The logits and the counts of rows that are over become undefined, but with ``keep`` they remain, so that
     the row can continue.
     """
     rows = STEPS_PER_CALL if fixed is None else fixed
@@ -142,7 +143,7 @@ def decode(
         number = carry.step + 1
         done = over | (number >= carry.limit)
         found = _scored(carry.logits, tokens, scores)
-        if scores is not PLAIN:
+        if keep:
             kept = lambda new, old: jnp.where(over.reshape(-1, *(1,) * (new.ndim - 1)), old, new)
             old = carry.logits.astype(logits.dtype), carry.token_counts, carry.step
             logits, token_counts, number = jax.tree.map(kept, (logits, token_counts, number), old)
@@ -167,10 +168,7 @@ def decode(
 
 def _scored(logits: jax.Array, tokens: jax.Array, scores: Scores) -> Chosen:
     """The chosen tokens with the log-probabilities that a program returns."""
-    if scores is PLAIN:
-        return Chosen(tokens)
-    top = top_logprobs(logits, scores) if scores > SCORED else (None, None)
-    return Chosen(tokens, chosen_logprobs(logits, tokens), *top)
+    return Chosen(tokens) if scores is PLAIN else Chosen(tokens, *logprobs(logits, tokens, scores))
 
 
 class Results:

@@ -292,7 +292,7 @@ class Engine:
         count = fixed or (min(self.steps, _STEPS_WHILE_WAITING) if is_waiting else self.steps)
         if any(row.stepwise for _, row in rows):
             count, fixed = 1, None
-        out = self._slots.decode(self.decoder, count, fixed, scores)
+        out = self._slots.decode(self.decoder, count, fixed, scores, any(row.keep_state for _, row in rows))
         about = [(slot, row, self._slots.state(slot) if row.stepwise else None) for slot, row in rows]
         self._results.add(out, count, about)
         most = max(row.sampling.max_tokens - row.started for _, row in rows)

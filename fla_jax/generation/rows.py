@@ -113,8 +113,7 @@ class Row:
         asks = self.sampling
         if asks.logprobs:
             return RANKED
-        special = asks.logit_bias or asks.banned or asks.logprobs is not None or self.keep_state
-        return SCORED if special else PLAIN
+        return SCORED if asks.logit_bias or asks.banned or asks.logprobs is not None else PLAIN
 
     def restart(self) -> None:
         """Forgets its tokens."""

@@ -15,6 +15,7 @@ from flax import struct
 from .sampling_params import LARGEST, Rows, SamplingArrays
 
 UNDEFINED = -2  # instead of a token, where there are no logits to choose from
+_GROUP = 64  # tokens of the vocabulary whose largest logit decides whether `_top_k` looks at them
 
 
 class TokenCounts(struct.PyTreeNode):
@@ -68,20 +69,40 @@ def sample(
     """
     keys = jax.random.split(key, logits.shape[0]) if key.ndim == 0 else key
     tokens, counts = choose(params, logits, counts, keys)
-    return tokens, chosen_logprobs(logits, tokens), counts
+    return tokens, logprobs(logits, tokens)[0], counts
 
 
-def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The model's log-probability of a token a row, [B]."""
+def logprobs(
+    logits: jax.Array, tokens: jax.Array, k: int = 0
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The model's log-probability of a token a row, [B], and the ``k`` most probable tokens of each row with
+    theirs, [B, k] each; None for k = 0.
+    """
     wide = _wide(logits)
-    return of_tokens(wide, tokens) - jax.nn.logsumexp(wide, -1)
+    if k == 0:
+        highest = jnp.max(wide, -1, keepdims=True)
+    else:
+        top, top_tokens = _top_k(wide, min(k, logits.shape[-1]))
+        highest = top[:, :1]
+    # differences first: they are exact where logits are large
+    log_sum = jnp.log(jnp.sum(jnp.exp(wide - highest), -1, keepdims=True))
+    own = (of_tokens(wide, tokens)[:, None] - highest - log_sum)[:, 0]
+    return (own, None, None) if k == 0 else (own, top_tokens.astype(jnp.int32), top - highest - log_sum)
 
 
-def top_logprobs(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The ``k`` most probable tokens of each row and the model's log-probabilities, [B, k] each."""
-    wide = _wide(logits)
-    top, tokens = jax.lax.top_k(wide, min(k, logits.shape[-1]))
-    return tokens.astype(jnp.int32), top - jax.nn.logsumexp(wide, -1, keepdims=True)
+def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k` of rows [B, V], which on a GPU would sort whole rows: of only the k groups of tokens
+    with the largest maxima, which hold the k largest numbers.
+    """
+    B, V = x.shape
+    if 4 * k * _GROUP > V:
+        return jax.lax.top_k(x, k)
+    groups = jnp.pad(x, ((0, 0), (0, -V % _GROUP)), constant_values=-jnp.inf).reshape(B, -1, _GROUP)
+    # in rising order, so that the first of equal numbers comes first
+    chosen = jnp.sort(jax.lax.top_k(jnp.max(groups, -1), k)[1], -1)
+    candidates = jnp.take_along_axis(groups, chosen[:, :, None], 1).reshape(B, -1)
+    top, at = jax.lax.top_k(candidates, k)
+    return top, jnp.take_along_axis(chosen, at // _GROUP, -1) * _GROUP + at % _GROUP
 
 
 def allowed(rules: SamplingArrays, logits: jax.Array) -> jax.Array:

@@ -59,14 +59,14 @@ class Slots:
         )
         self._carry, self._rules = _insert(self._carry, self._rules, start, put_like(self.place, new))
 
-    def decode(self, decoder: Decoder, count: int, fixed: int | None, scores: Scores) -> Chosen:
+    def decode(self, decoder: Decoder, count: int, fixed: int | None, scores: Scores, keep: bool) -> Chosen:
         """Starts ``count`` steps of all slots, see `fla_jax.generation.decode_loop.decode`."""
         assert self._carry is not None
         if scores is not PLAIN:
             self._allow_bias()
         rules = self._rules.replace(bias=None) if scores is PLAIN else self._rules
         step, weights = decoder.step, decoder.weights
-        self._carry, out = decode(step, weights, rules, self._carry, np.int32(count), fixed, scores)
+        self._carry, out = decode(step, weights, rules, self._carry, np.int32(count), fixed, scores, keep)
         return out
 
     def state(self, slot: int) -> GenerationState:

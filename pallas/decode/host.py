@@ -41,6 +41,7 @@ from .sample import (
 
 __all__ = ["project", "rwkv6_mix", "rwkv6_step", "rwkv7_step", "sample_tokens"]
 PART = 2048  # tokens of the vocabulary for a program of `sample_survey_kernel` and `sample_draw_kernel`
+GROUP = 128  # tokens of a part whose largest logit the kernels keep
 State = TypeVar("State", bound=States)
 Tree = TypeVar("Tree")
 
@@ -215,8 +216,11 @@ def sample_tokens(
     part = min(PART, max(128, 1 << (V - 1).bit_length()))
     P = -(-V // part)
     padded = 1 << (P - 1).bit_length()
-    config = SampleConfig(V=V, P=P, BP=padded, BV=part, BK=min(128, part), undefined=undefined)
+    config = SampleConfig(
+        V=V, P=P, BP=padded, BV=part, BG=max(1, part // GROUP), BK=min(128, part), undefined=undefined
+    )
     floats, ints = (shaped((B, P), dtype) for dtype in (jnp.float32, jnp.int32))
+    parts = PartSums(floats, floats, floats, shaped((B, P * config.BG), jnp.float32))
     of_tokens = lambda dtype: shaped((B, V), dtype)
     survey = triton_call(
         sample_survey_kernel,
@@ -231,19 +235,20 @@ def sample_tokens(
             frequency=of_rows(rules.frequency_penalty),
             decay=of_rows(rules.penalty_decay),
         ),
-        out=SurveyOut(PartSums(floats, floats, floats), *_shapes((logits, count))),
+        out=SurveyOut(parts, *_shapes((logits, count))),
         config=config,
         grid=(P, B, 1),
         launch=Launch(4),
         aliases={"x.logits": "logits", "x.counts": "counts"},
     )
-    top_p = of_rows(rules.top_p)
+    top_p, top_k = of_rows(rules.top_p), of_rows(rules.top_k)
     drawn = triton_call(
         sample_draw_kernel,
         SampleInputs(
             logits=survey.logits,
             keys=jax.lax.bitcast_convert_type(keys, jnp.int32),
             top_p=top_p,
+            top_k=top_k,
             min_logit=of_rows(rules.min_logit),
             temperature=of_rows(rules.temperature),
         ),
@@ -260,7 +265,7 @@ def sample_tokens(
             counts=survey.counts,
             uncounted=of_rows(rules.uncounted),
             top_p=top_p,
-            top_k=of_rows(rules.top_k),
+            top_k=top_k,
         ),
         drawn,
         survey.parts,

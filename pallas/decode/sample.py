@@ -13,7 +13,8 @@ noise. Three kernels, the first two with a program for each part of the vocabula
 
 The threshold follows from the sums of e^x and e^(x/2) over the vocabulary: tokens with logits up to t have a
 sum of e^x of at most e^(t/2) times the second. Where that is less than 1 - top_p of the first, the tokens
-above t have more than top-p. No choice depends on the batch size.
+above t have more than top-p. For top-k it is at most the k-th largest maximum of small groups of tokens,
+which k tokens reach. No choice depends on the batch size.
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ class SampleConfig:
         P: parts of it.
         BP: parts, padded to a power of two.
         BV: tokens of a part.
+        BG: groups of a part, whose maxima give a threshold for top-k.
         BK: candidates of a part that are read at once.
         undefined: the result where the largest logit is infinite or a logit is NaN.
     """
@@ -41,6 +43,7 @@ class SampleConfig:
     P: int
     BP: int
     BV: int
+    BG: int
     BK: int
     undefined: int
 
@@ -78,12 +81,13 @@ class SampleInputs(NamedTuple):
 
 class PartSums(NamedTuple):
     """Sums of each part of the vocabulary, [B, P] float32: the largest logit, the sums of exp(logit - high)
-    and of its square root, NaN where a logit is.
+    and of its square root, NaN where a logit is; [B, P BG] largest logits of groups.
     """
 
     high: jax.Array
     mass: jax.Array
     root_mass: jax.Array
+    group_high: jax.Array
 
 
 class SurveyOut(NamedTuple):
@@ -208,12 +212,26 @@ def sample_survey_kernel(x, out, c: tl.constexpr):
     logits = tl.where(seen, logits * factor - penalties, logits)
     tl.store(x.logits + start + tokens, logits, mask=changed)
     tl.store(x.counts + start + tokens, count * tl.load(x.decay + b), mask=seen)
-    high = max_of(logits)
+    group_high = tl.max(tl.reshape(tl.max(logits, 1), (c.BG, BV // 4 // c.BG)), 1)
+    tl.store(out.parts.group_high + here * c.BG + tl.arange(0, c.BG), group_high)
+    high = tl.max(group_high, 0)
     # e^((logit - high) / 2)
     root = tl.exp2(0.7213475204444817 * (logits - tl.where(high > -float("inf"), high, 0.0)))
     tl.store(out.parts.high + here, high)
     tl.store(out.parts.mass + here, sum_of(root * root))
     tl.store(out.parts.root_mass + here, sum_of(root))
+
+
+@triton.jit
+def reached_by(group_high, top_k, largest):
+    """A logit that at least ``top_k`` groups reach, the highest to within 1/64; -inf if there is none."""
+    low, high = largest - 64.0, largest
+    enough = tl.sum((group_high >= low).to(tl.int32), 0) >= top_k
+    for _ in range(12):
+        middle = 0.5 * (low + high)
+        is_reached = tl.sum((group_high >= middle).to(tl.int32), 0) >= top_k
+        low, high = tl.where(is_reached, middle, low), tl.where(is_reached, high, middle)
+    return tl.where(enough, low, -float("inf"))
 
 
 @triton.jit
@@ -239,6 +257,11 @@ def sample_draw_kernel(x, sums, out, c: tl.constexpr):
     # 0.999 covers the rounding of the sums
     threshold = largest + 2.0 * tl.log((1.0 - tl.load(x.top_p + b)) * ratio * 0.999)
     threshold = tl.maximum(threshold, largest + tl.load(x.min_logit + b))
+    top_k = tl.load(x.top_k + b)
+    if top_k <= P * c.BG:
+        groups = tl.arange(0, c.BP * c.BG)
+        group_high = tl.load(sums.group_high + b * P * c.BG + groups, groups < P * c.BG, other=none)
+        threshold = tl.maximum(threshold, reached_by(group_high, top_k, largest))
     threshold = tl.maximum(tl.where(temperature == 0.0, largest, threshold), -3.4028234663852886e38)
     best_score, best_logit = tl.full((BK,), none, tl.float32), tl.full((BK,), none, tl.float32)
     best_token, number = tl.full((BK,), V, tl.int32), tl.full((), 0, tl.int32)

@@ -32,6 +32,7 @@ SETTINGS = {
     "repetition": SamplingParams.policy(repetition_penalty=1.7, min_p=0.05),
     "biased": SamplingParams(0.9, min_p=0.2, logit_bias={2: -3.0, 4: 1.5, 11: 6.0}, banned=(11,)),
     "top_p 0": SamplingParams(top_p=0.0),
+    "fifty": SamplingParams(top_k=50, top_p=1.0),
     "greedy": SamplingParams(temperature=0.0, banned=(1,)),
 }
 
@@ -93,10 +94,31 @@ def test_sample_is_one_program_with_log_probabilities():
         want = np.log(p / p.sum(1, keepdims=True))
         np.testing.assert_allclose(logprobs, want[np.arange(2), tokens], atol=1e-6)
         order = np.argsort(-want, 1)[:, :3]
-        top, values = sampling.top_logprobs(logits, 3)
+        _, top, values = sampling.logprobs(logits, tokens, 3)
         np.testing.assert_array_equal(top, order)
         np.testing.assert_allclose(values, np.take_along_axis(want, order, 1), atol=1e-6)
     assert run._cache_size() == 1 and counts.seen.sum() > 2
+
+
+@pytest.mark.parametrize("vocab_size", [1024, 1000])
+def test_logprobs_of_a_large_vocabulary(vocab_size):
+    """Against sorting in NumPy: equal numbers, -inf, the largest all in one group, numbers of 1e3."""
+    logits = np.random.default_rng(0).normal(size=(6, vocab_size)).astype(np.float32)
+    logits[1] = np.round(logits[1])
+    logits[2] = 0
+    logits[3, 2:] = -np.inf
+    logits[4, 960:] += 30
+    logits[5] *= 1e3
+    drawn = np.arange(6) * 100
+    own, tokens, values = jax.jit(lambda x: sampling.logprobs(x, drawn, 3))(logits)
+    wide = np.float64(logits)
+    order = np.argsort(-wide, 1, kind="stable")[:, :3]
+    np.testing.assert_array_equal(tokens, order)
+    highest = wide.max(1, keepdims=True)
+    want = wide - highest - np.log(np.exp(wide - highest).sum(1, keepdims=True))
+    np.testing.assert_allclose(values, np.take_along_axis(want, order, 1), rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(own, want[np.arange(6), drawn], rtol=1e-6, atol=1e-5)
+    np.testing.assert_array_equal(sampling.logprobs(logits, drawn)[0], own)
 
 
 EXTREMES = {
@@ -123,6 +145,7 @@ def test_without_sorting(name, part, monkeypatch):
     """The kernels choose sorting's tokens: ties, infinities, nothing to choose from; one part and four."""
     host = interpreted()
     monkeypatch.setattr(host, "PART", part)
+    monkeypatch.setattr(host, "GROUP", 4)
     rules, rng = (SETTINGS | EXTREMES)[name].arrays(V), np.random.default_rng(1)
     logits = (2 * rng.normal(size=(16, V))).astype(np.float32)
     logits[1] = 0  # all tie
@@ -147,12 +170,15 @@ def test_without_sorting(name, part, monkeypatch):
 @pytest.mark.parametrize(
     "name, spread",
     tiers.first(
-        [("both", 3), ("defaults", 0.5), ("defaults", 3), ("defaults", 12), ("plain", 3), ("greedy", 3)]
+        [("both", 3), ("fifty", 0.5), ("defaults", 0.5), ("defaults", 3), ("defaults", 12)]
+        + [("fifty", 12), ("plain", 3), ("greedy", 3)],
+        2,
     ),
 )
 def test_lists_of_what_is_probable_enough(name, spread, monkeypatch):
     """Distributions from nearly flat to nearly certain, over parts of which the last is not full."""
     monkeypatch.setattr(interpreted(), "PART", 256)
+    monkeypatch.setattr(interpreted(), "GROUP", 16)
     rules, rng = SETTINGS[name].arrays(1000), np.random.default_rng(2)
     logits = jnp.array(spread * rng.normal(size=(6, 1000)), jnp.float32)
     counts = TokenCounts.none(6, 1000)
