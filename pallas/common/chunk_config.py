@@ -31,6 +31,7 @@ class Config:
         packed: whether sequences are packed along T.
         unmasked: whether every element of every tile exists.
         precomputed_A: whether the A matrices of all chunks were computed before (RWKV-7).
+        A_in_registers: whether transposed A matrices become operands in registers (`transposed_A`).
         num_buffers: token-shaped arrays that hold chunk states; 0 for one array of states.
         num_aliased: how many of them become gradients.
         chunks_per_state: chunks that share one stored state.
@@ -59,6 +60,7 @@ class Config:
     unmasked: bool
     both_gates: bool = False
     precomputed_A: bool = False
+    A_in_registers: bool = False
     num_buffers: int = 0
     num_aliased: int = 0
     chunks_per_state: int = 1

@@ -85,6 +85,13 @@ class ChunkPlan:
         return dataclasses.replace(self, index=self.index._replace(split=jnp.full(1, split, jnp.int32)))
 
     @property
+    def A_in_registers(self) -> bool:
+        """Whether the forward has `Config.A_in_registers`; larger heads and scans of states alone spill more
+        with it.
+        """
+        return self.config.key_major and max(self.config.K, self.config.V) <= 64
+
+    @property
     def store_dtype(self) -> DTypeLike:
         """The dtype of stored states and operands."""
         return jnp.bfloat16 if self.config.operand == tl.bfloat16 else jnp.float32

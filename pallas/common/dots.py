@@ -31,6 +31,19 @@ def dot(x, y, c: tl.constexpr, acc=None):
 
 
 @triton.jit
+def transposed_A(A, c: tl.constexpr):
+    """``A`` [16, 16], a result, transposed as the right operand of a product.
+
+    With `Config.A_in_registers` it stays there: a thread's elements of the one are those of the other, which
+    Triton sees in a permutation of three axes, but takes a transposition through shared memory.
+    """
+    if c.A_in_registers:
+        return tl.reshape(tl.permute(tl.reshape(A, (16, 2, 8)), (1, 2, 0)), (16, 16))
+    else:
+        return tl.trans(A)
+
+
+@triton.jit
 def tf32_part(x):
     """Float32 ``x`` rounded to the 11 bits of TF32. The remainder fits TF32 but for its last bit."""
     return ((x.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)

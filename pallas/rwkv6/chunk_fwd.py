@@ -34,7 +34,7 @@ from ..common.chunk import (
 )
 from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors, masked_A, safe_gate_factors_by_cumsum
-from ..common.dots import dot
+from ..common.dots import dot, transposed_A
 from ..common.gate import has_unsafe_gate, load_gate, state_scale
 from ..common.state_buffers import state_offset, state_pointers
 from ..common.token_tiles import load_tokens, store_tokens
@@ -103,7 +103,7 @@ def chunk_fwd(x, index, gate, out, c: tl.constexpr):
         o = dot(state, tl.trans(qg), c)
         if c.segments:
             o = masked(o, tl.trans(tokens_seeing_h0(segments)), segments)
-        o = dot(vt, tl.trans(A), c, o)
+        o = dot(vt, transposed_A(A, c), c, o)
         if c.segments:
             h = masked(h, does_h0_reach_ht(segments), segments)
         if c.unsafe_gate:

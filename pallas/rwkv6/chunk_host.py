@@ -107,7 +107,7 @@ def fwd(ctx: Ctx, x: RWKV6Inputs) -> tuple[Outputs, Residuals]:
             ht=like(h0, jnp.float32),
             states=buffers.shapes(x.r, V, plan) if ctx.save_residuals else None,
         ),
-        config=plan.config.replace(num_buffers=buffers.num_buffers),
+        config=plan.config.replace(num_buffers=buffers.num_buffers, A_in_registers=plan.A_in_registers),
         grid=plan.grid,
         launch=plan.launch,
     )

@@ -36,7 +36,7 @@ from ..common.chunk import (
 )
 from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors
-from ..common.dots import dot
+from ..common.dots import dot, transposed_A
 from ..common.gate import has_unsafe_gate, load_gate, state_scale
 from ..common.state_buffers import state_offset, state_pointers
 from ..common.token_tiles import load_tokens, store_tokens
@@ -126,8 +126,8 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
         if c.segments:
             a_read = masked(a_read, sees_h0, segments)
         if x.v is not None:
-            a_read = dot(vt, tl.trans(tiles.A_ak), c, a_read)
-        v_new = dot(a_read.to(c.operand), tl.trans(tiles.A_ab_inv), c).to(c.operand)
+            a_read = dot(vt, transposed_A(tiles.A_ak, c), c, a_read)
+        v_new = dot(a_read.to(c.operand), transposed_A(tiles.A_ab_inv, c), c).to(c.operand)
         if out.v_new is not None:
             store_tokens(
                 out.v_new + v_start, offsets.transposed, v_new, transposed_mask(mask, axes), c.unmasked
@@ -137,8 +137,8 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
             if c.segments:
                 o = masked(o, sees_h0, segments)
             if x.v is not None:
-                o = dot(vt, tl.trans(tiles.A_qk), c, o)
-            o = dot(v_new, tl.trans(tiles.A_qb), c, o)
+                o = dot(vt, transposed_A(tiles.A_qk, c), c, o)
+            o = dot(v_new, transposed_A(tiles.A_qb, c), c, o)
             store_tokens(out.o + v_start, offsets.transposed, o, transposed_mask(mask, axes), c.unmasked)
         if c.segments:
             h = masked(h, does_h0_reach_ht(segments), segments)

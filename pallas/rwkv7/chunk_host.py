@@ -173,7 +173,7 @@ def fwd(ctx: Ctx, x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
             A=shaped(shape, plan.store_dtype) if ctx.save_residuals and A is None else None,
             v_new=like(x.v, plan.store_dtype) if ctx.save_residuals and call.variant.split_bwd else None,
         ),
-        config=plan.config.replace(num_buffers=buffers.num_buffers),
+        config=plan.config.replace(num_buffers=buffers.num_buffers, A_in_registers=plan.A_in_registers),
         grid=plan.grid,
         launch=plan.launch,
     )

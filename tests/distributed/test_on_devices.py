@@ -18,7 +18,7 @@ def test_models_with_explicit_axes(version):
 
 
 @pytest.mark.parametrize("version", tiers.first([6, 7]))
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("implementation", tiers.first(["triton", "xla"]))
 def test_shard_map(version, implementation):
     found = processes.report("distributed/shard_map_run.py", version, implementation)
     assert len(found) == (2 if implementation == "triton" else 14 if version == 6 else 15)

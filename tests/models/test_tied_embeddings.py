@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_models as small
+from harness import tiers
 
 from fla_jax.generation import Generator, SamplingParams
 from fla_jax.models import head_kernel, initial_params
@@ -58,7 +59,7 @@ def losses(model, params):
     return sum(x * (i + 1) for i, x in enumerate(each.values())), each
 
 
-@pytest.mark.parametrize("version, scan_layers", [(6, True), (7, False)])
+@pytest.mark.parametrize("version, scan_layers", tiers.first([(6, True), (7, False)]))
 def test_values_and_gradients(version, scan_layers):
     """In float64: every loss is that of a head, its gradient the sum of the gradients of both uses."""
     with jax.enable_x64(True):

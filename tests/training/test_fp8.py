@@ -141,6 +141,7 @@ def test_forms_of_a_model(scan_layers, remat):
     assert small.largest_error(state.fp8_scales, scales) < 1e-5
 
 
+@pytest.mark.slow
 def test_microbatches():
     """A scale is that of the largest value of all; gradients are those of a mean over half as many labels."""
     (_, whole), (_, halves) = trained(steps=1), trained(steps=1, accumulate=2)
@@ -154,6 +155,7 @@ def test_microbatches():
                 np.testing.assert_allclose(got[name][0], factor * want[name][0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_resumed_run(tmp_path):
     model = small.model(7, fp8=True, scan_layers=True, dtype="bfloat16")
     step = TrainStep(model, optax.adam(1e-3), make_mesh(devices=jax.devices()[:1]))
@@ -166,6 +168,7 @@ def test_resumed_run(tmp_path):
     assert_same_bits(run(restored, 2), run(state, 2))
 
 
+@pytest.mark.slow
 def test_carried_states():
     model = small.model(7, fp8=True)
     mesh = make_mesh(devices=jax.devices()[:1])
