@@ -41,7 +41,7 @@ def test_every_order_of_the_records_is_drawn(tables, monkeypatch, name, order):
     monkeypatch.setattr(tables, "results", lambda: found)
     drawn = tables.TABLES[name]()
     h100, h200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
-    measured = {"serving": {h100}, "losses": {h200}, "peers": {h200}, "layers": {h200}}
+    measured = {"losses": {h200}, "peers": {h200}, "layers": {h200}}
     measured["tasks"] = {d for d, records in found.items() if any(r.get("op") == "task" for r in records)}
     on = measured.get(name, {h100, h200})
     assert (drawn == tables.NOTHING) == (not on) and (tables.NOTHING in drawn) == (not on)
