@@ -85,10 +85,10 @@ def rates(load: Load, done: Sequence[Sequence[Timed]]) -> dict[str, Any]:
         return one.tokens * max(0, min(one.ended, end) - max(since, full)) / max(one.ended - since, 1e-9)
 
     rate = sum(one.tokens for one in every) / took
-    of_all = sum(map(inside, every)) if end - full > took / 10 else 0.0  # tokens while every client is busy
+    busy_tokens = sum(map(inside, every)) if end - full > took / 10 else 0.0
     return {
         "tokens_per_s": rate,
-        "full_per_s": of_all / (end - full) if of_all else rate,
+        "full_per_s": busy_tokens / (end - full) if busy_tokens else rate,
         "full_s": end - full,
         "took_s": took,
         "first_token_s": statistics.median(first) if first else None,

@@ -32,10 +32,10 @@ def dot(x, y, c: tl.constexpr, acc=None):
 
 @triton.jit
 def transposed_A(A, c: tl.constexpr):
-    """``A`` [16, 16], a result, transposed as the right operand of a product.
+    """The transpose of ``A`` [16, 16], the result of a product, as the right operand of another product.
 
-    With `Config.A_in_registers` it stays there: a thread's elements of the one are those of the other, which
-    Triton sees in a permutation of three axes, but takes a transposition through shared memory.
+    Each thread already holds the elements that it needs. Triton recognises this in a permutation of three
+    axes (`Config.A_in_registers`); it takes `tl.trans` through shared memory.
     """
     if c.A_in_registers:
         return tl.reshape(tl.permute(tl.reshape(A, (16, 2, 8)), (1, 2, 0)), (16, 16))
