@@ -83,7 +83,7 @@ def ways(f, *args) -> dict[str, list[str]]:
         frames = [
             f"{pathlib.Path(frame.filename).stem}.{frame.name}"
             for frame in traceback.extract_stack()
-            if "/fla_jax/" in frame.filename and "/backend/" not in frame.filename
+            if frame.filename.startswith(f"{ROOT / 'fla_jax'}/") and "/backend/" not in frame.filename
         ]
         found.setdefault(call.kernel.__name__, frames)
         return run(call, arrays)
