@@ -129,6 +129,20 @@ def chunks_of_program(number, index, c: tl.constexpr):
         return program_split(index, c), number * c.chunks_per_state
 
 
+@triton.jit
+def chunk_starts(split, n, i_h, c: tl.constexpr):
+    """Offsets of the first token of the split's chunk ``n``, in arrays of keys and of values.
+
+    In a loop over ``n`` LLVM would keep an address for each array and thread in two registers, and ptxas
+    would spill them. The comparison, which always holds, hides that offsets grow evenly. For 128 keys it
+    gains nothing.
+    """
+    if c.BK <= 64:
+        n = tl.where(n < split.length, n, 0)
+    token = (split.first + n * C) * c.H + i_h
+    return token * c.K, token * c.V
+
+
 class Axes(NamedTuple):
     """The axes of a program's tiles: tokens [16], keys [BK], values [BV], and whether keys and values
     exist."""

@@ -118,20 +118,34 @@ def bf16x2(x):
 
 
 @triton.jit
+def dot16(x, yt, c: tl.constexpr, acc=None):
+    """``acc + x @ yt^T`` of float32 results of products [16, 16], whose registers become the operands.
+
+    A thread has neighbouring columns of a result, but columns that are four apart of an operand. So both
+    operands take their columns in another order, of every eight first the even ones.
+    """
+    left = tl.permute(tl.reshape(x, (16, 2, 4, 2)), (0, 1, 3, 2))
+    right = tl.permute(tl.reshape(yt, (16, 2, 4, 2)), (1, 3, 2, 0))
+    return dot(tl.reshape(left, (16, 16)), tl.reshape(right, (16, 16)), c, acc)
+
+
+@triton.jit
 def inverse16(A, c: tl.constexpr):
     """(I - A)^-1 for strictly lower triangular A [16, 16], to float32 accuracy where ``c.exact_sums``.
 
-    The series (I + D)(I + D^2)(I + D^4) inverts the 8 x 8 diagonal blocks, and one merge completes it. The
-    series over all 16 rows would lose all digits for nearly parallel keys.
+    Newton's iteration X <- X + X R with R = I - X + A X inverts the 8 x 8 diagonal blocks in two steps from
+    I + A, and all in a third. All 16 rows at once would lose all digits for nearly parallel keys. Names that
+    end in t are transposes, which `dot16` takes.
     """
     exact: tl.constexpr = with_exact_products(c)
     o = tl.arange(0, 16)
     same = (o[:, None] // 8) == (o[None, :] // 8)
-    D = tl.where(same, A, 0.0)
-    T = tl.where(o[:, None] == o[None, :], 1.0, 0.0) + D
-    P = dot(D, D, exact)
-    T = dot(P, T, exact, T)
-    P = dot(P, P, exact)
-    T = dot(P, T, exact, T)
-    X = dot(T, A - D, exact)
-    return dot(X, T, exact, T)
+    identity = tl.where(o[:, None] == o[None, :], 1.0, 0.0)
+    At = dot16(identity, A, exact)
+    D, Dt = tl.where(same, A, 0.0), tl.where(same, At, 0.0)
+    X, Xt = identity + D, identity + Dt
+    for _ in tl.static_range(2):
+        Rt = dot16(Xt, D, exact, identity - Xt)
+        X, Xt = dot16(X, Rt, exact, X), dot16(Rt, X, exact, Xt)
+    Rt = dot16(Xt, A, exact, identity - Xt)
+    return dot16(X, Rt, exact, X)

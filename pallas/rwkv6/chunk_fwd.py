@@ -19,6 +19,7 @@ from ..common.chunk import (
     batched16_mask,
     chunk_mask,
     chunk_segments,
+    chunk_starts,
     does_h0_reach_ht,
     in_one_segment,
     load_state,
@@ -34,7 +35,7 @@ from ..common.chunk import (
 )
 from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors, masked_A, safe_gate_factors_by_cumsum
-from ..common.dots import dot, transposed_A
+from ..common.dots import dot, token_sums, transposed_A
 from ..common.gate import has_unsafe_gate, load_gate, state_scale
 from ..common.state_buffers import state_offset, state_pointers
 from ..common.token_tiles import load_tokens, store_tokens
@@ -58,6 +59,7 @@ def chunk_fwd(x, index, gate, out, c: tl.constexpr):
     split = program_split(index, c)
     axes = tile_axes(0, block, c)
     diagonal = axes.token[:, None] == axes.token[None, :]
+    identity = tl.where(diagonal, 1.0, 0.0)
     chunk_strict = axes.token[:, None] > axes.token[None, :]
     head, tile = (tl.program_id(2) * c.H + i_h).to(tl.int64), state_tile(axes, c)
     h, count = load_state(x.initial_state, head, tile, gate, c), tl.cdiv(split.length, C)
@@ -65,18 +67,24 @@ def chunk_fwd(x, index, gate, out, c: tl.constexpr):
     u = tl.load(x.u + (split.row * c.H + i_h) * c.K + axes.key, mask=axes.has_key, other=0.0)
     u = u.to(tl.float32)[None, :]
     offsets = token_offsets(axes, c)
-    k_start, v_start = (split.first * c.H + i_h) * c.K, (split.first * c.H + i_h) * c.V
     if out.states is not None:
         buffer = state_pointers(out.states, 0, axes, c.num_buffers, c)
     for n in range(0, count):
+        k_start, v_start = chunk_starts(split, n, i_h, c)
         left = split.length - n * C
         mask = chunk_mask(left, axes)
         if c.unsafe_gate:
             w = load_tokens(x.w + k_start, offsets.batched16, batched16_mask(mask, c), c.unmasked)
         else:
             w = load_tokens(x.w + k_start, offsets.key, mask.key, c.unmasked)
-        r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
-        k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
+        if c.unsafe_gate and c.operand != tl.float32:
+            batched = batched16_mask(mask, c)
+            r = load_tokens(x.r + k_start, offsets.batched16, batched, c.unmasked)
+            k = load_tokens(x.k + k_start, offsets.batched16, batched, c.unmasked)
+            r, k = token_sums(identity, r, c, True) * c.scale, token_sums(identity, k, c, True)
+        else:
+            r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
+            k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
         vt = load_tokens(x.v + v_start, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(
             c.operand
         )
@@ -110,8 +118,6 @@ def chunk_fwd(x, index, gate, out, c: tl.constexpr):
             h *= decays.decay_pre[None, :]
         h = dot(vt, kg, c, h) * decays.decay_post[None, :]
         store_tokens(out.o + v_start, offsets.transposed, o, transposed_mask(mask, axes), c.unmasked)
-        k_start += C * c.H * c.K
-        v_start += C * c.H * c.V
     store_state(out.ht, head, h, tile, gate, c)
 
 

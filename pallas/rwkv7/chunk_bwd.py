@@ -25,6 +25,7 @@ from ..common.chunk import (
     causal_masks,
     chunk_mask,
     chunk_segments,
+    chunk_starts,
     does_h0_reach_ht,
     in_one_segment,
     load_state,
@@ -94,8 +95,6 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr, FUSED: tl.constexpr
         grad_scale = 1.0
     offsets = token_offsets(axes, c)
     count = tl.cdiv(split.length, C)
-    k_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
-    v_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
     part = partial_sums(block, index.T, c)
     if FUSED:
         buffer = state_pointers(saved.states, 0, axes, c.num_buffers, c)
@@ -103,6 +102,7 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr, FUSED: tl.constexpr
         buffer = state_pointers(grads.dstates, block, axes, c.num_buffers, c)
     for i in range(0, count):
         n = count - 1 - i
+        k_start, v_start = chunk_starts(split, n, i_h, c)
         left = split.length - n * C
         mask = chunk_mask(left, axes)
         chunk = (split.first_chunk + n) * c.H + i_h
@@ -186,8 +186,6 @@ def chunk_bwd(x, saved, index, gate, grads, c: tl.constexpr, FUSED: tl.constexpr
             )
         dh = dot(do_t, qg, c, dh)
         dh = dot(da_read, ag, c, dh)
-        k_start -= C * c.H * c.K
-        v_start -= C * c.H * c.V
     store_state(grads.initial_state, head, dh, tile, gate, c, GRADIENT=True)
 
 

@@ -21,6 +21,7 @@ from ..common.chunk import (
     causal_masks,
     chunk_mask,
     chunk_segments,
+    chunk_starts,
     does_h0_reach_ht,
     in_one_segment,
     load_state,
@@ -84,10 +85,10 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
     count = tl.cdiv(split.length, C)
     h = tl.where(count > 0, h, h * state_scale(gate, c, True))
     offsets = token_offsets(axes, c)
-    k_start, v_start = (split.first * c.H + i_h) * c.K, (split.first * c.H + i_h) * c.V
     if out.states is not None:
         buffer = state_pointers(out.states, 0, axes, c.num_buffers, c)
     for n in range(0, count):
+        k_start, v_start = chunk_starts(split, n, i_h, c)
         left = split.length - n * C
         mask = chunk_mask(left, axes)
         w = load_tokens(x.w + k_start, offsets.batched16, batched16_mask(mask, c), c.unmasked)
@@ -147,8 +148,6 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
         if x.v is not None:
             h = dot(vt, kg, c, h)
         h = dot(v_new, bg, c, h) * decays.decay_post[None, :]
-        k_start += C * c.H * c.K
-        v_start += C * c.H * c.V
     store_state(out.ht, head, h, tile, gate, c)
 
 
