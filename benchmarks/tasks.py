@@ -92,7 +92,13 @@ def settings(quick: bool) -> list[Setting]:
         for model, width, (length, pairs) in itertools.product(MODELS, (64, 128, 256, 512), pairs_by_length)
     ]
     groups = [
-        Setting(group, model, 128, layers, length, batch=512, steps=10_000, rate_scale=2.0)
+        Setting(
+            *(group, model, 128, layers, length),
+            batch=512,
+            steps=20_000,
+            rate_scale=2.0,
+            learning_rates=(1e-3,),
+        )
         for group, model, layers, length in itertools.product(("A5", "S5"), MODELS, (1, 2, 3, 4), (8, 16, 32))
     ]
     return recalls + groups
