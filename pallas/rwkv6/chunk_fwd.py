@@ -77,6 +77,7 @@ def chunk_fwd(x, index, gate, out, c: tl.constexpr):
             w = load_tokens(x.w + k_start, offsets.batched16, batched16_mask(mask, c), c.unmasked)
         else:
             w = load_tokens(x.w + k_start, offsets.key, mask.key, c.unmasked)
+        # Read elementwise, tiles of r and k would have bank conflicts; as operands of products they have none
         if c.unsafe_gate and c.operand != tl.float32:
             batched = batched16_mask(mask, c)
             r = load_tokens(x.r + k_start, offsets.batched16, batched, c.unmasked)
