@@ -8,8 +8,8 @@ elements of the group and must name, at each position, the product of all elemen
 
 The RWKV-7 paper (Peng et al. 2025, arXiv:2503.14456, section 8) has both: the accuracy of recall by width and
 number of pairs, and the number of layers that a group needs. Each step draws new sequences; accuracy is
-measured on sequences of another random key. Training ends early at 99 %, and the best of several learning
-rates counts, both as in Zoology.
+measured on sequences of another random key. Training ends early at 99 %, and for recall the best of two
+learning rates counts, both as in Zoology.
 
     python benchmarks/tasks.py --only "recall.* rwkv7 64"    settings whose name matches
     python benchmarks/tasks.py --quick                       tiny sizes on a CPU

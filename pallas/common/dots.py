@@ -133,9 +133,9 @@ def dot16(x, yt, c: tl.constexpr, acc=None):
 def inverse16(A, c: tl.constexpr):
     """(I - A)^-1 for strictly lower triangular A [16, 16], to float32 accuracy where ``c.exact_sums``.
 
-    Newton's iteration X <- X + X R with R = I - X + A X inverts the 8 x 8 diagonal blocks in two steps from
-    I + A, and all in a third. All 16 rows at once would lose all digits for nearly parallel keys. Names that
-    end in t are transposes, which `dot16` takes.
+    Newton's iteration X <- X + X R, with R = I - X + A X: two steps from I + D, with the 8 x 8 diagonal
+    blocks D for A, invert the blocks, and a third gives the whole. Steps from I + A would lose all digits for
+    nearly parallel keys. Names that end in t are transposes, which `dot16` takes.
     """
     exact: tl.constexpr = with_exact_products(c)
     o = tl.arange(0, 16)
