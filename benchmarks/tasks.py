@@ -95,7 +95,7 @@ def settings(quick: bool) -> list[Setting]:
         Setting(
             *(group, model, 128, layers, length),
             batch=512,
-            steps=20_000,
+            steps=40_000,
             rate_scale=2.0,
             learning_rates=(1e-3,),
         )
