@@ -95,7 +95,6 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
     k_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.K
     v_start = ((split.first + (count - 1) * C) * c.H + i_h) * c.V
     part = partial_sums(block, index.T, c)
-    buffer = state_pointers(saved.states, 0, axes, c.num_buffers, c)
     mask_state = axes.has_key[None, :] & axes.has_value[:, None]
     for step in range(0, count):
         n = count - 1 - step
@@ -110,6 +109,8 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         v = load_tokens(x.v + v_start, at_v, mask_v, c.unmasked).to(c.operand)
         do = load_tokens(saved.do + v_start, at_v, mask_v, c.unmasked).to(c.operand)
         at = state_offset(index, split, n, k_start, c.num_buffers, c)
+        # behind a comparison that always holds, so that no addresses are kept in registers (`chunk_starts`)
+        buffer = state_pointers(saved.states, tl.where(n < split.length, 0, 1), axes, c.num_buffers, c)
         h = tl.trans(tl.load(buffer + at, mask=mask_state, other=0.0).to(c.operand))
 
         if c.unsafe_gate:
@@ -224,8 +225,9 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
             dg += dg_pass
         dg = sums_of_pairs(pairs, dg_state, dg, of_pairs, c)
         if c.unsafe_gate:
-            # replace the clamped decay by the exact one
-            dg *= tl.exp2((plain - counted) * LOG2E)
+            # in place of the clamped decay the exact one, from decays read again: kept, they would be spilled
+            minus = sums_over_tokens(at_least(w, LOG_ZERO), tl.where(t == j, -1.0, 0.0), c)
+            dg *= tl.exp2((-minus - tl.maximum(-minus, LOG_MIN)) * LOG2E)
             dg = sums_of_reads(state_terms, dg + dg_pass, of_reads, c)
         store_gradient(grads.w + part + k_start, at_k, dg, grad_scale, mask_k, c)
         k_start -= C * c.H * c.K

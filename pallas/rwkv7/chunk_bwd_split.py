@@ -37,6 +37,7 @@ from ..common.token_tiles import load_tokens, where_or_zero
 from .chunk_bwd_grads import A_gradients, Masks, TokenTiles, Values, token_gradients
 from .chunk_bwd_split_one import one_chunk_gradients
 from .chunk_bwd_split_pair import safe_gate_pair_gradients
+from .chunk_bwd_split_pair_unsafe import unsafe_gate_pair_gradients
 from .chunk_tokens import KeyGrads, chunk_grads, scaled_tokens
 
 
@@ -287,7 +288,9 @@ def block_gradients(x, saved, index, gate, grads, c: tl.constexpr):
             h_ += state_offset(index, split, n, k_start, 0, c)
             dh_ = state_pointers(saved.dstates, 0, axes, c.num_buffers, c)
             dh_ += state_offset(index, split, n, k_start, c.num_buffers, c)
-            if c.pair_tile and not c.unsafe_gate:
+            if c.pair_tile and c.unsafe_gate:
+                unsafe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, grads, c)
+            elif c.pair_tile:
                 safe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, grads, c)
             else:
                 pair_gradients(x, saved, index, gate, split, n, axes, offsets, h_, dh_, grads, c)
