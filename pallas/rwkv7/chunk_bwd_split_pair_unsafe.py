@@ -100,10 +100,6 @@ def unsafe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, g
     h, dh = tl.load(h_, mask=mask, other=0.0), tl.load(dh_, mask=mask, other=0.0)
     h, dh = h.to(c.operand), dh.to(c.operand)
     dg_pass = sums_over_values(h, dh, c)
-    first, second = None, None
-    if c.segments:
-        first = chunk_segments(index.segment_bits, split, n)
-        second = chunk_segments(index.segment_bits, split, tl.where(left > C, n + 1, n))
 
     do2, v2 = load_values(x, saved, v_next, left - C, axes, do_scale, c)
     _, v1 = load_values(x, saved, v_start, left, axes, do_scale, c)
@@ -119,10 +115,14 @@ def unsafe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, g
     read = ra2.to(tl.float32) * decays_from_h0(w2, sums, c)
     pre1, pre2 = decays1.pre, decays2.pre
     if c.segments:
+        first = chunk_segments(index.segment_bits, split, n)
+        second = chunk_segments(index.segment_bits, split, tl.where(left > C, n + 1, n))
         written = tl.where(of >= first.last, written, 0.0)
         read = tl.where(of < second.first, read, 0.0)
         pre1 = tl.where(does_h0_reach_ht(first), pre1, 0.0)
         pre2 = tl.where(does_h0_reach_ht(second) | (left <= C), pre2, 0.0)
+    else:
+        first, second = None, None
     written, read = written.to(c.operand), read.to(c.operand)
     # the decay between the two; without a second chunk dh has it already
     between = tl.where(left > C, decays1.post, 1.0)
