@@ -10,10 +10,11 @@ import os
 import re
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import tyro
@@ -53,6 +54,8 @@ def program(lower: str) -> Callable[[Main], Main]:
                 sys.exit(128 + signal.SIGINT)
             except Exception as error:
                 line = _line(error, lower)
+                if jax.distributed.is_initialized():
+                    _leave_others(traceback.format_exc() if line is None else f"{name}: {line}")
                 if line is None or sys.flags.dev_mode:
                     raise
                 if "the output: " in line:  # Python would try to write the rest of the buffer again at exit
@@ -65,6 +68,12 @@ def program(lower: str) -> Callable[[Main], Main]:
         return run
 
     return decorate
+
+
+def _leave_others(text: str) -> NoReturn:
+    """Ends a process of several at once: Python's exit would wait for the others, which wait for this one."""
+    print(text, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _line(error: Exception, lower: str) -> str | None:

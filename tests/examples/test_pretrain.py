@@ -138,6 +138,17 @@ def start_two(*more):
 
 
 @pytest.mark.slow
+def test_an_error_of_one_process_ends_both(data, tmp_path, monkeypatch):
+    """Python's exit would wait for the other process, for minutes."""
+    (tmp_path / "tensorboardX.py").write_text("raise ImportError('broken')")  # the first process imports it
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    processes = start_two(*arguments(data, tmp_path / "run"))
+    outputs = [finish(process, 100) for process in processes]
+    assert "pretrain.py: MetricWriter needs tensorboardX" in outputs[0], outputs
+    assert "tensorboardX" not in outputs[1] and all(process.returncode for process in processes), outputs
+
+
+@pytest.mark.slow
 def test_carried_states_in_two_processes(data, tmp_path):
     """Each makes its rows. Killed and resumed to the last bit, by two processes; the losses are those of one,
     which continues from the same place.

@@ -13,6 +13,7 @@ import pytest
 if jax.default_backend() != "gpu" or jax.device_count() < 2:
     pytest.skip("fewer than two NVIDIA GPUs are visible to JAX", allow_module_level=True)
 
+pytest.importorskip("tensorboardX", reason="pretrain.py needs it")
 COUNT = 2 if jax.device_count() < 4 else 4
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(COUNT)))).split(",")[:COUNT]
 
