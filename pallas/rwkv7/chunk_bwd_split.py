@@ -36,7 +36,7 @@ from ..common.state_buffers import aliased_gradients, state_offset, state_pointe
 from ..common.token_tiles import load_tokens, where_or_zero
 from .chunk_bwd_grads import A_gradients, Masks, TokenTiles, Values, token_gradients
 from .chunk_bwd_split_one import one_chunk_gradients
-from .chunk_bwd_split_pair import safe_gate_pair_gradients
+from .chunk_bwd_split_pair_safe import safe_gate_pair_gradients
 from .chunk_bwd_split_pair_unsafe import unsafe_gate_pair_gradients
 from .chunk_tokens import KeyGrads, chunk_grads, scaled_tokens
 

@@ -21,7 +21,7 @@ from .chunk_bwd_key_major_unsafe import (
     unsafe_gate_decays,
     unsafe_gate_sums,
 )
-from .chunk_bwd_split_pair import sums_over_values
+from .chunk_bwd_split_pair_safe import sums_over_values
 
 
 @triton.jit
