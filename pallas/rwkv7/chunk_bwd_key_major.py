@@ -67,7 +67,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         left = split.length - n * C
         A_chunk = split.first_chunk + n
         if not c.unsafe_gate:
-            # hidden from LLVM as in `chunk_starts`: one spilled register in this loop costs a fifth of the time
+            # hidden from LLVM as in `chunk_starts`: one spilled register costs this loop a sixth
             k_start, v_start = chunk_starts(split, n, i_h, c)
             buffer = state_pointers(saved.states, tl.where(n < split.length, 0, 1), axes, c.num_buffers, c)
             A_chunk = split.first_chunk + tl.where(n < split.length, n, 0)
