@@ -55,7 +55,7 @@ def program(lower: str) -> Callable[[Main], Main]:
             except Exception as error:
                 line = _line(error, lower)
                 if jax.distributed.is_initialized():
-                    _leave_others(traceback.format_exc() if line is None else f"{name}: {line}")
+                    _end_at_once(traceback.format_exc() if line is None else f"{name}: {line}")
                 if line is None or sys.flags.dev_mode:
                     raise
                 if "the output: " in line:  # Python would try to write the rest of the buffer again at exit
@@ -70,8 +70,10 @@ def program(lower: str) -> Callable[[Main], Main]:
     return decorate
 
 
-def _leave_others(text: str) -> NoReturn:
+def _end_at_once(text: str) -> NoReturn:
     """Ends a process of several at once: Python's exit would wait for the others, which wait for this one."""
+    with contextlib.suppress(OSError):  # the reader of the output may be gone
+        sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
     os._exit(1)
 

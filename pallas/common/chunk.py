@@ -130,15 +130,24 @@ def chunks_of_program(number, index, c: tl.constexpr):
 
 
 @triton.jit
+def hidden(value, otherwise, split, n):
+    """``value``, behind a comparison that always holds: whether chunk ``n`` is one of the split.
+
+    In a loop over ``n`` LLVM would keep an address for each array and thread in two registers, and ptxas
+    would spill them. Of offsets that a hidden value is part of LLVM does not see that they grow evenly.
+    ``otherwise`` keeps their alignment.
+    """
+    return tl.where(n < split.length, value, otherwise)
+
+
+@triton.jit
 def chunk_starts(split, n, i_h, c: tl.constexpr):
     """Offsets of the first token of the split's chunk ``n``, in arrays of keys and of values.
 
-    In a loop over ``n`` LLVM would keep an address for each array and thread in two registers, and ptxas
-    would spill them. The comparison, which always holds, hides that offsets grow evenly. For 128 keys it
-    gains nothing.
+    For 128 keys `hidden` gains nothing.
     """
     if c.BK <= 64:
-        n = tl.where(n < split.length, n, 0)
+        n = hidden(n, 0, split, n)
     token = (split.first + n * C) * c.H + i_h
     return token * c.K, token * c.V
 

@@ -36,8 +36,9 @@ class Config:
         num_aliased: how many of them become gradients.
         chunks_per_state: chunks that share one stored state.
         key_major: whether tiles of keys are held transposed, [K, 16] (`key_major`).
-        pair_tile: whether pairs of chunks have key-major tiles, under a safe gate of both chunks (RWKV-7).
-        late_loads: whether that tile loads keys late, for few registers.
+        pair_tile: whether pairs of chunks have key-major tiles: one for both under a safe gate, else one for
+            each (RWKV-7).
+        late_loads: whether the tile of both loads keys late, for few registers.
         from_scans: whether state gradients come from the recurrent kernels (RWKV-7).
         num_blocks: blocks of values or keys that share program axis 0 with something else.
         BT: tokens of a program where that is not a chunk.

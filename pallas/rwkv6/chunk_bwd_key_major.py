@@ -10,6 +10,7 @@ from ..common.chunk import (
     C,
     chunk_segments,
     does_h0_reach_ht,
+    hidden,
     in_one_segment,
     masked,
     partial_sums,
@@ -109,8 +110,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         v = load_tokens(x.v + v_start, at_v, mask_v, c.unmasked).to(c.operand)
         do = load_tokens(saved.do + v_start, at_v, mask_v, c.unmasked).to(c.operand)
         at = state_offset(index, split, n, k_start, c.num_buffers, c)
-        # behind a comparison that always holds, so that no addresses are kept in registers (`chunk_starts`)
-        buffer = state_pointers(saved.states, tl.where(n < split.length, 0, 1), axes, c.num_buffers, c)
+        buffer = state_pointers(saved.states, hidden(0, 1, split, n), axes, c.num_buffers, c)
         h = tl.trans(tl.load(buffer + at, mask=mask_state, other=0.0).to(c.operand))
 
         if c.unsafe_gate:

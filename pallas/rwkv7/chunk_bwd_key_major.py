@@ -12,7 +12,7 @@ rounded transposed.
 import triton
 import triton.language as tl
 
-from ..common.chunk import C, chunk_segments, chunk_starts, partial_sums, program_split, tile_axes
+from ..common.chunk import C, chunk_segments, chunk_starts, hidden, partial_sums, program_split, tile_axes
 from ..common.gate import cotangent_scale, inverse_state_scale, state_scale
 from ..common.state_buffers import state_offset, state_pointers
 from ..common.token_tiles import load_tokens, select_row
@@ -67,10 +67,10 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         left = split.length - n * C
         A_chunk = split.first_chunk + n
         if not c.unsafe_gate:
-            # hidden from LLVM as in `chunk_starts`: one spilled register costs this loop a sixth
+            # one spilled register costs this loop a sixth of its time
             k_start, v_start = chunk_starts(split, n, i_h, c)
-            buffer = state_pointers(saved.states, tl.where(n < split.length, 0, 1), axes, c.num_buffers, c)
-            A_chunk = split.first_chunk + tl.where(n < split.length, n, 0)
+            buffer = state_pointers(saved.states, hidden(0, 1, split, n), axes, c.num_buffers, c)
+            A_chunk = split.first_chunk + hidden(n, 0, split, n)
         mask_k = axes.has_key[:, None] & (token < left)[None, :]
         mask_w = axes.has_key[:, None] & (axes.token < left)[None, :]
         mask_v = (axes.token < left)[:, None] & axes.has_value[None, :]
@@ -85,7 +85,7 @@ def chunk_bwd_key_major(x, saved, index, gate, grads, c: tl.constexpr):
         A_ab_inv, Aak, Aq = load_A_tiles(saved.A, A_chunk * c.H + i_h, c)
         tiles = ChunkTiles(w, ra, kb, v, do, h, A_ab_inv, Aak, Aq)
         segments = chunk_segments(index.segment_bits, split, n) if c.segments else None
-        at_dw = at_w if c.unsafe_gate else at_w + tl.where(n < split.length, 0, 16)
+        at_dw = at_w if c.unsafe_gate else at_w + hidden(0, 16, split, n)
         places = Places(grads, grad_scale, part + k_start, at_k, at_dw, mask_k, mask_w)
         value_place = ValuePlace(grads.v + v_start, at_vt, mask_vt)
         if c.unsafe_gate:

@@ -5,7 +5,7 @@ one after the other, in the layout of `chunk_bwd_key_major`. The maths is that o
 import triton
 import triton.language as tl
 
-from ..common.chunk import C, chunk_segments, does_h0_reach_ht
+from ..common.chunk import C, chunk_segments, does_h0_reach_ht, hidden
 from ..common.dots import dot
 from ..common.gate import cotangent_scale
 from ..common.key_major import tile2
@@ -139,9 +139,9 @@ def unsafe_gate_pair_gradients(x, saved, index, gate, split, n, axes, h_, dh_, g
     kb2 = load_keys(x.k, x.b, k_next, left - C, axes, c)
     places = places_of_chunk(grads, k_next, left - C, gate, axes, c)
     one_of_pair_gradients(w2, ra2, kb2, dA2, by_state2, through2, pass2, second, sums, places, c)
-    # loaded again, so that they take no registers meanwhile, nor do their addresses (`chunk_starts`)
-    k_start += tl.where(n < split.length, 0, 16)
-    v_start += tl.where(n < split.length, 0, 16)
+    # loaded again, so that they take no registers meanwhile, nor do their addresses
+    k_start += hidden(0, 16, split, n)
+    v_start += hidden(0, 16, split, n)
     do1, v1 = load_values(x, saved, v_start, left, axes, do_scale, c)
     w1 = load_w(x.w, k_start, left, axes, c)
     kb1, ra1 = load_keys(x.k, x.b, k_start, left, axes, c), load_keys(x.r, x.a, k_start, left, axes, c)
