@@ -3,18 +3,12 @@
 import triton
 import triton.language as tl
 
-from ..common.chunk import C, does_h0_reach_ht, has_no_restart, masked
+from ..common.chunk import C, has_no_restart, masked
 from ..common.decay import LOG2E
 from ..common.dots import dot
-from ..common.key_major import (
-    select_concat,
-    split2,
-    sums_of_gradients,
-    sums_of_pairs,
-    sums_over_tokens,
-    tile2,
-)
-from ..common.token_tiles import select_row, store_gradient, where_or_zero
+from ..common.key_major import split2, sums_of_gradients, sums_of_pairs, sums_over_tokens, tile2
+from ..common.token_tiles import select_row, store_gradient
+from .chunk_bwd_key_major_tiles import scan_state
 
 
 @triton.jit
@@ -50,37 +44,9 @@ def safe_gate_chunk(x, segments, sums, dh, gate, places, value_place, c: tl.cons
     raf, kbf = sums_over_tokens(x.ra, identity, c), sums_over_tokens(x.kb, identity, c)
     ra = (raf * (tl.exp2(G) * scale)).to(c.operand)
     kb = tl.trans(tl.trans(kbf * tile2(back)).to(c.operand))
-    if c.segments:
-        sees_h0, reaches_ht = of < segments.first, of >= segments.last
-
-    do_t, vt = tl.trans(x.do), tl.trans(x.v)
-    by_A = dot(do_t, x.Aq, c)
-    _, ag = split2(ra)
-    a_read = dot(tl.trans(x.h), ag, c)
-    read = ra
-    if c.segments:
-        a_read = masked(a_read, j < segments.first, segments)
-        read = where_or_zero(read, sees_h0)
-    a_read = dot(vt, tl.trans(x.Aak), c, a_read)
-    v_new = dot(a_read.to(c.operand), tl.trans(x.A_ab_inv), c).to(c.operand)
-    v_pair = tl.trans(tl.where(half[:, None] == 0, tl.trans(tile2(vt)), tl.trans(tile2(v_new))))
-
-    dstate = (dh * decay_post).to(c.operand)
-    dh *= decay_post
-    dg_pass = tl.sum(x.h.to(tl.float32) * dh, 1)[:, None]
-    if c.segments:
-        dg_pass = tl.where(does_h0_reach_ht(segments), dg_pass, 0.0)
-        dh = masked(dh, does_h0_reach_ht(segments), segments)
-        writes = dot(tl.trans(dstate), kb, c)
-        writes = masked(writes, reaches_ht, segments) + by_A
-    else:
-        writes = dot(tl.trans(dstate), kb, c, by_A)
-    dv, dv_new = split2(writes)
-    da_read = dot(dv_new.to(c.operand), x.A_ab_inv, c).to(c.operand)
-    do_pair = select_concat(do_t, da_read)
-    dh = dot(read, tl.trans(do_pair), c, dh)
-    dv = dot(da_read, x.Aak, c, dv)
-    store_gradient(value_place.first, value_place.offsets, dv, places.scale, value_place.mask, c)
+    dh, dstate, dg_pass, do_pair, v_pair = scan_state(
+        x, ra, kb, decay_post, decay_post, segments, dh, gate, places, value_place, c
+    )
 
     # gradients of all four A, transposed: k, then b, down the tile
     dA = tl.trans(dot(tl.trans(do_pair), v_pair, c))
@@ -92,7 +58,7 @@ def safe_gate_chunk(x, segments, sums, dh, gate, places, value_place, c: tl.cons
     # the q side: through the state, and through the pairs of the chunk
     by_state = dot(x.h, do_pair, c)
     if c.segments:
-        by_state = masked(by_state, sees_h0, segments)
+        by_state = masked(by_state, of < segments.first, segments)
     by_pairs = dot(kb, dA, c, by_state)
     terms_r, terms_a = split2(ra.to(tl.float32) * by_pairs)
     # the decays again, from other sums than above: kept, they would take 16 registers
@@ -103,7 +69,7 @@ def safe_gate_chunk(x, segments, sums, dh, gate, places, value_place, c: tl.cons
     # the k side: through the state, then through the pairs
     by_state = dot(dstate, v_pair, c)
     if c.segments:  # no branch: no product is fused with a sum across one
-        by_state = tl.where(reaches_ht, by_state, 0.0)
+        by_state = tl.where(of >= segments.last, by_state, 0.0)
     through_k, through_b = split2(kb.to(tl.float32) * by_state)
     by_pairs = dot(ra, tl.trans(dA), c)
     terms_k, terms_b = split2(kb.to(tl.float32) * by_pairs)

@@ -8,13 +8,11 @@ import triton
 import triton.language as tl
 
 from ..backend.types import Tensor
-from ..common.chunk import C, does_h0_reach_ht, has_no_restart, masked
+from ..common.chunk import C, has_no_restart, masked
 from ..common.decay import LOG2E, LOG_FEW, LOG_MIN, LOG_ZERO, at_least, in_first_half, sums_to_middles
 from ..common.dots import dot
-from ..common.gate import cotangent_scale
 from ..common.key_major import (
     concat,
-    select_concat,
     split2,
     sums_of_gradients,
     sums_of_pairs,
@@ -24,6 +22,7 @@ from ..common.key_major import (
     upper16,
 )
 from ..common.token_tiles import select_row, store_gradient, where_or_zero
+from .chunk_bwd_key_major_tiles import scan_state
 
 
 class Sums(NamedTuple):
@@ -120,10 +119,7 @@ def decays_from_h0(w, sums, c: tl.constexpr):
 @triton.jit
 def unsafe_gate_chunk(x, segments, sums, dh, gate, places, value_place, c: tl.constexpr):
     """`safe_gate_chunk` under an unsafe gate."""
-    o = tl.arange(0, 2 * C)
-    token, half = o % C, o // C
-    of = token[None, :]
-    do_scale, _ = cotangent_scale(gate)
+    of = tl.arange(0, 2 * C)[None, :] % C
     decays = unsafe_gate_decays(x.w, sums, c)
     raf = x.ra.to(tl.float32)
     scaled = scaled_tiles(raf, x.kb, decays, c)
@@ -133,34 +129,9 @@ def unsafe_gate_chunk(x, segments, sums, dh, gate, places, value_place, c: tl.co
         of_state = masked(of_state, of < segments.first, segments)
     read = (raf * of_state).to(c.operand)
 
-    # This order takes the fewest registers and lets products of a warp group overlap: v_new, then the
-    # state's gradient, then the q side and the decays.
-    do_t, vt = tl.trans(x.do), tl.trans(x.v)
-    by_A = dot(do_t, x.Aq, c)
-    by_A *= do_scale
-    _, ag = split2(read)
-    a_read = dot(tl.trans(x.h), ag, c)
-    a_read = dot(vt, tl.trans(x.Aak), c, a_read)
-    v_new = dot(a_read.to(c.operand), tl.trans(x.A_ab_inv), c).to(c.operand)
-    v_pair = tl.trans(tl.where(half[:, None] == 0, tl.trans(tile2(vt)), tl.trans(tile2(v_new))))
-
-    dstate = (dh * decays.post).to(c.operand)
-    dh *= decays.total
-    dg_pass = tl.sum(x.h.to(tl.float32) * dh, 1)[:, None]
-    if c.segments:
-        dg_pass = tl.where(does_h0_reach_ht(segments), dg_pass, 0.0)
-        dh = masked(dh, does_h0_reach_ht(segments), segments)
-        writes = dot(tl.trans(dstate), scaled.high_kb, c)
-        writes = masked(writes, of >= segments.last, segments) + by_A
-    else:
-        writes = dot(tl.trans(dstate), scaled.high_kb, c, by_A)
-    dv, dv_new = split2(writes)
-    da_read = dot(dv_new.to(c.operand), x.A_ab_inv, c).to(c.operand)
-    do_pair = select_concat(do_t * do_scale.to(c.operand), da_read)
-    dh = dot(read, tl.trans(do_pair), c, dh)
-    dv = dot(da_read, x.Aak, c, dv)
-    store_gradient(value_place.first, value_place.offsets, dv, places.scale, value_place.mask, c)
-
+    dh, dstate, dg_pass, do_pair, v_pair = scan_state(
+        x, read, scaled.high_kb, decays.post, decays.total, segments, dh, gate, places, value_place, c
+    )
     by_state = dot(x.h, do_pair, c)
     by_state *= of_state
     state_terms = terms_of_state(raf, by_state, dg_pass, sums, c)
