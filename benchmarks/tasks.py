@@ -12,6 +12,7 @@ measured on sequences of another random key. Training ends early at 99 %, and fo
 learning rates counts, both as in Zoology.
 
     python benchmarks/tasks.py --only "recall.* rwkv7 64"    settings whose name matches
+    python benchmarks/tasks.py --steps 16000 --rates 1e-3    other steps and learning rates
     python benchmarks/tasks.py --quick                       tiny sizes on a CPU
 """
 
@@ -29,9 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
+from flax import linen as nn
 
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM, initial_params
-from fla_jax.training import next_token_loss, rwkv_optimizer, rwkv_schedule
+from fla_jax.training import rwkv_optimizer, rwkv_schedule
 
 MODELS = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, RWKV7Config)}
 GAPS_POWER = 0.01  # queries soon after the pairs are likelier: Zoology's distribution of gaps
@@ -43,6 +45,7 @@ STEPS_PER_CALL = 500
 State = tuple[optax.Params, optax.OptState]
 Batch = dict[str, jax.Array]
 Draw = Callable[[jax.Array], Batch]
+Answer = Callable[[optax.Params, Batch], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +108,7 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def recall(key: jax.Array, batch: int, length: int, pairs: int, vocab_size: int) -> Batch:
-    """Sequences of recall: tokens, labels and mask [batch, length], the mask 1 at the queries."""
+    """Sequences of recall: tokens [batch, length], positions of queries and their labels [batch, pairs]."""
     half, space = vocab_size // 2, (length - 2 * pairs) // 2
     keys, values, places = jax.random.split(key, 3)
 
@@ -121,8 +124,7 @@ def recall(key: jax.Array, batch: int, length: int, pairs: int, vocab_size: int)
     tokens = jnp.zeros((batch, length), keys.dtype)  # random fill would repeat keys with other values
     tokens = tokens.at[:, : 2 * pairs].set(jnp.stack([keys, values], -1).reshape(batch, -1))
     tokens = tokens.at[rows, queries].set(keys)
-    labels = jnp.zeros_like(tokens).at[rows, queries].set(values)
-    return {"tokens": tokens, "labels": labels, "mask": labels > 0}
+    return {"tokens": tokens, "positions": queries, "labels": values}
 
 
 @functools.cache
@@ -138,7 +140,7 @@ def _is_even(p: tuple[int, ...]) -> bool:
 
 
 def words(key: jax.Array, batch: int, length: int, group: str) -> Batch:
-    """Elements of a group and the products of all up to each position, [batch, 1 + length].
+    """Elements of a group, tokens [batch, 1 + length], and their products up to each, labels [batch, length].
 
     The first token, as in Merrill et al., has no label: there a model can write the identity into its state.
     """
@@ -151,9 +153,9 @@ def words(key: jax.Array, batch: int, length: int, group: str) -> Batch:
 
     identity = jnp.zeros(batch, tokens.dtype)  # the first permutation in order
     labels = jax.lax.scan(step, identity, tokens.T)[1].T
-    first = ((0, 0), (1, 0))
-    tokens = jnp.pad(tokens, first, constant_values=len(table))
-    return {"tokens": tokens, "labels": jnp.pad(labels, first), "mask": jnp.pad(labels >= 0, first)}
+    positions = jnp.broadcast_to(1 + jnp.arange(length), (batch, length))
+    tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=len(table))
+    return {"tokens": tokens, "positions": positions, "labels": labels}
 
 
 def train(setting: Setting, learning_rate: float, draw: Draw) -> records.Record:
@@ -165,7 +167,11 @@ def train(setting: Setting, learning_rate: float, draw: Draw) -> records.Record:
     model = kind(config_type(vocab_size=vocab_size, **sizes, **options))
     schedule = rwkv_schedule(learning_rate, 0.01 * learning_rate, setting.steps, setting.steps // 10)
     optimizer = rwkv_optimizer(schedule, weight_decay=0.1 if setting.pairs else 0.0)
-    loss = next_token_loss(model, l2wrap=0.0)
+    answer = functools.partial(logits, model)
+
+    def loss(params: optax.Params, batch: Batch) -> jax.Array:
+        found = answer(params, batch)
+        return optax.softmax_cross_entropy_with_integer_labels(found, batch["labels"]).mean()
 
     def step(state: State, key: jax.Array) -> tuple[State, None]:
         params, opt_state = state
@@ -175,14 +181,16 @@ def train(setting: Setting, learning_rate: float, draw: Draw) -> records.Record:
 
     # many steps a call: one alone is over before the next one is dispatched
     steps = jax.jit(lambda state, keys: jax.lax.scan(step, state, keys)[0], donate_argnums=0)
-    count, rounds = jax.jit(functools.partial(_count, model.apply, draw)), -(-2048 // setting.batch)
+    count, rounds = jax.jit(functools.partial(_count, answer, draw)), -(-2048 // setting.batch)
     params = initial_params(model, jax.random.key(0))
     state, keys = (params, optimizer.init(params)), jax.random.split(jax.random.key(1), setting.steps)
     checks, done, began = jax.random.split(jax.random.key(2), setting.steps), 0, time.perf_counter()
     while done < setting.steps:
         state = steps(state, keys[done : done + STEPS_PER_CALL])
         done = min(done + STEPS_PER_CALL, setting.steps)
-        if accuracy(count, state[0], checks[done - 1], rounds)[0] > SOLVED:
+        right = accuracy(count, state[0], checks[done - 1], rounds)[0]
+        print(f"  rate {learning_rate:g}, {done} steps: {right:.2%}", flush=True)
+        if right > SOLVED:
             break
     seconds = time.perf_counter() - began
     # new sequences: those of the last check decided when training ended
@@ -190,12 +198,20 @@ def train(setting: Setting, learning_rate: float, draw: Draw) -> records.Record:
     return {"accuracy": answers, "sequences": sequences, "steps": done, "seconds": seconds}
 
 
-def _count(apply: Callable, draw: Draw, params: optax.Params, key: jax.Array) -> jax.Array:
+def logits(model: nn.Module, params: optax.Params, batch: Batch) -> jax.Array:
+    """Logits [batch, positions, vocab_size] of the positions that have labels: at recall's others they
+    would be most of the work."""
+    hidden = model.apply({"params": params}, batch["tokens"], method="hidden")[0]
+    hidden = jnp.take_along_axis(hidden, batch["positions"][..., None], axis=1)
+    return model.apply({"params": params}, hidden, method="logits")
+
+
+def _count(answer: Answer, draw: Draw, params: optax.Params, key: jax.Array) -> jax.Array:
     """Right answers, answers, sequences without an error, and sequences, [4], of one batch."""
     batch = draw(key)
-    right = jnp.argmax(apply({"params": params}, batch["tokens"])[0], -1) == batch["labels"]
-    whole = jnp.all(right | ~batch["mask"], -1)
-    return jnp.stack([jnp.sum(right & batch["mask"]), jnp.sum(batch["mask"]), jnp.sum(whole), len(whole)])
+    right = jnp.argmax(answer(params, batch), -1) == batch["labels"]
+    whole = jnp.all(right, -1)
+    return jnp.stack([jnp.sum(right), right.size, jnp.sum(whole), whole.size])
 
 
 def accuracy(count: Callable, params: optax.Params, key: jax.Array, rounds: int) -> tuple[float, float]:
@@ -231,9 +247,14 @@ def measure(setting: Setting) -> records.Record:
 def main(arguments: list[str] | None = None) -> None:
     parser = records.parser(__doc__)
     parser.add_argument("--only", default="", help="a regular expression of settings' names")
+    parser.add_argument("--steps", type=int, help="most steps of a learning rate; default: the setting's")
+    parser.add_argument("--rates", type=float, nargs="+", help="learning rates; default: the setting's")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     options = parser.parse_args(arguments)
     chosen = [setting for setting in settings(options.quick) if re.search(options.only, setting.name)]
+    other = {"steps": options.steps, "learning_rates": options.rates and tuple(options.rates)}
+    other = {name: value for name, value in other.items() if value}
+    chosen = [dataclasses.replace(setting, **other) for setting in chosen]
     if not chosen:
         parser.error(f"--only {options.only!r} matches no setting")
     device = jax.devices()[0].device_kind

@@ -13,16 +13,16 @@ BATCH, LENGTH, PAIRS, VOCABULARY = 8, 40, 6, 32
 
 def test_recall(module):
     drawn = module("tasks").recall(jax.random.key(0), BATCH, LENGTH, PAIRS, VOCABULARY)
-    tokens, labels, mask = (np.asarray(drawn[name]) for name in ("tokens", "labels", "mask"))
+    tokens, positions, labels = (np.asarray(drawn[name]) for name in ("tokens", "positions", "labels"))
     for row in range(BATCH):
         value_of = dict(tokens[row, : 2 * PAIRS].reshape(PAIRS, 2).tolist())
-        queries = np.flatnonzero(mask[row])
+        queries = positions[row]
         assert sorted(tokens[row, queries].tolist()) == sorted(value_of) and len(value_of) == PAIRS
         assert queries.min() >= 2 * PAIRS
-        assert [value_of[key] for key in tokens[row, queries].tolist()] == labels[row, queries].tolist()
+        assert [value_of[key] for key in tokens[row, queries].tolist()] == labels[row].tolist()
         assert min(value_of) > 0 and max(value_of) < VOCABULARY // 2 <= min(value_of.values())
-        assert not tokens[row, 2 * PAIRS :][~mask[row, 2 * PAIRS :]].any()  # a key comes back once
-    assert len({tuple(row) for row in mask.tolist()}) > 1  # queries differ between sequences
+        assert np.count_nonzero(tokens[row, 2 * PAIRS :]) == PAIRS  # a key comes back once
+    assert len({tuple(sorted(row)) for row in positions.tolist()}) > 1  # queries differ between sequences
 
 
 @pytest.mark.parametrize(("group", "size"), [("S5", 120), ("A5", 60)])
@@ -32,9 +32,9 @@ def test_words(module, group, size):
     every = itertools.permutations(range(5))
     elements = [p for p in every if group == "S5" or round(np.linalg.det(np.eye(5)[list(p)])) == 1]
     assert len(elements) == size
-    assert not drawn["mask"][:, 0].any() and drawn["mask"][:, 1:].all()
+    assert (drawn["positions"] == 1 + np.arange(12)).all() and drawn["labels"].shape == (3, 12)
     assert (drawn["tokens"][:, 0] == size).all() and drawn["tokens"].shape == (3, 13)
-    for tokens, labels in zip(np.asarray(drawn["tokens"])[:, 1:], np.asarray(drawn["labels"])[:, 1:]):
+    for tokens, labels in zip(np.asarray(drawn["tokens"])[:, 1:], np.asarray(drawn["labels"])):
         moved = list(range(5))
         for token, label in zip(tokens, labels):
             moved = [elements[token][i] for i in moved]
@@ -42,15 +42,22 @@ def test_words(module, group, size):
 
 
 def test_accuracy(module):
-    """A model that always answers 1: one of two sequences is right in its only answer, one in one of two."""
+    """A model that always answers 1: one of two sequences is right in both answers, one in one of two."""
     tasks = module("tasks")
-    batch = {"tokens": np.zeros((2, 3), int), "labels": np.array([[1, 0, 0], [1, 0, 0]])}
-    batch["mask"] = np.array([[True, False, False], [True, True, False]])
-    apply = lambda variables, tokens: (jax.nn.one_hot(np.ones(tokens.shape, int), 2), None)
-    count = lambda params, key: tasks._count(
-        apply, lambda key: jax.tree.map(jax.numpy.asarray, batch), params, key
-    )
-    assert tasks.accuracy(count, {}, jax.random.key(0), rounds=2) == (2 / 3, 1 / 2)
+    labels = jax.numpy.array([[1, 1], [1, 0]])
+    answer = lambda params, batch: jax.nn.one_hot(np.ones(batch["labels"].shape, int), 2)
+    count = lambda params, key: tasks._count(answer, lambda key: {"labels": labels}, params, key)
+    assert tasks.accuracy(count, {}, jax.random.key(0), rounds=2) == (3 / 4, 1 / 2)
+
+
+def test_logits_are_those_of_the_positions(module):
+    tasks = module("tasks")
+    model = tasks.RWKV7ForCausalLM(tasks.RWKV7Config(vocab_size=9, hidden_size=32, num_layers=1, head_dim=16))
+    params = tasks.initial_params(model, jax.random.key(0))
+    tokens, positions = np.arange(8).reshape(2, 4), np.array([[3, 0], [1, 2]])
+    every = model.apply({"params": params}, tokens)[0]
+    found = tasks.logits(model, params, {"tokens": tokens, "positions": jax.numpy.asarray(positions)})
+    np.testing.assert_allclose(found, np.stack([every[0, [3, 0]], every[1, [1, 2]]]), rtol=1e-6)
 
 
 def test_the_next_rate_is_tried_only_without_success(module, monkeypatch):
