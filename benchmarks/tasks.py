@@ -61,6 +61,7 @@ class Setting:
         steps: most steps of a learning rate.
         learning_rates: tried in this order until one is above `SOLVED`.
         rate_scale: RWKV-7's factor on the in-context rate; 2 allows eigenvalues down to -1.
+        tie_embeddings: whether the head is the transposed embedding, as in Zoology; docs/tasks.md compares.
     """
 
     task: str
@@ -74,6 +75,7 @@ class Setting:
     steps: int = 4000
     vocab_size: int = RECALL_VOCABULARY
     rate_scale: float = 1.0
+    tie_embeddings: bool = False
     learning_rates: tuple[float, ...] = (3e-3, 1e-3)
 
     @property
@@ -86,12 +88,13 @@ def settings(quick: bool) -> list[Setting]:
     """The paper's sizes: (length, pairs) by width for recall, lengths by layers for groups."""
     if quick:
         sizes = dict(hidden_size=32, num_layers=2, length=16, pairs=2, head_dim=16, batch=16, vocab_size=16)
-        small = Setting("recall", "rwkv7", **sizes, steps=300, learning_rates=(1e-2,))
-        group = dataclasses.replace(small, task="S5", length=4, pairs=0, steps=40, rate_scale=2.0)
+        small = Setting("recall", "rwkv7", **sizes, steps=300, tie_embeddings=True, learning_rates=(1e-2,))
+        other = dict(task="S5", length=4, pairs=0, steps=40, rate_scale=2.0, tie_embeddings=False)
+        group = dataclasses.replace(small, **other)
         return [small, dataclasses.replace(small, model="rwkv6"), group]
     pairs_by_length = ((64, 4), (128, 8), (256, 16), (512, 64), (1024, 128), (2048, 256))
     recalls = [
-        Setting("recall", model, width, 2, length, pairs, batch=RECALL_BATCH[length])
+        Setting("recall", model, width, 2, length, pairs, batch=RECALL_BATCH[length], tie_embeddings=True)
         for model, width, (length, pairs) in itertools.product(MODELS, (64, 128, 256, 512), pairs_by_length)
     ]
     groups = [
@@ -164,7 +167,9 @@ def train(setting: Setting, learning_rate: float, draw: Draw) -> records.Record:
     vocab_size = setting.vocab_size if setting.pairs else len(products(setting.task)) + 1
     sizes = dict(hidden_size=setting.hidden_size, num_layers=setting.num_layers, head_dim=setting.head_dim)
     options = {"rate_scale": setting.rate_scale} if setting.model == "rwkv7" else {}
-    model = kind(config_type(vocab_size=vocab_size, **sizes, **options))
+    model = kind(
+        config_type(vocab_size=vocab_size, tie_embeddings=setting.tie_embeddings, **sizes, **options)
+    )
     schedule = rwkv_schedule(learning_rate, 0.01 * learning_rate, setting.steps, setting.steps // 10)
     optimizer = rwkv_optimizer(schedule, weight_decay=0.1 if setting.pairs else 0.0)
     answer = functools.partial(logits, model)
