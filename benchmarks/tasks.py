@@ -33,7 +33,7 @@ import records
 from flax import linen as nn
 
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM, initial_params
-from fla_jax.training import rwkv_optimizer, rwkv_schedule
+from fla_jax.training import cross_entropy, rwkv_optimizer, rwkv_schedule
 
 MODELS = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, RWKV7Config)}
 GAPS_POWER = 0.01  # queries soon after the pairs are likelier: Zoology's distribution of gaps
@@ -89,8 +89,9 @@ def settings(quick: bool) -> list[Setting]:
     if quick:
         sizes = dict(hidden_size=32, num_layers=2, length=16, pairs=2, head_dim=16, batch=16, vocab_size=16)
         small = Setting("recall", "rwkv7", **sizes, steps=300, tie_embeddings=True, learning_rates=(1e-2,))
-        other = dict(task="S5", length=4, pairs=0, steps=40, rate_scale=2.0, tie_embeddings=False)
-        group = dataclasses.replace(small, **other)
+        group = dataclasses.replace(
+            small, task="S5", length=4, pairs=0, steps=40, rate_scale=2.0, tie_embeddings=False
+        )
         return [small, dataclasses.replace(small, model="rwkv6"), group]
     pairs_by_length = ((64, 4), (128, 8), (256, 16), (512, 64), (1024, 128), (2048, 256))
     recalls = [
@@ -175,8 +176,7 @@ def train(setting: Setting, learning_rate: float, draw: Draw) -> records.Record:
     answer = functools.partial(logits, model)
 
     def loss(params: optax.Params, batch: Batch) -> jax.Array:
-        found = answer(params, batch)
-        return optax.softmax_cross_entropy_with_integer_labels(found, batch["labels"]).mean()
+        return cross_entropy(answer(params, batch), batch["labels"], l2wrap=0.0)
 
     def step(state: State, key: jax.Array) -> tuple[State, None]:
         params, opt_state = state
@@ -204,8 +204,10 @@ def train(setting: Setting, learning_rate: float, draw: Draw) -> records.Record:
 
 
 def logits(model: nn.Module, params: optax.Params, batch: Batch) -> jax.Array:
-    """Logits [batch, positions, vocab_size] of the positions that have labels: at recall's others they
-    would be most of the work."""
+    """Logits of the positions that have labels, [batch, positions, vocab_size].
+
+    At all positions of a recall sequence they would be most of the work.
+    """
     hidden = model.apply({"params": params}, batch["tokens"], method="hidden")[0]
     hidden = jnp.take_along_axis(hidden, batch["positions"][..., None], axis=1)
     return model.apply({"params": params}, hidden, method="logits")
@@ -257,9 +259,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     options = parser.parse_args(arguments)
     chosen = [setting for setting in settings(options.quick) if re.search(options.only, setting.name)]
-    other = {"steps": options.steps, "learning_rates": options.rates and tuple(options.rates)}
-    other = {name: value for name, value in other.items() if value}
-    chosen = [dataclasses.replace(setting, **other) for setting in chosen]
+    if options.steps:
+        chosen = [dataclasses.replace(setting, steps=options.steps) for setting in chosen]
+    if options.rates:
+        chosen = [dataclasses.replace(setting, learning_rates=tuple(options.rates)) for setting in chosen]
     if not chosen:
         parser.error(f"--only {options.only!r} matches no setting")
     device = jax.devices()[0].device_kind
