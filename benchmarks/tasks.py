@@ -13,6 +13,7 @@ learning rates counts, both as in Zoology.
 
     python benchmarks/tasks.py --only "recall.* rwkv7 64"    settings whose name matches
     python benchmarks/tasks.py --steps 16000 --rates 1e-3    other steps and learning rates
+    python benchmarks/tasks.py --curriculum                  recall begins with fewer pairs
     python benchmarks/tasks.py --quick                       tiny sizes on a CPU
 """
 
@@ -39,6 +40,7 @@ MODELS = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, 
 GAPS_POWER = 0.01  # queries soon after the pairs are likelier: Zoology's distribution of gaps
 RECALL_VOCABULARY = 8192  # the lower half are keys, the upper half values, 0 fills
 RECALL_BATCH = {64: 512, 128: 512, 256: 256, 512: 128, 1024: 64, 2048: 64}  # Zoology's, by length
+EASIER = 8  # a curriculum begins with an eighth of the length and of the pairs, for a quarter of the steps
 SOLVED = 0.99  # Zoology and Merrill et al. stop here
 KEY = records.key_of("op", "form", "implementation", "model", "shape")
 STEPS_PER_CALL = 500
@@ -62,6 +64,7 @@ class Setting:
         learning_rates: tried in this order until one is above `SOLVED`.
         rate_scale: RWKV-7's factor on the in-context rate; 2 allows eigenvalues down to -1.
         tie_embeddings: whether the head is the transposed embedding, as in Zoology; docs/tasks.md compares.
+        curriculum: whether recall begins with shorter sequences of fewer pairs, see `EASIER`.
     """
 
     task: str
@@ -76,6 +79,7 @@ class Setting:
     vocab_size: int = RECALL_VOCABULARY
     rate_scale: float = 1.0
     tie_embeddings: bool = False
+    curriculum: bool = False
     learning_rates: tuple[float, ...] = (3e-3, 1e-3)
 
     @property
@@ -162,7 +166,15 @@ def words(key: jax.Array, batch: int, length: int, group: str) -> Batch:
     return {"tokens": tokens, "positions": positions, "labels": labels}
 
 
-def train(setting: Setting, learning_rate: float, draw: Draw) -> records.Record:
+def drawing(setting: Setting, divisor: int = 1) -> Draw:
+    """What draws the batches of a setting; ``divisor`` divides recall's length and pairs."""
+    if setting.pairs:
+        sizes = (setting.batch, setting.length // divisor, setting.pairs // divisor, setting.vocab_size)
+        return jax.jit(lambda key: recall(key, *sizes))
+    return jax.jit(lambda key: words(key, setting.batch, setting.length, setting.task))
+
+
+def train(setting: Setting, learning_rate: float) -> records.Record:
     """Shares of right answers and of sequences without an error, the steps and the seconds of training."""
     kind, config_type = MODELS[setting.model]
     vocab_size = setting.vocab_size if setting.pairs else len(products(setting.task)) + 1
@@ -178,20 +190,27 @@ def train(setting: Setting, learning_rate: float, draw: Draw) -> records.Record:
     def loss(params: optax.Params, batch: Batch) -> jax.Array:
         return cross_entropy(answer(params, batch), batch["labels"], l2wrap=0.0)
 
-    def step(state: State, key: jax.Array) -> tuple[State, None]:
+    def step(draw: Draw, state: State, key: jax.Array) -> tuple[State, None]:
         params, opt_state = state
         grads = jax.grad(loss)(params, draw(key))
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), None
 
-    # many steps a call: one alone is over before the next one is dispatched
-    steps = jax.jit(lambda state, keys: jax.lax.scan(step, state, keys)[0], donate_argnums=0)
+    def steps(draw: Draw) -> Callable[[State, jax.Array], State]:
+        # many steps a call: one alone is over before the next one is dispatched
+        run = lambda state, keys: jax.lax.scan(functools.partial(step, draw), state, keys)[0]
+        return jax.jit(run, donate_argnums=0)
+
+    draw = drawing(setting)
+    easy_steps, full_steps = steps(drawing(setting, EASIER)), steps(draw)
+    easy = setting.steps // 4 if setting.curriculum else 0
     count, rounds = jax.jit(functools.partial(_count, answer, draw)), -(-2048 // setting.batch)
     params = initial_params(model, jax.random.key(0))
     state, keys = (params, optimizer.init(params)), jax.random.split(jax.random.key(1), setting.steps)
     checks, done, began = jax.random.split(jax.random.key(2), setting.steps), 0, time.perf_counter()
     while done < setting.steps:
-        state = steps(state, keys[done : done + STEPS_PER_CALL])
+        run = easy_steps if done < easy else full_steps
+        state = run(state, keys[done : done + STEPS_PER_CALL])
         done = min(done + STEPS_PER_CALL, setting.steps)
         right = accuracy(count, state[0], checks[done - 1], rounds)[0]
         print(f"  rate {learning_rate:g}, {done} steps: {right:.2%}", flush=True)
@@ -231,12 +250,9 @@ def accuracy(count: Callable, params: optax.Params, key: jax.Array, rounds: int)
 
 def measure(setting: Setting) -> records.Record:
     """The record of a setting: its best learning rate, or the first one above `SOLVED`."""
-    size = (setting.batch, setting.length)
-    sizes = (*size, setting.pairs, setting.vocab_size) if setting.pairs else (*size, setting.task)
-    draw = jax.jit(lambda key: (recall if setting.pairs else words)(key, *sizes))
     found: dict[float, records.Record] = {}
     for rate in setting.learning_rates:
-        found[rate] = train(setting, rate, draw)
+        found[rate] = train(setting, rate)
         if found[rate]["accuracy"] > SOLVED:
             break
     best = max(found, key=lambda rate: found[rate]["accuracy"])
@@ -256,6 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="a regular expression of settings' names")
     parser.add_argument("--steps", type=int, help="most steps of a learning rate; default: the setting's")
     parser.add_argument("--rates", type=float, nargs="+", help="learning rates; default: the setting's")
+    parser.add_argument("--curriculum", action="store_true", help="recall begins with fewer pairs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     options = parser.parse_args(arguments)
     chosen = [setting for setting in settings(options.quick) if re.search(options.only, setting.name)]
@@ -263,6 +280,8 @@ def main(arguments: list[str] | None = None) -> None:
         chosen = [dataclasses.replace(setting, steps=options.steps) for setting in chosen]
     if options.rates:
         chosen = [dataclasses.replace(setting, learning_rates=tuple(options.rates)) for setting in chosen]
+    if options.curriculum:
+        chosen = [dataclasses.replace(setting, curriculum=True) for setting in chosen if setting.pairs]
     if not chosen:
         parser.error(f"--only {options.only!r} matches no setting")
     device = jax.devices()[0].device_kind

@@ -64,9 +64,7 @@ def test_the_next_rate_is_tried_only_without_success(module, monkeypatch):
     tasks = module("tasks")
     setting = tasks.Setting("S5", "rwkv7", 32, 1, 4, learning_rates=(3.0, 2.0, 1.0))
     accuracies = {3.0: 0.5, 2.0: 0.995, 1.0: 1.0}
-    monkeypatch.setattr(
-        tasks, "train", lambda setting, rate, draw: {"accuracy": accuracies[rate], "steps": 1}
-    )
+    monkeypatch.setattr(tasks, "train", lambda setting, rate: {"accuracy": accuracies[rate], "steps": 1})
     assert tasks.measure(setting)["learning_rate"] == 2.0
     accuracies.update({2.0: 0.6, 1.0: 0.1})
     assert tasks.measure(setting)["accuracy"] == 0.6
