@@ -13,12 +13,13 @@ learning rates counts, both as in Zoology.
 
     python benchmarks/tasks.py --only "recall.* rwkv7 64"    settings whose name matches
     python benchmarks/tasks.py --steps 16000 --rates 1e-3    other steps and learning rates
-    python benchmarks/tasks.py --curriculum                  recall begins with fewer pairs
+    python benchmarks/tasks.py --no-curriculum               recall has all pairs from the first step
     python benchmarks/tasks.py --quick                       tiny sizes on a CPU
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -80,7 +81,7 @@ class Setting:
     rate_scale: float = 1.0
     tie_embeddings: bool = False
     curriculum: bool = False
-    learning_rates: tuple[float, ...] = (3e-3, 1e-3)
+    learning_rates: tuple[float, ...] = (2.2e-3, 1e-3)
 
     @property
     def name(self) -> str:
@@ -99,7 +100,12 @@ def settings(quick: bool) -> list[Setting]:
         return [small, dataclasses.replace(small, model="rwkv6"), group]
     pairs_by_length = ((64, 4), (128, 8), (256, 16), (512, 64), (1024, 128), (2048, 256))
     recalls = [
-        Setting("recall", model, width, 2, length, pairs, batch=RECALL_BATCH[length], tie_embeddings=True)
+        Setting(
+            *("recall", model, width, 2, length, pairs),
+            batch=RECALL_BATCH[length],
+            tie_embeddings=True,
+            curriculum=pairs >= 128,
+        )
         for model, width, (length, pairs) in itertools.product(MODELS, (64, 128, 256, 512), pairs_by_length)
     ]
     groups = [
@@ -202,16 +208,17 @@ def train(setting: Setting, learning_rate: float) -> records.Record:
         return jax.jit(run, donate_argnums=0)
 
     draw = drawing(setting)
-    easy_steps, full_steps = steps(drawing(setting, EASIER)), steps(draw)
+    easier = drawing(setting, max(1, min(EASIER, setting.pairs)))
+    easy_steps, full_steps = steps(easier), steps(draw)
     easy = setting.steps // 4 if setting.curriculum else 0
     count, rounds = jax.jit(functools.partial(_count, answer, draw)), -(-2048 // setting.batch)
     params = initial_params(model, jax.random.key(0))
     state, keys = (params, optimizer.init(params)), jax.random.split(jax.random.key(1), setting.steps)
     checks, done, began = jax.random.split(jax.random.key(2), setting.steps), 0, time.perf_counter()
     while done < setting.steps:
-        run = easy_steps if done < easy else full_steps
-        state = run(state, keys[done : done + STEPS_PER_CALL])
-        done = min(done + STEPS_PER_CALL, setting.steps)
+        run, until = (easy_steps, easy) if done < easy else (full_steps, setting.steps)
+        end = min(done + STEPS_PER_CALL, until)
+        state, done = run(state, keys[done:end]), end
         right = accuracy(count, state[0], checks[done - 1], rounds)[0]
         print(f"  rate {learning_rate:g}, {done} steps: {right:.2%}", flush=True)
         if right > SOLVED:
@@ -272,7 +279,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="a regular expression of settings' names")
     parser.add_argument("--steps", type=int, help="most steps of a learning rate; default: the setting's")
     parser.add_argument("--rates", type=float, nargs="+", help="learning rates; default: the setting's")
-    parser.add_argument("--curriculum", action="store_true", help="recall begins with fewer pairs")
+    text = "whether recall begins with fewer pairs; default: from 128 pairs on"
+    parser.add_argument("--curriculum", action=argparse.BooleanOptionalAction, help=text)
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     options = parser.parse_args(arguments)
     chosen = [setting for setting in settings(options.quick) if re.search(options.only, setting.name)]
@@ -280,8 +288,11 @@ def main(arguments: list[str] | None = None) -> None:
         chosen = [dataclasses.replace(setting, steps=options.steps) for setting in chosen]
     if options.rates:
         chosen = [dataclasses.replace(setting, learning_rates=tuple(options.rates)) for setting in chosen]
-    if options.curriculum:
-        chosen = [dataclasses.replace(setting, curriculum=True) for setting in chosen if setting.pairs]
+    if options.curriculum is not None:
+        chosen = [
+            dataclasses.replace(setting, curriculum=options.curriculum) if setting.pairs else setting
+            for setting in chosen
+        ]
     if not chosen:
         parser.error(f"--only {options.only!r} matches no setting")
     device = jax.devices()[0].device_kind

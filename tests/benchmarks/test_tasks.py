@@ -70,12 +70,21 @@ def test_the_next_rate_is_tried_only_without_success(module, monkeypatch):
     assert tasks.measure(setting)["accuracy"] == 0.6
 
 
+def test_a_curriculum_draws_shorter_sequences_of_fewer_pairs(module):
+    tasks = module("tasks")
+    setting = tasks.Setting("recall", "rwkv7", 32, 1, LENGTH, PAIRS, batch=BATCH, vocab_size=VOCABULARY)
+    drawn = tasks.drawing(setting, 2)(jax.random.key(0))
+    assert drawn["tokens"].shape == (BATCH, LENGTH // 2) and drawn["labels"].shape == (BATCH, PAIRS // 2)
+
+
 @pytest.mark.slow
-def test_command(command, tmp_path):
+@pytest.mark.parametrize("option", ["--curriculum", "--no-curriculum"])
+def test_command(command, tmp_path, option):
     path = tmp_path / "cpu.json"
     path.write_text("[]")
-    assert "% right" in command("tasks.py", "--quick", "--only", "recall.* rwkv7", "--out", path)
+    assert "% right" in command("tasks.py", "--quick", option, "--only", "recall.* rwkv7", "--out", path)
     (record,) = json.loads(path.read_text())
+    assert record["shape"]["curriculum"] == (option == "--curriculum")
     assert (
         record["accuracy"] > 0.9 and record["seconds"] > 0 and record["learning_rate"] == 1e-2
     )  # chance: 1/8
