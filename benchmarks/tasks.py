@@ -173,7 +173,7 @@ def words(key: jax.Array, batch: int, length: int, group: str) -> Batch:
 
 
 def drawing(setting: Setting, divisor: int = 1) -> Draw:
-    """What draws the batches of a setting; ``divisor`` divides recall's length and pairs."""
+    """The function that draws a setting's batches; ``divisor`` divides recall's length and pairs."""
     if setting.pairs:
         sizes = (setting.batch, setting.length // divisor, setting.pairs // divisor, setting.vocab_size)
         return jax.jit(lambda key: recall(key, *sizes))

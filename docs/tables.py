@@ -17,6 +17,17 @@ DECAYS = {
     "any-strong": "unsafe gate, strong",
     "any-mixed": "unsafe gate, mixed",
 }
+# what warps wait for, by ncu's names
+WAITS = {
+    "long_scoreboard": "global memory and spilled registers",
+    "short_scoreboard": "shared memory and exponentials",
+    "barrier": "barriers",
+    "wait": "fixed latency",
+    "mio_throttle": "queue to shared memory",
+    "math_pipe_throttle": "arithmetic units",
+    "no_instruction": "instructions",
+    "not_selected": "other warps",
+}
 NOTHING = "Not measured."
 
 
@@ -201,6 +212,20 @@ def layers(found: Records) -> str:
     return table(head, lines)
 
 
+def counters(found: Records) -> str:
+    """Hardware counters of the kernels of forward and backward passes."""
+    lines = []
+    for r in (r for r in found if r.get("op") == "counters"):
+        op, _, _, _, _, *precision = r["form"].split()
+        size = " ".join(str(n) for n in r["shape"][:4])
+        case = f"`{op}` {' '.join([size, *precision])}, {decay(r)}"
+        waits = ", ".join(f"{WAITS.get(name, name)} {share:.0%}" for name, share in r["stalls"].items())
+        shares = (f"{r[name]:.0f} %" for name in ("issue", "tensor", "memory"))
+        lines.append((case, f"`{r['implementation']}`", number(r["ms"]), *shares, waits))
+    head = ("op, B T H D", "kernel", "ms", "issue slots", "tensor cores", "memory", "largest waits")
+    return table(head, lines)
+
+
 def tasks(found: Records) -> str:
     """The best accuracy on each synthetic task, in brackets that of whole sequences."""
     cells: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
@@ -270,7 +295,7 @@ def by_device(draw: Callable[[Records], str]) -> Callable[[], str]:
     return parts_of_page
 
 
-OF_DEVICES = (losses, recurrences, peers, layers, training, decoding, serving, scaling)
+OF_DEVICES = (losses, recurrences, counters, peers, layers, training, decoding, serving, scaling)
 TABLES = {draw.__name__: by_device(draw) for draw in OF_DEVICES}
 TABLES |= {"history": over_time, "experiments": experiments}
 TABLES["tasks"] = lambda: tasks([r for found in results().values() for r in found])
