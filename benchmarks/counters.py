@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,9 @@ from pathlib import Path
 import records
 from peers.ops import IMPLEMENTATIONS, Task
 from recurrences.plan import BIG, LONG, WIDE
+from steps.kernel_times import KINDS
 
 KEY = records.key_of("op", "form", "implementation")
-KERNELS = r"regex:rwkv|state_"
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats", "LaunchStats")
 # the name of each counter in a record, in percent of its peak unless it is a number of registers
 COUNTERS = {
@@ -28,7 +29,7 @@ COUNTERS = {
     "registers": "launch__registers_per_thread",
 }
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(?!\w*not_issued)(\w+)_per_issue_active\.ratio")
-LEAST_MS = 0.1  # shorter kernels have no record
+MIN_MS = 0.1  # shorter kernels have no record
 UNIT_MS = {"ns": 1e-6, "us": 1e-3, "usecond": 1e-3, "nsecond": 1e-6, "ms": 1.0, "msecond": 1.0}
 
 
@@ -65,9 +66,9 @@ def kernels(report: str) -> list[records.Record]:
     units, *rows = csv.DictReader(lines[head:])
     found, number = [], lambda text: float(text.replace(",", ""))
     for row in rows:
-        waits = {stall[1]: number(row[name]) for name in row if (stall := STALL.fullmatch(name))}
-        total, most = sum(waits.values()), sorted(waits, key=waits.__getitem__, reverse=True)
-        stalls = [(name, round(waits[name] / total, 3)) for name in most if name != "selected"]
+        cycles = {stall[1]: number(row[name]) for name in row if (stall := STALL.fullmatch(name))}
+        total, largest = sum(cycles.values()), sorted(cycles, key=cycles.__getitem__, reverse=True)
+        stalls = [(name, round(cycles[name] / total, 3)) for name in largest if name != "selected"]
         ms = number(row["gpu__time_duration.sum"]) * UNIT_MS[units["gpu__time_duration.sum"]]
         record = {"implementation": row["Kernel Name"].removesuffix("_kernel"), "ms": round(ms, 4)}
         record |= {name: number(row[metric]) for name, metric in COUNTERS.items()}
@@ -78,8 +79,8 @@ def kernels(report: str) -> list[records.Record]:
 def measure(name: str, task: Task) -> list[records.Record]:
     """The records of a case."""
     sections = [word for section in SECTIONS for word in ("--section", section)]
-    command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "-k", KERNELS, *sections]
-    command += [sys.executable, str(Path(__file__)), "--case", name]
+    command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", *sections]
+    command += ["-k", f"regex:{KINDS['recurrences']}", sys.executable, str(Path(__file__)), "--case", name]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"counters.py: {name}: {(done.stderr or done.stdout)[-2000:]}")
@@ -87,7 +88,7 @@ def measure(name: str, task: Task) -> list[records.Record]:
     common = {"op": "counters", "form": name, "shape": task.shape, "decay": task.decay, "dtype": task.dtype}
     common |= {"precision": task.precision, "device": device, **records.stamp()}
     common["versions"] = records.versions(("jax", "jaxlib", "triton"))
-    return [common | kernel for kernel in kernels(done.stdout) if kernel["ms"] >= LEAST_MS]
+    return [common | kernel for kernel in kernels(done.stdout) if kernel["ms"] >= MIN_MS]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -98,14 +99,18 @@ def main(arguments: list[str] | None = None) -> None:
     if options.case:
         print(f"device: {run_case(cases()[options.case])}")
         return
-    for name, task in cases().items():
-        if re.search(options.only, name):
-            made = measure(name, task)
-            path = records.put(options.out, made[0]["device"], made, KEY)
-            for r in made:
-                shares = ", ".join(f"{what} {share:.0%}" for what, share in r["stalls"].items())
-                print(f"{name}, {r['implementation']}: {r['ms']} ms, issue {r['issue']:.0f} %, {shares}")
-            print(f"results: {path}")
+    chosen = {name: task for name, task in cases().items() if re.search(options.only, name)}
+    if not chosen:
+        parser.error(f"--only {options.only!r} matches no case")
+    if shutil.which("ncu") is None:
+        parser.error("ncu is not in PATH; CUDA's toolkit has it")
+    for name, task in chosen.items():
+        made = measure(name, task)
+        path = records.put(options.out, made[0]["device"], made, KEY)
+        for r in made:
+            shares = ", ".join(f"{what} {share:.0%}" for what, share in r["stalls"].items())
+            print(f"{name}, {r['implementation']}: {r['ms']} ms, issue {r['issue']:.0f} %, {shares}")
+    print(f"results: {path}")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ MODELS = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, 
 GAPS_POWER = 0.01  # queries soon after the pairs are likelier: Zoology's distribution of gaps
 RECALL_VOCABULARY = 8192  # the lower half are keys, the upper half values, 0 fills
 RECALL_BATCH = {64: 512, 128: 512, 256: 256, 512: 128, 1024: 64, 2048: 64}  # Zoology's, by length
-EASIER = 8  # a curriculum begins with an eighth of the length and of the pairs, for a quarter of the steps
+# a curriculum begins with an eighth of the length and of the pairs, for a quarter of the steps
+CURRICULUM_DIVISOR = 8
 SOLVED = 0.99  # Zoology and Merrill et al. stop here
 KEY = records.key_of("op", "form", "implementation", "model", "shape")
 STEPS_PER_CALL = 500
@@ -65,7 +66,7 @@ class Setting:
         learning_rates: tried in this order until one is above `SOLVED`.
         rate_scale: RWKV-7's factor on the in-context rate; 2 allows eigenvalues down to -1.
         tie_embeddings: whether the head is the transposed embedding, as in Zoology; docs/tasks.md compares.
-        curriculum: whether recall begins with shorter sequences of fewer pairs, see `EASIER`.
+        curriculum: whether recall begins with shorter sequences of fewer pairs, see `CURRICULUM_DIVISOR`.
     """
 
     task: str
@@ -172,7 +173,7 @@ def words(key: jax.Array, batch: int, length: int, group: str) -> Batch:
     return {"tokens": tokens, "positions": positions, "labels": labels}
 
 
-def drawing(setting: Setting, divisor: int = 1) -> Draw:
+def sampler(setting: Setting, divisor: int = 1) -> Draw:
     """The function that draws a setting's batches; ``divisor`` divides recall's length and pairs."""
     if setting.pairs:
         sizes = (setting.batch, setting.length // divisor, setting.pairs // divisor, setting.vocab_size)
@@ -207,16 +208,16 @@ def train(setting: Setting, learning_rate: float) -> records.Record:
         run = lambda state, keys: jax.lax.scan(functools.partial(step, draw), state, keys)[0]
         return jax.jit(run, donate_argnums=0)
 
-    draw = drawing(setting)
-    easier = drawing(setting, max(1, min(EASIER, setting.pairs)))
+    draw = sampler(setting)
+    easier = sampler(setting, max(1, min(CURRICULUM_DIVISOR, setting.pairs)))
     easy_steps, full_steps = steps(easier), steps(draw)
-    easy = setting.steps // 4 if setting.curriculum else 0
+    easy_until = setting.steps // 4 if setting.curriculum else 0
     count, rounds = jax.jit(functools.partial(_count, answer, draw)), -(-2048 // setting.batch)
     params = initial_params(model, jax.random.key(0))
     state, keys = (params, optimizer.init(params)), jax.random.split(jax.random.key(1), setting.steps)
     checks, done, began = jax.random.split(jax.random.key(2), setting.steps), 0, time.perf_counter()
     while done < setting.steps:
-        run, until = (easy_steps, easy) if done < easy else (full_steps, setting.steps)
+        run, until = (easy_steps, easy_until) if done < easy_until else (full_steps, setting.steps)
         end = min(done + STEPS_PER_CALL, until)
         state, done = run(state, keys[done:end]), end
         right = accuracy(count, state[0], checks[done - 1], rounds)[0]

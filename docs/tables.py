@@ -216,9 +216,7 @@ def counters(found: Records) -> str:
     """Hardware counters of the kernels of forward and backward passes."""
     lines = []
     for r in (r for r in found if r.get("op") == "counters"):
-        op, _, _, _, _, *precision = r["form"].split()
-        size = " ".join(str(n) for n in r["shape"][:4])
-        case = f"`{op}` {' '.join([size, *precision])}, {decay(r)}"
+        case = f"`{r['form'].split()[0]}` {shape(r)}, {decay(r)}"
         waits = ", ".join(f"{WAITS.get(name, name)} {share:.0%}" for name, share in r["stalls"].items())
         shares = (f"{r[name]:.0f} %" for name in ("issue", "tensor", "memory"))
         lines.append((case, f"`{r['implementation']}`", number(r["ms"]), *shares, waits))
@@ -233,8 +231,8 @@ def tasks(found: Records) -> str:
         size = r["shape"]
         model = f"{size['hidden_size']} x {size['num_layers']}"
         task = (size["task"] != "recall", size["task"], size["length"], size["pairs"])
-        lesson = ", curriculum" if size.get("curriculum") else ""
-        right = f"{r['accuracy']:.1%} ({r['sequences']:.1%}), {r['steps']} steps{lesson}"
+        curriculum = ", curriculum" if size.get("curriculum") else ""
+        right = f"{r['accuracy']:.1%} ({r['sequences']:.1%}), {r['steps']} steps{curriculum}"
         cells[*task, size["hidden_size"], size["num_layers"], model][r["implementation"]] = right
     lines = []
     for (_, name, length, pairs, _, _, model), by in sorted(cells.items()):

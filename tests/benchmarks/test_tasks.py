@@ -73,7 +73,7 @@ def test_the_next_rate_is_tried_only_without_success(module, monkeypatch):
 def test_a_curriculum_draws_shorter_sequences_of_fewer_pairs(module):
     tasks = module("tasks")
     setting = tasks.Setting("recall", "rwkv7", 32, 1, LENGTH, PAIRS, batch=BATCH, vocab_size=VOCABULARY)
-    drawn = tasks.drawing(setting, 2)(jax.random.key(0))
+    drawn = tasks.sampler(setting, 2)(jax.random.key(0))
     assert drawn["tokens"].shape == (BATCH, LENGTH // 2) and drawn["labels"].shape == (BATCH, PAIRS // 2)
 
 
