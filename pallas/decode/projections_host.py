@@ -7,10 +7,8 @@ are one launch for all matrices of a stage (`gemm`) or, where one input meets on
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +17,11 @@ from jax.typing import DTypeLike
 from ...core.decode_layers import NORM_EPS, Matrix, Norm, activate, layer_norm
 from ..backend.triton import Launch, triton_call
 from ..common.select import select
-from ..common.shapes import shaped, tile
-from .gemm import GemmConfig, GemmOut, MixTokensConfig, MixTokensOut, gemm_kernel, mix_kernel
-from .gemv import Epilogue, GemvConfig, GemvOut, Tokens, Weights, gemv_kernel
-
-PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H200
+from ..common.shapes import shaped
+from .gemm import MixTokensConfig, MixTokensOut, mix_kernel
+from .gemm_host import gemm
+from .gemv import Epilogue, Tokens
+from .gemv_host import gemv, warps_of
 
 
 class ProductKey(NamedTuple):
@@ -53,110 +51,9 @@ VARIANTS = (
 )
 
 
-class GemmLaunch(NamedTuple):
-    """A launch of `gemm_kernel`: batch elements, rows of the matrix and channels of a tile; warps, stages."""
-
-    BB: int
-    BN: int
-    BK: int
-    num_warps: int
-    stages: int
-
-
-# By padded batch, and whether the matrix has few rows: then half as many a program, so that every
-# multiprocessor has one, and twice as many channels, so that as many bytes are loaded at once. 32 is measured
-# on an H200.
-GEMM_LAUNCHES: dict[tuple[int, bool], GemmLaunch] = {
-    (16, False): GemmLaunch(16, 32, 128, 4, 4),
-    (16, True): GemmLaunch(16, 16, 256, 4, 4),
-    (32, False): GemmLaunch(32, 32, 128, 4, 4),
-    (32, True): GemmLaunch(32, 16, 256, 4, 4),
-    (64, False): GemmLaunch(64, 32, 64, 4, 4),
-    (64, True): GemmLaunch(64, 16, 128, 4, 4),
-    (128, False): GemmLaunch(128, 64, 64, 8, 3),
-    (128, True): GemmLaunch(128, 64, 64, 8, 3),
-}
-
-
-class GemvLaunch(NamedTuple):
-    """A launch of `gemv_kernel`: rows of the matrix for a program, padded channels, warps."""
-
-    BN: int
-    BK: int
-    num_warps: int
-
-
-def gemv_launch(K: int, N: int, has_norm: bool) -> GemvLaunch:
-    """16 KB of bfloat16 weights for a program, half of it without a norm, which every program recomputes, and
-    less where rows are few, down to 4 KB. Of 8, 16 and 32 KB, 16 are fastest on an H200.
-    """
-    BK = 1 << (K - 1).bit_length()
-    warps = _warps(BK)
-    most = warps * (2048 if has_norm else 1024) // BK
-    return GemvLaunch(
-        max(1, 2048 // BK, min(most, 16, 1 << max(N // PROGRAMS, 1).bit_length() - 1)), BK, warps
-    )
-
-
-def _warps(BK: int) -> int:
-    return 4 if BK <= 2048 else 8
-
-
-def gemm_launch(B: int, N: int) -> GemmLaunch:
-    """The launch for a batch and a matrix.
-
-    Raises:
-        KeyError: the table lacks the row.
-    """
-    padded = min(tile(B), 128)
-    has_few_rows = N // GEMM_LAUNCHES[padded, False].BN < PROGRAMS // 2
-    return GEMM_LAUNCHES[padded, has_few_rows]
-
-
 def layer_code(layer: int) -> int:
     """A layer's index as the kernels take it, see `Tokens`."""
     return 2 * layer + 3
-
-
-class ProductFacts(TypedDict):
-    """Fields of `ProductConfig` that do not depend on the launch."""
-
-    B: int
-    K: int
-    N: int
-    x_stride: int
-    gate_stride: int
-    gate_at: int
-    starts: tuple[int, ...]
-    codes: tuple[int, ...]
-
-
-def _product_facts(matrix: Matrix, x: jax.Array, gate: jax.Array | None, gate_at: int) -> ProductFacts:
-    N, K = matrix.shape
-    rows = [0, *(rows for rows, _, _ in matrix.segments)]
-    return ProductFacts(
-        B=x.shape[-2],
-        K=K,
-        N=N,
-        x_stride=x.shape[-1],
-        gate_stride=1 if gate is None else gate.shape[-1],
-        gate_at=gate_at,
-        starts=tuple(itertools.accumulate(rows[:-1])),
-        codes=tuple(plane + 16 * kind for _, plane, kind in matrix.segments),
-    )
-
-
-class QuantisedFacts(TypedDict):
-    """The fields that `QuantisedConfig` adds."""
-
-    group: int
-    has_4_bits: bool
-
-
-def _quantised_facts(matrix: Matrix, BK: int) -> QuantisedFacts:
-    """Without quantisation the group is the tile."""
-    group = BK if matrix.scale is None else matrix.shape[1] // matrix.scale.shape[1]
-    return QuantisedFacts(group=group, has_4_bits=matrix.has_4_bits)
 
 
 def project(
@@ -180,7 +77,7 @@ def project(
         tokens = tokens._replace(mixes=mixes, last=last, active=active, layer=layer_code(layer))
     epilogue = Epilogue(gate, add)
     if variant == "gemv":
-        return _gemv(matrix, tokens, epilogue, gate_at, dtype)
+        return gemv(matrix, tokens, epilogue, gate_at, dtype)
     shift, (_, K) = None, matrix.shape
     if mixes is not None:
         x, shift = _mix(tokens)
@@ -188,36 +85,8 @@ def project(
         x = layer_norm(x, norm).astype(x.dtype)
     if x.shape[-1] != K:
         x = x[..., :K]
-    product = _library if variant == "library" else _gemm
+    product = _library if variant == "library" else gemm
     return product(matrix, x, epilogue, gate_at, dtype), shift
-
-
-def _gemv(
-    matrix: Matrix, x: Tokens, epilogue: Epilogue, gate_at: int, dtype: DTypeLike
-) -> tuple[jax.Array, jax.Array | None]:
-    """``(y [B, N], shift [B, K])`` from one kernel."""
-    (N, K), B = matrix.shape, x.x.shape[-2]
-    launch = gemv_launch(K, N, x.scale is not None)
-    config = GemvConfig(
-        BN=launch.BN,
-        BK=launch.BK,
-        **_quantised_facts(matrix, launch.BK),
-        has_planes=x.x.ndim == 3,
-        eps=NORM_EPS,
-        **_product_facts(matrix, x.x, epilogue.gate, gate_at),
-    )
-    shift = None if x.last is None else shaped((B, K), x.last.dtype)
-    out = triton_call(
-        gemv_kernel,
-        x,
-        Weights(matrix.weight, matrix.scale),
-        epilogue,
-        out=GemvOut(shaped((B, N), dtype), shift),
-        config=config,
-        grid=(-(-N // launch.BN), 1, 1),
-        launch=Launch(launch.num_warps),
-    )
-    return out.y, out.shift
 
 
 def _mix(x: Tokens) -> tuple[jax.Array, jax.Array]:
@@ -231,7 +100,7 @@ def _mix(x: Tokens) -> tuple[jax.Array, jax.Array]:
         out=MixTokensOut(shaped((M, B, K), x.x.dtype), shaped((B, K), x.last.dtype)),
         config=MixTokensConfig(B, K, BK, NORM_EPS),
         grid=(B, M, 1),
-        launch=Launch(_warps(BK)),
+        launch=Launch(warps_of(BK)),
     )
     return out.planes, out.shift
 
@@ -247,29 +116,3 @@ def _library(matrix: Matrix, x: jax.Array, epilogue: Epilogue, gate_at: int, dty
     if epilogue.add is not None:
         y = y + epilogue.add.astype(jnp.float32)
     return y.astype(dtype)
-
-
-def _gemm(matrix: Matrix, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype: DTypeLike) -> jax.Array:
-    """y [B, N] of planes [mixes, B, K] or [B, K], on tensor cores."""
-    (N, K), B = matrix.shape, x.shape[-2]
-    launch = gemm_launch(B, N)
-    config = GemmConfig(
-        BB=launch.BB,
-        BN=launch.BN,
-        BK=math.gcd(K, launch.BK),
-        **_quantised_facts(matrix, launch.BK),
-        stages=launch.stages,
-        precision="ieee" if x.dtype == jnp.float32 else "tf32",
-        **_product_facts(matrix, x, epilogue.gate, gate_at),
-    )
-    out = triton_call(
-        gemm_kernel,
-        Tokens(x),
-        Weights(matrix.weight, matrix.scale),
-        epilogue,
-        out=GemmOut(shaped((B, N), dtype)),
-        config=config,
-        grid=(-(-N // launch.BN), -(-B // launch.BB), 1),
-        launch=Launch(launch.num_warps, launch.stages),
-    )
-    return out.y

@@ -78,8 +78,9 @@ def _chunk_state(ctx: Ctx, x: RWKV6Inputs, num_splits: int) -> StateOut:
             transition=shaped((B * num_splits, H, K), jnp.float32),
             update=shaped((B * num_splits, H, K, V), jnp.float32),
         ),
-        config=plan.config.replace(unsafe_gate=True),  # exact for every decay, so the gate does not matter
-        grid=plan.grid,
+        # exact for every decay, so the gate does not matter
+        config=plan.config.replace(unsafe_gate=True, num_blocks=plan.grid[0]),
+        grid=(plan.grid[0] + 1, *plan.grid[1:]),
         launch=plan.launch,
     )
 

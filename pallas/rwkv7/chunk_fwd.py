@@ -63,31 +63,49 @@ class FwdOut(NamedTuple):
     v_new: Tensor
 
 
-@triton.jit
-def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
-    """Scans the chunks of a split, for one head and block of values.
+class Scan(NamedTuple):
+    """What the chunks of a scan share.
 
-    The state starts as ``x.initial_state``, or as zero if that is None. Without ``x.v`` it starts as the
-    identity, and only v_new writes to it. ``A`` are the A matrices of all chunks, where
-    `Config.precomputed_A`.
+    Attributes:
+        split: the tokens.
+        num_chunks: its chunks.
+        head: number of the program's state.
+        axes, offsets, causal, strict: of a chunk's tiles.
+        tile: the program's block of a state.
     """
-    i_h = tl.program_id(1)
-    split = program_split(index, c)
-    axes = tile_axes(0, block, c)
-    chunk_causal, chunk_strict = causal_masks(axes)
-    head, tile = (tl.program_id(2) * c.H + i_h).to(tl.int64), state_tile(axes, c)
-    if x.v is None:
-        h = tl.where(axes.value[:, None] == axes.key[None, :], state_scale(gate, c, False), 0.0)
-    elif x.initial_state is not None:
-        h = load_state(x.initial_state, head, tile, gate, c)
-    else:
-        h = tl.full([c.BV, c.BK], 0.0, tl.float32)
-    count = tl.cdiv(split.length, C)
-    h = tl.where(count > 0, h, h * state_scale(gate, c, True))
-    offsets = token_offsets(axes, c)
+
+    split: Tensor
+    num_chunks: Tensor
+    head: Tensor
+    axes: Tensor
+    offsets: Tensor
+    causal: Tensor
+    strict: Tensor
+    tile: Tensor
+
+
+@triton.jit
+def scan_of(index, block, c: tl.constexpr):
+    """The scan of the program's split and head and of a block of values."""
+    split, axes = program_split(index, c), tile_axes(0, block, c)
+    causal, strict = causal_masks(axes)
+    head = (tl.program_id(2) * c.H + tl.program_id(1)).to(tl.int64)
+    num_chunks = tl.cdiv(split.length, C)
+    return Scan(split, num_chunks, head, axes, token_offsets(axes, c), causal, strict, state_tile(axes, c))
+
+
+@triton.jit
+def scan_chunks(x, A, index, gate, out, scan, block, h, first, last, c: tl.constexpr):
+    """The state after the chunks from ``first`` to before ``last``, from the state ``h`` before them.
+
+    Without ``x.v`` only v_new writes to the state. ``A`` are the A matrices of all chunks, where
+    `Config.precomputed_A`. ``h`` is scaled by `state_scale`, and so is the result, but not after the
+    split's last chunk.
+    """
+    i_h, split, axes, offsets = tl.program_id(1), scan.split, scan.axes, scan.offsets
     if out.states is not None:
         buffer = state_pointers(out.states, 0, axes, c.num_buffers, c)
-    for n in range(0, count):
+    for n in range(first, last):
         k_start, v_start = chunk_starts(split, n, i_h, c)
         left = split.length - n * C
         mask = chunk_mask(left, axes)
@@ -100,9 +118,9 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
             vt = load_tokens(x.v + v_start, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(
                 c.operand
             )
-        decays = decay_factors(w, gate, c, DELTA=True, BATCHED16=True, last=n + 1 == count)
+        decays = decay_factors(w, gate, c, DELTA=True, BATCHED16=True, last=n + 1 == scan.num_chunks)
         scaled = scaled_tokens(r, k, a, b, decays, c)
-        causal, strict = chunk_causal, chunk_strict
+        causal, strict = scan.causal, scan.strict
         if c.segments:
             segments = chunk_segments(index.segment_bits, split, n)
             causal, strict = in_one_segment(segments, causal), in_one_segment(segments, strict)
@@ -119,7 +137,9 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
         if out.states is not None:
             at = buffer + state_offset(index, split, n, k_start, c.num_buffers, c)
             tl.store(
-                at, state.to(out.states[0].dtype.element_ty), mask=tile.mask & (n % c.chunks_per_state == 0)
+                at,
+                state.to(out.states[0].dtype.element_ty),
+                mask=scan.tile.mask & (n % c.chunks_per_state == 0),
             )
             if out.A is not None and block == 0:
                 store_A(out.A, chunk, tiles)
@@ -148,7 +168,17 @@ def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
         if x.v is not None:
             h = dot(vt, kg, c, h)
         h = dot(v_new, bg, c, h) * decays.decay_post[None, :]
-    store_state(out.ht, head, h, tile, gate, c)
+    return h
+
+
+@triton.jit
+def chunk_fwd(x, A, index, gate, out, block, c: tl.constexpr):
+    """Scans all chunks of a split, for one head and block of values."""
+    scan = scan_of(index, block, c)
+    h = load_state(x.initial_state, scan.head, scan.tile, gate, c)
+    h = tl.where(scan.num_chunks > 0, h, h * state_scale(gate, c, True))
+    h = scan_chunks(x, A, index, gate, out, scan, block, h, 0, scan.num_chunks, c)
+    store_state(out.ht, scan.head, h, scan.tile, gate, c)
 
 
 @triton.jit

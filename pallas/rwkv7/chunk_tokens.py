@@ -10,8 +10,7 @@ from ..common.decay import Keys, Queries
 
 
 class ScanInputs(NamedTuple):
-    """The inputs that a scan reads; without v it gives the transition, without an initial state it starts at
-    zero."""
+    """The inputs that a scan reads; without v it gives the transition."""
 
     r: Tensor
     w: Tensor
@@ -19,7 +18,6 @@ class ScanInputs(NamedTuple):
     v: Tensor
     a: Tensor
     b: Tensor
-    initial_state: Tensor
 
 
 class KeyGrads(NamedTuple):

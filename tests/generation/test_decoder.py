@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from typing import NamedTuple
 
 import jax
@@ -112,9 +113,19 @@ def test_products_of_the_library(version, interpreted, monkeypatch):
 @pytest.mark.parametrize("B, group", [(1, 16), (2, 16), (5, 64)], ids=str)
 def test_the_kernels_of_quantised_weights(interpreted, monkeypatch, weight_dtype, B, group):
     """Groups of fewer and of more channels than a tile."""
-    launches = {key: one._replace(BK=32) for key, one in interpreted.GEMM_LAUNCHES.items()}
-    monkeypatch.setattr(interpreted, "GEMM_LAUNCHES", launches)
+    host = importlib.import_module("fla_jax.pallas.decode.gemm_host")
+    launches = {key: one._replace(BK=32) for key, one in host.GEMM_LAUNCHES.items()}
+    monkeypatch.setattr(host, "GEMM_LAUNCHES", launches)
     compared(*setup(7), B, "triton", 5e-6, weight_dtype=weight_dtype, weight_group=group)
+
+
+@pytest.mark.one_python
+@pytest.mark.parametrize("weight_dtype", tiers.first([None, "int8", "int4"]))
+def test_programs_that_share_channels(interpreted, weight_dtype):
+    """Split-K, of the second product of the feed-forward, with what is added to it."""
+    options = {} if weight_dtype is None else dict(weight_dtype=weight_dtype, weight_group=64)
+    with variants.forced("decode: split-K"):
+        compared(*setup(7), 3, "triton", 5e-6, **options)
 
 
 def is_matrix(x):

@@ -56,6 +56,11 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
     "no wgmma": ((RWKV7, "select", _without_wgmma),),
     "tf32x3": (("fla_jax.pallas.common.chunk_plan", "INTERPRET", lambda old: False),),
     "splits": (("fla_jax.pallas.common.chunk_plan", "MIN_SPLIT_LEN", lambda old: 16),),
+    "splits of 80": (("fla_jax.pallas.common.chunk_plan", "MIN_SPLIT_LEN", lambda old: 80),),
+    "tail of 4 chunks": tuple(
+        (f"fla_jax.pallas.{module}", "TAIL", lambda old: type(old)(4))
+        for module in ("common.forgetting", "rwkv6.chunk_state", "rwkv7.chunk_state")
+    ),
     "no splits": (("fla_jax.pallas.common.chunk_plan", "MAX_SPLIT_PROGRAMS", lambda old: {}),),
     "recurrent gradients by chunks": (
         ("fla_jax.pallas.rwkv7.scan_host", "has_chunk_gradients", lambda old: lambda ctx, x: True),
@@ -68,7 +73,8 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
     ),
     "mix: 2 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),),
     "mix: 4 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=4) for n, x in old.items()}),),
-    "decode: 8 programs": (("fla_jax.pallas.decode.projections_host", "PROGRAMS", lambda old: 8),),
+    "decode: 8 programs": (("fla_jax.pallas.decode.gemv_host", "PROGRAMS", lambda old: 8),),
+    "decode: split-K": (("fla_jax.pallas.decode.gemm_host", "MIN_SPLIT_CHANNELS", lambda old: 16),),
 }
 
 

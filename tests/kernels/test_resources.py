@@ -32,8 +32,8 @@ HEADS = {
 }
 MIXES = {"mix_fwd_kernel", "mix_bwd_kernel", "statistics_kernel", "norm_bwd_kernel"}
 DECODE = {
-    "gemv_kernel", "mix_kernel", "gemm_kernel", "rwkv7_kernel", "rwkv6_kernel", "mix_delta_kernel",
-    "sample_survey_kernel", "sample_draw_kernel", "sample_choose_kernel",
+    "gemv_kernel", "mix_kernel", "gemm_kernel", "split_k_sum_kernel", "mix_delta_kernel",
+    "rwkv7_kernel", "rwkv6_kernel", "sample_survey_kernel", "sample_draw_kernel", "sample_choose_kernel",
 }  # fmt: skip
 
 
