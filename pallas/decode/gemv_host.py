@@ -78,7 +78,7 @@ class QuantisedFacts(TypedDict):
 
 
 def quantised_facts(matrix: Matrix, BK: int) -> QuantisedFacts:
-    """Those of its weights; without quantisation the group is the tile."""
+    """The facts of the weights of ``matrix``; without quantisation the group is the tile."""
     group = BK if matrix.scale is None else matrix.shape[1] // matrix.scale.shape[1]
     return QuantisedFacts(group=group, has_4_bits=matrix.has_4_bits)
 
