@@ -11,7 +11,7 @@ from .chunk import C
 from .decay import LOG_ZERO, at_least
 
 TAIL = tl.constexpr(32)  # chunks; half as many gain nothing where log decays are near -0.3
-LARGEST_STATE = tl.constexpr(2.0**35)  # exp(LOG_ZERO) times it is 0 in float32
+LARGEST_STATE = tl.constexpr(2.0**35)  # times exp(LOG_ZERO) it is below 2^-149, float32's smallest number
 
 
 @triton.jit
