@@ -21,6 +21,12 @@ def tail_start(split):
 
 
 @triton.jit
+def are_decays_zero(logs, axes):
+    """Whether the decays of all keys are zero in float32, from their log decays [K]."""
+    return tl.max(tl.where(axes.has_key, logs, float("-inf")), 0) < LOG_ZERO
+
+
+@triton.jit
 def do_decays_vanish(w, split, axes, c: tl.constexpr):
     """Whether every key's decay over the tail is zero, from the log decays ``w`` [B, T, H, K]."""
     token = tail_start(split) * C + tl.arange(0, 64)[:, None]
@@ -30,7 +36,7 @@ def do_decays_vanish(w, split, axes, c: tl.constexpr):
         logs = tl.load(w + at, mask=(token < split.length) & axes.has_key[None, :], other=0.0)
         total += tl.sum(at_least(logs, LOG_ZERO).to(tl.float32), 0)
         token += 64
-    return tl.max(tl.where(axes.has_key, total, float("-inf")), 0) < LOG_ZERO
+    return are_decays_zero(total, axes)
 
 
 @triton.jit

@@ -82,7 +82,7 @@ def gemm(matrix: Matrix, x: jax.Array, epilogue: Epilogue, gate_at: int, dtype: 
     splits = split_k(matrix, group)
     launch = gemm_launch(B, N * splits, scales_sums)
     BK = math.gcd(K // splits, launch.BK)
-    if scales_sums:
+    if scales_sums:  # a tile of float32 tokens has half as many channels: it must fit in shared memory
         BK = math.gcd(group, BK // (x.dtype.itemsize // 2))
     config = GemmConfig(
         BB=launch.BB,

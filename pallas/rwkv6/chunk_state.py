@@ -24,7 +24,7 @@ from ..common.chunk import (
 )
 from ..common.decay import LOG2E, LOG_ZERO, at_least
 from ..common.dots import dot, token_sums
-from ..common.forgetting import TAIL, do_decays_vanish, store_zeros, tail_start
+from ..common.forgetting import TAIL, are_decays_zero, do_decays_vanish, store_zeros, tail_start
 from ..common.token_tiles import load_tokens, store_tokens, where_or_zero
 
 
@@ -83,7 +83,7 @@ def split_transition(x, index, out, c: tl.constexpr):
     num_chunks, g = tl.cdiv(split.length, C), tl.full([c.BK], 0.0, tl.float32)
     for first in range(0, num_chunks, TAIL):
         last = tl.minimum(first + TAIL, num_chunks)
-        if tl.max(tl.where(axes.has_key, g, float("-inf")), 0) < LOG_ZERO:
+        if are_decays_zero(g, axes):
             store_zeros(out.q_entry, split, first, last, axes.key, axes.has_key, c)
         else:
             g = transition_chunks(x, index, out, split, axes, g, first, last, c)

@@ -53,10 +53,11 @@ def scan_without_v(x, A, index, gate, q_entry, scan, block, h, first, last, c: t
 def first_chunk_of_update(x, A, index, gate, scan, c: tl.constexpr):
     """The chunk from which a scan from zero gives the split's update: the first, or that of the tail.
 
-    Tokens write back what they read of the state, so a transition may be nonzero where all decays vanish.
+    Tokens write back what they read of the state, so a transition may be nonzero where all decays vanish. It
+    is computed where the chunks before the tail are more than those that it takes.
     """
     start, last = tail_start(scan.split), scan.num_chunks
-    forgets = (start > 0) & do_decays_vanish(x.w, scan.split, scan.axes, c)
+    forgets = (start > TAIL * tl.cdiv(c.K, c.BV)) & do_decays_vanish(x.w, scan.split, scan.axes, c)
     if forgets:
         for block in range(0, tl.cdiv(c.K, c.BV)):
             columns = scan_of(index, block, c)

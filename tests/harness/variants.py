@@ -56,7 +56,7 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
     "no wgmma": ((RWKV7, "select", _without_wgmma),),
     "tf32x3": (("fla_jax.pallas.common.chunk_plan", "INTERPRET", lambda old: False),),
     "splits": (("fla_jax.pallas.common.chunk_plan", "MIN_SPLIT_LEN", lambda old: 16),),
-    "splits of 80": (("fla_jax.pallas.common.chunk_plan", "MIN_SPLIT_LEN", lambda old: 80),),
+    "splits of 160": (("fla_jax.pallas.common.chunk_plan", "MIN_SPLIT_LEN", lambda old: 160),),
     "tail of 4 chunks": tuple(
         (f"fla_jax.pallas.{module}", "TAIL", lambda old: type(old)(4))
         for module in ("common.forgetting", "rwkv6.chunk_state", "rwkv7.chunk_state")

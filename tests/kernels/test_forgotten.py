@@ -113,7 +113,7 @@ def test_splits(op, how):
             dict(H=2, decay=("strong", "weak")),
             dict(decay="layer", V=24),
             dict(decay="mixed"),
-            dict(decay="strong", layout="segments", lengths=(90, 110)),
+            dict(decay="strong", layout="segments", lengths=(90, 230)),
         ],
         2,
     ),
@@ -121,17 +121,17 @@ def test_splits(op, how):
 )
 def test_tails_of_splits(op, case):
     """Where a split forgets what is before its tail, and where it does not."""
-    case = Case(op, **(dict(B=1, T=200, H=1, K=16, V=16) | case))
-    with variants.forced("splits of 80", "tail of 4 chunks"):
+    case = Case(op, **(dict(B=1, T=320, H=1, K=16, V=16) | case))
+    with variants.forced("splits of 160", "tail of 4 chunks"):
         assert variants.num_splits(case) == 2
         cases.compare(case, cases.run(case, "triton"))
 
 
 def test_a_split_that_forgets_is_scanned_from_its_tail(op):
     """A NaN before the tail does not reach the next split."""
-    case = Case(op, B=1, T=200, H=1, K=16, V=16, decay="strong")
+    case = Case(op, B=1, T=320, H=1, K=16, V=16, decay="strong")
     x = case.build()
     x.arrays["v"][:, 3] = np.nan
-    with variants.forced("splits of 80", "tail of 4 chunks"):
+    with variants.forced("splits of 160", "tail of 4 chunks"):
         o = cases.run(case, "triton", x).outputs["o"]
-    assert np.all(np.isnan(o[:, 3:128])) and np.all(np.isfinite(o[:, 128:]))
+    assert np.all(np.isnan(o[:, 3:160])) and np.all(np.isfinite(o[:, 160:]))
