@@ -15,7 +15,7 @@ import jax
 import triton
 import triton.language as tl
 
-from .gemv import QuantisedConfig, activation, code_of, layer_norm, load, unpacked
+from .gemv import QuantisedConfig, activation, code_of, layer_norm, load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def mix_kernel(x, out, c: tl.constexpr):
     """``x``: `Tokens`."""
     UNMASKED: tl.constexpr = c.K == c.BK
     b, plane = tl.program_id(0), tl.program_id(1)
-    k = tl.arange(0, c.BK)[None, :]
+    k = tl.arange(0, c.BK)
     inside = k < c.K
     token = load(x.x + b * c.K, k, inside, UNMASKED)
     last = load(x.last + (((x.layer - 3) // 2) * c.B + b) * c.K, k, inside, UNMASKED)
@@ -83,6 +83,12 @@ def mix_kernel(x, out, c: tl.constexpr):
         tl.store(out.shift + b * c.K + k, shift.to(out.shift.dtype.element_ty), mask=inside)
     token += (last - token) * mu
     tl.store(out.planes + (plane * c.B + b) * c.K + k, token.to(out.planes.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def unpacked(w):
+    """Weights of 4 bits as int8, two for each byte along a new last axis."""
+    return tl.join(w & 15, w >> 4).to(tl.int8) - 8
 
 
 @triton.jit

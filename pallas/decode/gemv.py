@@ -5,7 +5,7 @@
 A token reads every weight once, so memory traffic decides: a program starts to load its rows of the matrix
 [N, K], which are adjacent, before it computes the vector that they multiply. Every program recomputes norm,
 token shift and mixes while its weights are on their way. All loads are issued before the first sum over
-channels, a barrier that loads do not move across.
+channels, a barrier that loads do not move across. `quantised_gemv` does the same with integers.
 
 A matrix has segments, multiples of 64 rows, each with a code: the mix (or plane of the input) that it reads,
 plus 16 times the kind of its activation (`activation`). Codes are compile-time constants: loading them would
@@ -29,7 +29,7 @@ class ProductConfig:
         K: channels of the input.
         N: rows of the matrix.
         BN: rows of the matrix for a program.
-        BK: channels of a tile; all of them, padded to a power of two, in `gemv_kernel`.
+        BK: channels of a tile; all of them, padded to a power of two, in a product of one token.
         x_stride: channels from one batch element of the input to the next.
         gate_stride: the same of the gate.
         gate_at: first channel of the gate.
@@ -60,8 +60,8 @@ class QuantisedConfig(ProductConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class GemvConfig(QuantisedConfig):
-    """`QuantisedConfig` with whether the input has planes, and what the norm adds to the variance."""
+class GemvConfig(ProductConfig):
+    """`ProductConfig` with whether the input has planes, and what the norm adds to the variance."""
 
     has_planes: bool
     eps: float
@@ -131,12 +131,6 @@ def activation(x, code):
 
 
 @triton.jit
-def unpacked(w):
-    """Weights of 4 bits as int8, two for each byte along a new last axis."""
-    return tl.join(w & 15, w >> 4).to(tl.int8) - 8
-
-
-@triton.jit
 def code_of(first, c: tl.constexpr):
     """The code of the segment of row ``first``."""
     code = c.codes[0]
@@ -155,73 +149,94 @@ def load(ptr, offsets, mask, UNMASKED: tl.constexpr):
 
 
 @triton.jit
+def load_token(x, plane, b, k, c: tl.constexpr):
+    """A batch element's token, its previous token and whether it is active; 0 for what is absent."""
+    UNMASKED: tl.constexpr = c.K == c.BK
+    token = load(x.x + ((plane if c.has_planes else 0) * c.B + b) * c.x_stride, k, k < c.K, UNMASKED)
+    last, active = 0.0, 0
+    if x.mixes is not None:
+        last = load(x.last + (((x.layer - 3) // 2) * c.B + b) * c.K, k, k < c.K, UNMASKED)
+        active = tl.load(x.active + b)
+    return token, last, active
+
+
+@triton.jit
+def load_parameters(x, plane, k, c: tl.constexpr):
+    """Scale and bias of the norm, and the mix of the plane; 0 for what is absent."""
+    UNMASKED: tl.constexpr = c.K == c.BK
+    scale, bias, mix = 0.0, 0.0, 0.0
+    if x.scale is not None:
+        scale, bias = load(x.scale, k, k < c.K, UNMASKED), load(x.bias, k, k < c.K, UNMASKED)
+    if x.mixes is not None:
+        mix = load(x.mixes + plane * c.K, k, k < c.K, UNMASKED)
+    return scale, bias, mix
+
+
+@triton.jit
+def load_epilogue(epilogue, b, n, c: tl.constexpr):
+    """The gate and the summand of rows ``n``; 0 for what is absent."""
+    gate, add = 0.0, 0.0
+    if epilogue.gate is not None:
+        gate = load(epilogue.gate + b * c.gate_stride + c.gate_at, n, n < c.N, False)
+    if epilogue.add is not None:
+        add = load(epilogue.add + b * c.N, n, n < c.N, False)
+    return gate, add
+
+
+@triton.jit
 def layer_norm(x, mask, scale, bias, K: tl.constexpr, EPS: tl.constexpr):
-    """Layer norm of a tile with all K channels, padded by zeros."""
-    mean = tl.sum(tl.sum(x, 1), 0) / K
+    """Layer norm of K channels, padded by zeros."""
+    mean = tl.sum(x, 0) / K
     x = tl.where(mask, x - mean, 0.0)
-    variance = tl.sum(tl.sum(x * x, 1), 0) / K
+    variance = tl.sum(x * x, 0) / K
     return x * tl.rsqrt(variance + EPS) * scale + bias
 
 
 @triton.jit
+def mixed(x, loaded, parameters, b, k, out, c: tl.constexpr):
+    """The vector that a matrix multiplies. The first program writes the shift, the last token of an inactive
+    batch element.
+    """
+    token, last, active = loaded
+    scale, bias, mix = parameters
+    if x.scale is not None:
+        token = layer_norm(token, k < c.K, scale, bias, c.K, c.eps)
+    if x.mixes is not None:
+        if tl.program_id(0) == 0:
+            shift = tl.where(active != 0, token, last)
+            tl.store(out.shift + b * c.K + k, shift.to(out.shift.dtype.element_ty), mask=k < c.K)
+        token += (last - token) * mix
+    return token
+
+
+@triton.jit
+def store_sums(sums, operands, b, n, code, epilogue, out, c: tl.constexpr):
+    """Stores the sums of rows ``n`` after their activation, gate and summand."""
+    y = activation(sums, code)
+    if epilogue.gate is not None:
+        y *= operands[0]
+    if epilogue.add is not None:
+        y += operands[1]
+    tl.store(out.y + b * c.N + n, y.to(out.y.dtype.element_ty), mask=n < c.N)
+
+
+@triton.jit
 def gemv_kernel(x, weights, epilogue, out, c: tl.constexpr):
-    """``x``: `Tokens`. The first program writes the shift, which is ``last`` for inactive batch elements."""
+    """``x``: `Tokens`."""
     B: tl.constexpr = c.B
-    K: tl.constexpr = c.K
-    N: tl.constexpr = c.N
-    BK: tl.constexpr = c.BK
-    G: tl.constexpr = c.group
-    HAS_EDGE: tl.constexpr = N % c.BN != 0
-    UNMASKED: tl.constexpr = K == BK
     first = tl.program_id(0) * c.BN
-    n = first + tl.arange(0, c.BN)
-    k = tl.arange(0, BK // G)[:, None] * G + tl.arange(0, G)[None, :]
-    inside = k < K
-    PER_BYTE: tl.constexpr = 2 if c.has_4_bits else 1
-    at = tl.arange(0, BK // G)[:, None] * (G // PER_BYTE) + tl.arange(0, G // PER_BYTE)[None, :]
-    stored = at < K // PER_BYTE
-    offsets = n[:, None, None] * (K // PER_BYTE) + at[None, :, :]
-    if HAS_EDGE:
-        w = tl.load(weights.w + offsets, mask=(n < N)[:, None, None] & stored[None, :, :], other=0)
-    elif UNMASKED:
+    n, k = first + tl.arange(0, c.BN), tl.arange(0, c.BK)
+    offsets = n[:, None] * c.K + k[None, :]
+    if c.N % c.BN != 0:
+        w = tl.load(weights.w + offsets, mask=(n < c.N)[:, None] & (k < c.K)[None, :], other=0)
+    elif c.K == c.BK:
         w = tl.load(weights.w + offsets)
     else:
-        w = tl.load(weights.w + offsets, mask=stored[None, :, :], other=0)
-    if c.has_4_bits:  # beyond K it is -8, and the token is 0
-        w = tl.reshape(unpacked(w), (c.BN, BK // G, G))
-    if weights.scale is not None:
-        group = tl.arange(0, BK // G)
-        factors = tl.load(
-            weights.scale + n[:, None] * (K // G) + group[None, :],
-            mask=(n < N)[:, None] & (group < K // G)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+        w = tl.load(weights.w + offsets, mask=(k < c.K)[None, :], other=0)
     code = code_of(first, c)
-    plane = code % 16
-    if x.scale is not None:
-        scale, bias = load(x.scale, k, inside, UNMASKED), load(x.bias, k, inside, UNMASKED)
-    if x.mixes is not None:
-        mu = load(x.mixes + plane * K, k, inside, UNMASKED)
+    parameters = load_parameters(x, code % 16, k, c)
     for b in tl.static_range(B):
-        token = load(x.x + ((plane if c.has_planes else 0) * B + b) * c.x_stride, k, inside, UNMASKED)
-        if x.mixes is not None:
-            last = load(x.last + (((x.layer - 3) // 2) * B + b) * K, k, inside, UNMASKED)
-        if epilogue.gate is not None:
-            gate = load(epilogue.gate + b * c.gate_stride + c.gate_at, n, n < N, False)
-        if epilogue.add is not None:
-            add = load(epilogue.add + b * N, n, n < N, False)
-        if x.scale is not None:
-            token = layer_norm(token, inside, scale, bias, K, c.eps)
-        if x.mixes is not None:
-            if first == 0:
-                shift = tl.where(tl.load(x.active + b) != 0, token, last)
-                tl.store(out.shift + b * K + k, shift.to(out.shift.dtype.element_ty), mask=inside)
-            token += (last - token) * mu
-        sums = tl.sum(w.to(tl.float32) * token[None, :, :], 2)
-        if weights.scale is not None:
-            sums = sums * factors
-        y = activation(tl.sum(sums, 1), code)
-        if epilogue.gate is not None:
-            y *= gate
-        if epilogue.add is not None:
-            y += add
-        tl.store(out.y + b * N + n, y.to(out.y.dtype.element_ty), mask=n < N)
+        loaded, operands = load_token(x, code % 16, b, k, c), load_epilogue(epilogue, b, n, c)
+        token = mixed(x, loaded, parameters, b, k, out, c)
+        sums = tl.sum(w.to(tl.float32) * token[None, :], 1)
+        store_sums(sums, operands, b, n, code, epilogue, out, c)

@@ -92,10 +92,10 @@ def load_low_rank(w, h, channel, R: tl.constexpr, RANK: tl.constexpr, BR: tl.con
 @triton.jit
 def low_rank_sum(ws, hs):
     """The product that `load_low_rank` has loaded, [channels]."""
-    total = tl.sum(ws[0].to(tl.float32) * hs[0][None, :], 1)
+    products = ws[0].to(tl.float32) * hs[0][None, :]
     for i in tl.static_range(1, len(ws)):
-        total += tl.sum(ws[i].to(tl.float32) * hs[i][None, :], 1)
-    return total
+        products += ws[i].to(tl.float32) * hs[i][None, :]
+    return tl.sum(products, 1)
 
 
 @triton.jit

@@ -141,7 +141,7 @@ def rwkv7_step(
         rate_scale=float(rate_scale),
         key_eps=KEY_EPS,
     )
-    return _step(rwkv7_kernel, x, params, state, config, _step_launch(B, H, few=16), dtype)
+    return _step(rwkv7_kernel, x, params, state, config, _step_launch(B, H, few=8), dtype)
 
 
 def rwkv6_mix(

@@ -1,8 +1,9 @@
 """Products of a decoded token on NVIDIA GPUs, with the arguments of `fla_jax.ops.decode.plain.project`.
 
 For one or two batch elements the vector units keep up with the memory that the weights come from, and one
-kernel does the whole input stage (`gemv`). Above, tensor cores do: mixes are computed once, and the products
-are one launch for all matrices of a stage (`gemm`) or, where one input meets one matrix, the library's.
+kernel does the whole input stage (`gemv`, `quantised_gemv`). Above, tensor cores do: mixes are computed once,
+and the products are one launch for all matrices of a stage (`gemm`) or, where one input meets one matrix, the
+library's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..common.shapes import shaped
 from .gemm import MixTokensConfig, MixTokensOut, mix_kernel
 from .gemm_host import gemm
 from .gemv import Epilogue, Tokens
-from .gemv_host import gemv, warps_of
+from .gemv_host import gemv, quantised_gemv, warps_of
 
 
 class ProductKey(NamedTuple):
@@ -42,10 +43,12 @@ class Variant(NamedTuple):
 
 
 # Batch elements. A token of 24 x 2048 on an H100 takes, by gemv and by gemm, 1.67 and 1.77 ms with 2 of them,
-# 2.39 and 1.63 with 3, 1.93 and 1.62 with 2 and int8 weights. With 32 the library saves 7 % of a token.
+# 2.39 and 1.63 with 3. One of 8 x 2048 on an H200 takes, by the library and by gemm, 0.675 and 0.661 ms with
+# 32 of them, but gemm spills registers there with Triton 3.9.
 MAX_GEMV, MAX_GEMM = 2, 16
 VARIANTS = (
-    Variant("gemv", lambda key: key.B == 1 or (key.B <= MAX_GEMV and not key.quantised)),
+    Variant("gemv", lambda key: key.B <= MAX_GEMV and not key.quantised),
+    Variant("quantised_gemv", lambda key: key.B == 1),
     Variant("library", lambda key: key.segments == 1 and key.B > MAX_GEMM and not key.quantised),
     Variant("gemm", lambda key: True),
 )
@@ -76,8 +79,9 @@ def project(
     if mixes is not None:
         tokens = tokens._replace(mixes=mixes, last=last, active=active, layer=layer_code(layer))
     epilogue = Epilogue(gate, add)
-    if variant == "gemv":
-        return gemv(matrix, tokens, epilogue, gate_at, dtype)
+    if variant in ("gemv", "quantised_gemv"):
+        one_kernel = gemv if variant == "gemv" else quantised_gemv
+        return one_kernel(matrix, tokens, epilogue, gate_at, dtype)
     shift, (_, K) = None, matrix.shape
     if mixes is not None:
         x, shift = _mix(tokens)

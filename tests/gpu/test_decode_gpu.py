@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_models as small
+from harness import quantised_products as products
 
 from fla_jax.generation import Decoder, Generator, SamplingParams, sampling
 from fla_jax.pallas.backend.triton import INTERPRET
 
 if jax.default_backend() != "gpu" or INTERPRET:
     pytest.skip("no NVIDIA GPU is visible to JAX, or Triton's interpreter is on", allow_module_level=True)
+
+from fla_jax.pallas.decode import projections_host
 
 ROOT = pathlib.Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0)
@@ -104,7 +107,7 @@ def test_bfloat16_is_as_near_as_the_model(version, B):
         {"weight_dtype": "int4", "weight_group": 128},
     ],
 )
-@pytest.mark.parametrize("B", [2, 8, 40])
+@pytest.mark.parametrize("B", [1, 2, 8, 40])
 def test_options(options, B):
     """The kernels against the same in plain JAX."""
     model, params = setup(7, dtype="bfloat16")
@@ -113,6 +116,19 @@ def test_options(options, B):
     a, _ = got(tokens, jax.tree.map(jnp.copy, state))
     b, _ = want(tokens, jax.tree.map(jnp.copy, state))
     assert small.error(a, b) < 3e-2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bits, group, K", products.PRODUCTS)
+def test_products_of_quantised_weights(bits, group, K, dtype):
+    """Of one token at three sizes; what is not finite stays so."""
+    for scale in products.SCALES:
+        matrix, token = products.operands(bits, group, K, scale, dtype, N=12800)
+        got, _ = projections_host.project(matrix, token)
+        assert products.error(got, matrix, token) < products.bound(bits, group, token), scale
+    for bad in (jnp.nan, jnp.inf):
+        got, _ = projections_host.project(matrix, token.at[0, 7].set(bad))
+        assert not jnp.isfinite(got).any()
 
 
 @pytest.mark.parametrize("V", [65536, 50277])

@@ -48,12 +48,12 @@ def _recurrences() -> list[str]:
 def _decodes(every: bool) -> dict[str, tuple[Any, ...]]:
     """(capability, version, width, batch, options) of decoded tokens by name."""
     calls = [(90, 7, 2048, 1, {}), (90, 6, 2048, 1, {}), (90, 7, 2048, 32, {}), (120, 7, 1024, 256, {})]
-    calls += [(90, 7, 2048, 32, dict(quantised=(8, 128)))]
+    calls += [(90, 7, 2048, B, dict(quantised=(8, 128))) for B in (1, 32)]
     if every:
         calls += [(90, v, C, B, {}) for v in (7, 6) for C in (1024, 2048) for B in (1, 32)]
         calls += [(90, 7, C, 1, {}) for C in (768, 4096)] + [(90, 7, 2048, B, {}) for B in (256, 4)]
         calls += [
-            (90, 7, 2048, 1, dict(quantised=(8, 128))),
+            (90, 7, 1024, 1, dict(quantised=(8, 128), dtype="float32")),
             *((120, 7, 1024, B, dict(quantised=(8, 128))) for B in (16, 64, 128)),
             *((90, 7, C, 1, dict(quantised=(4, 32))) for C in (768, 2048, 4096)),
             (80, 7, 1024, 1, {}),

@@ -73,7 +73,9 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
     ),
     "mix: 2 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),),
     "mix: 4 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=4) for n, x in old.items()}),),
-    "decode: 8 programs": (("fla_jax.pallas.decode.gemv_host", "PROGRAMS", lambda old: 8),),
+    "decode: 8 programs": tuple(
+        ("fla_jax.pallas.decode.gemv_host", name, lambda old: 8) for name in ("PROGRAMS", "TILED_PROGRAMS")
+    ),
     "decode: split-K": (("fla_jax.pallas.decode.gemm_host", "MIN_SPLIT_CHANNELS", lambda old: 16),),
 }
 
