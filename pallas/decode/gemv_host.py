@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import jax
 from jax.typing import DTypeLike
 
 from ...core.decode_layers import CODE_ROWS, NORM_EPS, Matrix
 from ..backend.triton import Launch, triton_call
+from ..backend.types import Tensor
 from ..common.shapes import shaped
 from .gemv import Epilogue, GemvConfig, GemvOut, Tokens, Weights, gemv_kernel
 from .quantised_gemv import QuantisedGemvConfig, quantised_gemv_kernel
@@ -131,7 +132,7 @@ def quantised_gemv(
 
 
 def _call(
-    kernel: Any,
+    kernel: Tensor,
     matrix: Matrix,
     x: Tokens,
     epilogue: Epilogue,
