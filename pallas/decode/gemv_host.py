@@ -16,10 +16,10 @@ from .gemv import Epilogue, GemvConfig, GemvOut, Tokens, Weights, gemv_kernel
 from .quantised_gemv import QuantisedGemvConfig, quantised_gemv_kernel
 
 PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H200
-# Of quantised weights a program takes several tiles while so many programs remain, and up to so many bytes. A
-# token of 8 x 2048 in int8 and int4 takes 0.354 and 0.310 ms on an H200; with 800 programs 0.356 and 0.349,
-# with 200 0.382 and 0.316.
-TILED_PROGRAMS, MAX_BYTES = 400, 32 << 10
+# Of quantised weights a program takes several tiles while so many programs remain, up to so many tiles and
+# bytes. A token of 8 x 2048 in int8 and int4 takes 0.354 and 0.310 ms on an H200; with 800 programs 0.356 and
+# 0.349, with 200 0.382 and 0.316. Eight tiles of int4, as the head had in the second, spill with Triton 3.7.
+TILED_PROGRAMS, MAX_TILES, MAX_BYTES = 400, 4, 32 << 10
 
 
 class GemvLaunch(NamedTuple):
@@ -107,7 +107,7 @@ def gemv(
 def tiles_of(matrix: Matrix, BN: int) -> int:
     """Tiles of BN rows for a program with quantised weights; its rows have one code."""
     stored = BN * matrix.weight.shape[1]
-    most = min(CODE_ROWS // BN, MAX_BYTES // stored, matrix.shape[0] // (BN * TILED_PROGRAMS))
+    most = min(MAX_TILES, CODE_ROWS // BN, MAX_BYTES // stored, matrix.shape[0] // (BN * TILED_PROGRAMS))
     return 1 << (max(most, 1).bit_length() - 1)
 
 
