@@ -15,7 +15,7 @@ import jax
 import triton
 import triton.language as tl
 
-from .gemv import QuantisedConfig, activation, code_of, layer_norm, load
+from .gemv import QuantisedConfig, activation, code_of, load, load_parameters, load_previous, norm_and_mix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +69,12 @@ class PartialSums(NamedTuple):
 @triton.jit
 def mix_kernel(x, out, c: tl.constexpr):
     """``x``: `Tokens`."""
-    UNMASKED: tl.constexpr = c.K == c.BK
     b, plane = tl.program_id(0), tl.program_id(1)
     k = tl.arange(0, c.BK)
-    inside = k < c.K
-    token = load(x.x + b * c.K, k, inside, UNMASKED)
-    last = load(x.last + (((x.layer - 3) // 2) * c.B + b) * c.K, k, inside, UNMASKED)
-    mu = load(x.mixes + plane * c.K, k, inside, UNMASKED)
-    scale, bias = load(x.scale, k, inside, UNMASKED), load(x.bias, k, inside, UNMASKED)
-    token = layer_norm(token, inside, scale, bias, c.K, c.eps)
-    if plane == 0:
-        shift = tl.where(tl.load(x.active + b) != 0, token, last)
-        tl.store(out.shift + b * c.K + k, shift.to(out.shift.dtype.element_ty), mask=inside)
-    token += (last - token) * mu
-    tl.store(out.planes + (plane * c.B + b) * c.K + k, token.to(out.planes.dtype.element_ty), mask=inside)
+    token = load(x.x + b * c.K, k, k < c.K, c.K == c.BK)
+    previous, parameters = load_previous(x, b, k, c), load_parameters(x, plane, k, c)
+    token = norm_and_mix(x, token, previous, parameters, plane == 0, b, k, out, c)
+    tl.store(out.planes + (plane * c.B + b) * c.K + k, token.to(out.planes.dtype.element_ty), mask=k < c.K)
 
 
 @triton.jit

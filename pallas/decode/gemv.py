@@ -5,7 +5,7 @@
 A token reads every weight once, so memory traffic decides: a program starts to load its rows of the matrix
 [N, K], which are adjacent, before it computes the vector that they multiply. Every program recomputes norm,
 token shift and mixes while its weights are on their way. All loads are issued before the first sum over
-channels, a barrier that loads do not move across. `quantised_gemv` does the same with integers.
+channels, a barrier that loads do not move across. `quantised_gemv` is the same for quantised weights.
 
 A matrix has segments, multiples of 64 rows, each with a code: the mix (or plane of the input) that it reads,
 plus 16 times the kind of its activation (`activation`). Codes are compile-time constants: loading them would
@@ -150,14 +150,19 @@ def load(ptr, offsets, mask, UNMASKED: tl.constexpr):
 
 @triton.jit
 def load_token(x, plane, b, k, c: tl.constexpr):
-    """A batch element's token, its previous token and whether it is active; 0 for what is absent."""
-    UNMASKED: tl.constexpr = c.K == c.BK
-    token = load(x.x + ((plane if c.has_planes else 0) * c.B + b) * c.x_stride, k, k < c.K, UNMASKED)
+    """A batch element's token."""
+    row = (plane if c.has_planes else 0) * c.B + b
+    return load(x.x + row * c.x_stride, k, k < c.K, c.K == c.BK)
+
+
+@triton.jit
+def load_previous(x, b, k, c: tl.constexpr):
+    """The previous token of a batch element, and whether the element is active; 0 without mixes."""
     last, active = 0.0, 0
     if x.mixes is not None:
-        last = load(x.last + (((x.layer - 3) // 2) * c.B + b) * c.K, k, k < c.K, UNMASKED)
+        last = load(x.last + (((x.layer - 3) // 2) * c.B + b) * c.K, k, k < c.K, c.K == c.BK)
         active = tl.load(x.active + b)
-    return token, last, active
+    return last, active
 
 
 @triton.jit
@@ -193,16 +198,16 @@ def layer_norm(x, mask, scale, bias, K: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def mixed(x, loaded, parameters, b, k, out, c: tl.constexpr):
-    """The vector that a matrix multiplies. The first program writes the shift, the last token of an inactive
-    batch element.
+def norm_and_mix(x, token, previous, parameters, is_first, b, k, out, c: tl.constexpr):
+    """The token after norm and mix, as a matrix multiplies it. The program that ``is_first`` stores the shift
+    for the next step: the normalised token, or the previous one of an inactive batch element.
     """
-    token, last, active = loaded
+    last, active = previous
     scale, bias, mix = parameters
     if x.scale is not None:
         token = layer_norm(token, k < c.K, scale, bias, c.K, c.eps)
     if x.mixes is not None:
-        if tl.program_id(0) == 0:
+        if is_first:
             shift = tl.where(active != 0, token, last)
             tl.store(out.shift + b * c.K + k, shift.to(out.shift.dtype.element_ty), mask=k < c.K)
         token += (last - token) * mix
@@ -236,7 +241,8 @@ def gemv_kernel(x, weights, epilogue, out, c: tl.constexpr):
     code = code_of(first, c)
     parameters = load_parameters(x, code % 16, k, c)
     for b in tl.static_range(B):
-        loaded, operands = load_token(x, code % 16, b, k, c), load_epilogue(epilogue, b, n, c)
-        token = mixed(x, loaded, parameters, b, k, out, c)
+        token, previous = load_token(x, code % 16, b, k, c), load_previous(x, b, k, c)
+        operands = load_epilogue(epilogue, b, n, c)
+        token = norm_and_mix(x, token, previous, parameters, first == 0, b, k, out, c)
         sums = tl.sum(w.to(tl.float32) * token[None, :], 1)
         store_sums(sums, operands, b, n, code, epilogue, out, c)

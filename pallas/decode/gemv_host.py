@@ -16,9 +16,10 @@ from .gemv import Epilogue, GemvConfig, GemvOut, Tokens, Weights, gemv_kernel
 from .quantised_gemv import QuantisedGemvConfig, quantised_gemv_kernel
 
 PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H200
-# Of quantised weights a program takes several tiles while so many programs remain, up to so many tiles and
-# bytes. A token of 8 x 2048 in int8 and int4 takes 0.354 and 0.310 ms on an H200; with 800 programs 0.356 and
-# 0.349, with 200 0.382 and 0.316. Eight tiles of int4, as the head had in the second, spill with Triton 3.7.
+# The fewest programs of a quantised product that take several tiles, and the most tiles and bytes of a
+# program. A token of 8 x 2048 in int8 and int4 takes 0.354 and 0.310 ms on an H200; with 800 programs 0.356
+# and 0.349, with 200 0.382 and 0.316. The head had eight tiles of int4 there, but they spill registers with
+# Triton 3.7.
 TILED_PROGRAMS, MAX_TILES, MAX_BYTES = 400, 4, 32 << 10
 
 
@@ -105,7 +106,7 @@ def gemv(
 
 
 def tiles_of(matrix: Matrix, BN: int) -> int:
-    """Tiles of BN rows for a program with quantised weights; its rows have one code."""
+    """Tiles of a program of `quantised_gemv`, of BN rows each. All of its rows have one code."""
     stored = BN * matrix.weight.shape[1]
     most = min(MAX_TILES, CODE_ROWS // BN, MAX_BYTES // stored, matrix.shape[0] // (BN * TILED_PROGRAMS))
     return 1 << (max(most, 1).bit_length() - 1)
@@ -114,7 +115,7 @@ def tiles_of(matrix: Matrix, BN: int) -> int:
 def quantised_gemv(
     matrix: Matrix, x: Tokens, epilogue: Epilogue, gate_at: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The same of one batch element and quantised weights."""
+    """`gemv` of one batch element, with quantised weights."""
     launch = gemv_launch(matrix.shape[1], matrix.shape[0], x.scale is not None)
     tiles = tiles_of(matrix, launch.BN)
     config = QuantisedGemvConfig(

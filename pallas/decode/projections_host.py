@@ -79,9 +79,10 @@ def project(
     if mixes is not None:
         tokens = tokens._replace(mixes=mixes, last=last, active=active, layer=layer_code(layer))
     epilogue = Epilogue(gate, add)
-    if variant in ("gemv", "quantised_gemv"):
-        one_kernel = gemv if variant == "gemv" else quantised_gemv
-        return one_kernel(matrix, tokens, epilogue, gate_at, dtype)
+    if variant == "gemv":
+        return gemv(matrix, tokens, epilogue, gate_at, dtype)
+    if variant == "quantised_gemv":
+        return quantised_gemv(matrix, tokens, epilogue, gate_at, dtype)
     shift, (_, K) = None, matrix.shape
     if mixes is not None:
         x, shift = _mix(tokens)

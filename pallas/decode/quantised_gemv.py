@@ -1,13 +1,12 @@
-"""`gemv` of one token with int8 or 4-bit weights, by integers.
+"""`gemv` of one token with int8 or 4-bit weights, in integer arithmetic.
 
-Multiplying floats would take three instructions for a weight, and they, not memory, would decide. So a token
-becomes whole numbers of 16 bits, in units of its largest channel over 32767, and one instruction multiplies
-two of them with two weights and adds the products, exactly. What rounding a float32 token leaves becomes a
-second such number. Groups so large that their sums would not fit in 32 bits, of more than 516 weights in int8
-and 4369 in 4 bits, have smaller numbers.
+Converting each weight to float32 and multiplying takes three instructions, which limits speed before memory
+does. Instead the token is rounded to 16-bit integers with one scale, and `dp2a` multiplies two of them with
+two weights and adds the products, exactly. A float32 channel becomes two such integers: the second holds what
+rounding the first left. The sums of a group must fit in 32 bits, so for groups of more than 516 weights in
+int8, or 4369 in 4 bits, the token has fewer levels.
 
-A program takes several tiles of BN rows and loads them all before it computes the token, which fewer programs
-then do.
+A program takes several tiles of BN rows. It loads them all before it computes the token.
 """
 
 import dataclasses
@@ -21,17 +20,17 @@ from .gemv import (
     code_of,
     load_epilogue,
     load_parameters,
+    load_previous,
     load_token,
-    mixed,
+    norm_and_mix,
     store_sums,
 )
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-MAGIC = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2^23: added to a number below 2^22, it leaves it rounded in the low bits
-MAGIC_BITS = tl.constexpr(0x4B400000)  # of it
-LEAST_UNIT = tl.constexpr(1e-35)  # so that a token of zeros divides by something
+# 1.5 * 2^23: its sum with a number below 2^22 ends in that number, rounded
+ROUNDER = tl.constexpr(12582912.0)
+ROUNDER_BITS = tl.constexpr(0x4B400000)
+LEAST_SCALE = tl.constexpr(1e-35)  # of a token of zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,7 @@ class QuantisedGemvConfig(QuantisedConfig):
 
 
 @triton.jit
-def load_rows(weights, n, c: tl.constexpr):
+def load_tile(weights, n, c: tl.constexpr):
     """Words of four or eight weights of rows ``n``, [BN, groups, words], and the scales [BN, groups]."""
     PER_WORD: tl.constexpr = 8 if c.has_4_bits else 4
     WORDS: tl.constexpr = c.group // PER_WORD
@@ -62,29 +61,31 @@ def load_rows(weights, n, c: tl.constexpr):
 
 
 @triton.jit
-def largest(a, b):
+def nan_maximum(a, b):
     """The larger of two numbers, NaN if one is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def pairs(numbers):
-    """Two words of two 16-bit numbers each, from [groups, words, 2, 2]."""
-    low, high = tl.split(numbers)
+def packed(integers):
+    """Pairs of 16-bit integers as 32-bit words: the first and the second pair of each four, [groups, words],
+    from [groups, words, 2, 2].
+    """
+    low, high = tl.split(integers)
     return tl.split((low & 0xFFFF) | (high << 16))
 
 
 @triton.jit
-def multiply(w, token, c: tl.constexpr):
-    """The products of the four weights of each word with four numbers of the token, added: int32. ``token``:
-    their `pairs`. Weights of 4 bits are from 0 to 15.
+def dot4(w, token, c: tl.constexpr):
+    """The dot product of the four weights of each word with four integers of the token, `packed`: int32.
+    Weights of 4 bits are from 0 to 15.
     """
     first, second = token[0][None, :, :], token[1][None, :, :]
     if INTERPRETED:  # there is no assembly
         sums = tl.full(w.shape, 0, tl.int32)
         for i in tl.static_range(4):
-            numbers = second if i >= 2 else first
-            sums += ((w << (24 - 8 * i)) >> 24) * ((numbers << (16 - 16 * (i % 2))) >> 16)
+            pair = second if i >= 2 else first
+            sums += ((w << (24 - 8 * i)) >> 24) * ((pair << (16 - 16 * (i % 2))) >> 16)
         return sums
     else:
         SIGN: tl.constexpr = "u32" if c.has_4_bits else "s32"
@@ -97,59 +98,61 @@ def multiply(w, token, c: tl.constexpr):
 
 
 @triton.jit
-def arranged(rounded, c: tl.constexpr):
-    """Whole numbers plus `MAGIC` as `multiply` takes them; for weights of 4 bits, those that the low and the
-    high bits of bytes meet, and what the 8 in stored weights adds to the sums.
+def integers(token, c: tl.constexpr):
+    """A token of whole numbers plus `ROUNDER` as operands of `dot4`. With 4-bit weights: of the even
+    channels, whose weights are the low bits of bytes, of the odd ones, and by how much the sum of a group is
+    too large because weights are stored with a zero point of 8.
     """
     GROUPS: tl.constexpr = c.BK // c.group
-    numbers = rounded.to(tl.int32, bitcast=True)
+    bits = token.to(tl.int32, bitcast=True)
     if c.has_4_bits:
-        low, high = tl.split(tl.reshape(numbers, (GROUPS, c.group // 8, 2, 2, 2)))
-        excess = 8 * tl.sum(tl.reshape(numbers - MAGIC_BITS, (GROUPS, c.group)), 1)
-        return pairs(low), pairs(high), excess
+        even, odd = tl.split(tl.reshape(bits, (GROUPS, c.group // 8, 2, 2, 2)))
+        excess = 8 * tl.sum(tl.reshape(bits - ROUNDER_BITS, (GROUPS, c.group)), 1)
+        return packed(even), packed(odd), excess
     else:
-        return pairs(tl.reshape(numbers, (GROUPS, c.group // 4, 2, 2)))
+        return packed(tl.reshape(bits, (GROUPS, c.group // 4, 2, 2)))
 
 
 @triton.jit
 def group_sums(w, token, c: tl.constexpr):
-    """The sums of each group's products [BN, groups] in float32. ``token``: `arranged`."""
+    """The dot products of each group [BN, groups] in float32. ``token``: `integers`."""
     if c.has_4_bits:
-        low, high, excess = token
-        sums = multiply(w & 0x0F0F0F0F, low, c) + multiply((w >> 4) & 0x0F0F0F0F, high, c)
+        even, odd, excess = token
+        sums = dot4(w & 0x0F0F0F0F, even, c) + dot4((w >> 4) & 0x0F0F0F0F, odd, c)
         return (tl.sum(sums, 2) - excess[None, :]).to(tl.float32)
     else:
-        return tl.sum(multiply(w, token, c), 2).to(tl.float32)
+        return tl.sum(dot4(w, token, c), 2).to(tl.float32)
 
 
 @triton.jit
 def quantised_gemv_kernel(x, weights, epilogue, out, c: tl.constexpr):
     """``x``: `Tokens` of one batch element."""
     TILES: tl.constexpr = c.tiles
-    WIDE: tl.constexpr = x.x.dtype.element_ty == tl.float32
+    IS_FLOAT32: tl.constexpr = x.x.dtype.element_ty == tl.float32
     LARGEST_WEIGHT: tl.constexpr = 15 if c.has_4_bits else 127
     LEVELS: tl.constexpr = min(32767, (2**31 - 1) // (c.group * LARGEST_WEIGHT))
-    first, k = tl.program_id(0) * (c.tiles * c.BN), tl.arange(0, c.BK)
-    rows, operands = (), ()
+    first, k = tl.program_id(0) * (TILES * c.BN), tl.arange(0, c.BK)
+    tiles, operands = (), ()
     for i in tl.static_range(TILES):
         n = first + i * c.BN + tl.arange(0, c.BN)
-        rows = extended(rows, load_rows(weights, n, c))
+        tiles = extended(tiles, load_tile(weights, n, c))
         operands = extended(operands, load_epilogue(epilogue, 0, n, c))
     code = code_of(first, c)
     parameters = load_parameters(x, code % 16, k, c)
-    loaded = load_token(x, code % 16, 0, k, c)
-    token = mixed(x, loaded, parameters, 0, k, out, c)
+    token, previous = load_token(x, code % 16, 0, k, c), load_previous(x, 0, k, c)
+    token = norm_and_mix(x, token, previous, parameters, first == 0, 0, k, out, c)
 
-    unit = tl.maximum(tl.reduce(tl.abs(token), 0, largest) / LEVELS, LEAST_UNIT, tl.PropagateNan.ALL)
-    token *= 1.0 / unit
-    rounded = token + MAGIC
-    numbers = arranged(rounded, c)
-    if WIDE:
-        rest = arranged((token - (rounded - MAGIC)) * (2.0 * LEVELS) + MAGIC, c)
+    scale = tl.reduce(tl.abs(token), 0, nan_maximum) / LEVELS
+    scale = tl.maximum(scale, LEAST_SCALE, tl.PropagateNan.ALL)
+    token *= 1.0 / scale
+    rounded = token + ROUNDER
+    coarse = integers(rounded, c)
+    if IS_FLOAT32:
+        fine = integers((token - (rounded - ROUNDER)) * (2.0 * LEVELS) + ROUNDER, c)
     for i in tl.static_range(TILES):
-        sums = group_sums(rows[i][0], numbers, c)
-        if WIDE:
-            sums += group_sums(rows[i][0], rest, c) * (0.5 / LEVELS)
-        sums = tl.sum(sums * rows[i][1].to(tl.float32), 1) * unit
+        sums = group_sums(tiles[i][0], coarse, c)
+        if IS_FLOAT32:
+            sums += group_sums(tiles[i][0], fine, c) * (0.5 / LEVELS)
+        sums = tl.sum(sums * tiles[i][1].to(tl.float32), 1) * scale
         n = first + i * c.BN + tl.arange(0, c.BN)
         store_sums(sums, operands[i], 0, n, code, epilogue, out, c)

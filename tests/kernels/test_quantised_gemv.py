@@ -44,7 +44,7 @@ def test_what_is_not_finite_stays_so(bits, group, bad):
 
 
 def test_more_than_one_tile():
-    """The programs of `test_against_float64` have several, and the activation follows their sums."""
+    """An activation is applied to the sums of every tile."""
     matrix, token = products.operands(4, 32, 768, 1.0, "float32")
     with variants.forced("decode: 8 programs"):
         assert gemv_host.tiles_of(matrix, 2) > 1
