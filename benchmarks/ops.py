@@ -47,6 +47,8 @@ def start(
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "TORCH_EXTENSIONS_DIR": str(extensions),
             "FLA_CACHE_RESULTS": "0",  # what FLA's tuning finds while others run must not be kept
+            "JAX_COMPILATION_CACHE_DIR": str(runner.scratch() / "jax"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         },
     )
 
@@ -63,21 +65,25 @@ def measure(run: Run, name: str, jobs: list[Job], seconds: float, again: bool = 
 def prepare(groups: dict[str, list[Job]], seconds: float) -> None:
     """Compiles and tunes at the same time, before anything is timed."""
     chosen: dict[str, list[Job]] = {}
+    cached: list[Job] = []
     for name, jobs in groups.items():
+        cached += [job for job in jobs if IMPLEMENTATIONS[job[0]].cached and job[1].form == "chunk"]
         each: dict[object, Job] = {}
         for key, task in jobs:
             if IMPLEMENTATIONS[key].prepare:  # kernels are compiled for one number and size of heads
                 each.setdefault((key, task.form != "chunk", task.shape[2:]), (key, task))
         if each:
             chosen[name] = list(each.values())
-    if not chosen:
+    if not chosen and not cached:
         return
-    print(f"compiling: {', '.join(chosen)} ...", flush=True)
+    print(f"compiling: {', '.join([*chosen, *{name for name, _ in cached}])} ...", flush=True)
     tuned = [name for name, some in chosen.items() if IMPLEMENTATIONS[some[0][0]].package == "fla"]
     # FLA has hundreds of configurations a variant: a share for each core
-    shares = max(1, (os.cpu_count() or 1) // max(1, len(tuned)))
+    cores = os.cpu_count() or 1
+    shares = max(1, cores // max(1, len(tuned)))
     started = [start(name, chosen[name], (i, shares), prepare=True) for name in tuned for i in range(shares)]
     started += [start(name, some, prepare=True) for name, some in chosen.items() if name not in tuned]
+    started += [start(f"cached {i}", some, prepare=True) for i in range(cores) if (some := cached[i::cores])]
     print(f"  {runner.wait_for(started, seconds)}", flush=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +17,19 @@ from fla_jax.training import cross_entropy
 
 TOKENS = 2**15  # that the loss is a mean over
 LIMITS = (-0.6, -4.8, -8.0)  # of a head's log decays: kernels choose by the strongest how they go about all
-Gradients = dict[str, np.ndarray]
+Gradients = dict[str, np.ndarray]  # by parameter, with the draws in front
+Draws = Sequence[tuple[Any, jax.Array]]  # parameters and tokens [B, T + 1]
 
 
-def parameters(options: Mapping[str, Any]) -> Any:
+def draws(options: Mapping[str, Any], number: int, batch: int, length: int) -> Draws:
+    """An error is measured over all draws: that of one parameter in one draw is off by several percent."""
+    return [(_parameters(options, i), small.tokens(batch, length + 1, seed=i)) for i in range(number)]
+
+
+def _parameters(options: Mapping[str, Any], seed: int) -> Any:
     """Random ones, of stacked layers, half of the log decays near a limit of the head's."""
-    rng = np.random.default_rng(0)
-    params = dict(small.params(small.model(6, **options)))
+    rng = np.random.default_rng(seed)
+    params = dict(small.params(small.model(6, **options), seed))
     for name, block in params.items():
         if name.startswith("blocks_"):
             att = block["att"]
@@ -39,31 +45,35 @@ def parameters(options: Mapping[str, Any]) -> Any:
     return stack_layers(params)
 
 
-def gradients(options: Mapping[str, Any], params: Any, tokens: jax.Array) -> Gradients:
-    """By parameter, of the losses' sum over ``tokens`` [B, T + 1] divided by TOKENS."""
-    model, share = small.model(6, scan_layers=True, **options), tokens[:, 1:].size / TOKENS
+def gradients(options: Mapping[str, Any], draws: Draws) -> Gradients:
+    """Of the losses' sum over all tokens divided by TOKENS."""
+    model = small.model(6, scan_layers=True, **options)
 
-    def loss(params: Any) -> jax.Array:
+    @jax.jit
+    @jax.grad
+    def gradient(params: Any, tokens: jax.Array) -> jax.Array:
+        share = tokens[:, 1:].size / TOKENS
         return cross_entropy(model.apply({"params": params}, tokens[:, :-1])[0], tokens[:, 1:]) * share
 
-    made = jax.device_get(jax.jit(jax.grad(loss))(params))
-    flat = jax.tree_util.tree_leaves_with_path(made)
-    return {jax.tree_util.keystr(path): np.asarray(g, np.float64) for path, g in flat}
+    made = [jax.device_get(gradient(params, tokens)) for params, tokens in draws]
+    stacked = jax.tree.map(lambda *each: np.stack(each).astype(np.float64), *made)
+    return {jax.tree_util.keystr(path): g for path, g in jax.tree_util.tree_leaves_with_path(stacked)}
 
 
-def plain_gradients(options: Mapping[str, Any], params: Any, tokens: jax.Array) -> Gradients:
+def plain_gradients(options: Mapping[str, Any], draws: Draws) -> Gradients:
     """`gradients` of plain JAX, the examples one after another, which takes less memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "INTERPRET", True)  # nothing chooses kernels unasked
-        plain = {**options, "implementation": "xla"}
-        made = [gradients(plain, params, example[None]) for example in tokens]
-    return {name: sum(part[name] for part in made) for name in made[0]}
+        examples = [(params, example[None]) for params, tokens in draws for example in tokens]
+        made = gradients({**options, "implementation": "xla"}, examples)
+    return {name: g.reshape(len(draws), -1, *g.shape[1:]).sum(1) for name, g in made.items()}
 
 
-def exact_gradients(options: Mapping[str, Any], params: Any, tokens: jax.Array) -> Gradients:
+def exact_gradients(options: Mapping[str, Any], draws: Draws) -> Gradients:
+    wide_options = {**options, "dtype": jnp.float64, "param_dtype": jnp.float64}
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), params)
-        return plain_gradients({**options, "dtype": jnp.float64, "param_dtype": jnp.float64}, wide, tokens)
+        widen = lambda x: jnp.asarray(np.asarray(x, np.float64))
+        return plain_gradients(wide_options, [(jax.tree.map(widen, p), tokens) for p, tokens in draws])
 
 
 def check(kernels: Gradients, plain: Gradients, exact: Gradients, least: float) -> None:

@@ -55,6 +55,8 @@ class Implementation:
     package: str  # that is imported
     distributions: tuple[str, ...] = ()
     prepare: bool = False  # compiles or tunes for long: done before anything is timed
+    # JAX's programs are compiled into its cache before: only without products that XLA tunes by timing
+    cached: bool = False
     raw_decay: bool = False  # takes x for the decay exp(-exp(x))
     value_first: bool = False  # states are [V, K]
     state_dtype: str = "float32"
@@ -176,7 +178,8 @@ LOG = "takes log(-w)"
 
 def _ours(name: str, implementation: str | None = None) -> Implementation:
     load = lambda task: load_ours(task, implementation or our_name(task))
-    return Implementation(name, "fla_jax", "jax", load, "fla_jax", OURS)
+    kernels = implementation is None
+    return Implementation(name, "fla_jax", "jax", load, "fla_jax", OURS, cached=kernels)
 
 
 def _fla(

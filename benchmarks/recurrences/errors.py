@@ -19,12 +19,17 @@ def relative(got: Any, want: Any) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
+def small_task(implementation: Implementation, task: Task) -> Task:
+    """The task whose errors are measured."""
+    passes = "fwd+bwd" if implementation.backward else "fwd"
+    return dataclasses.replace(task, shape=(*CHECKED, *task.shape[3:]), passes=passes)
+
+
 def errors(framework: Any, implementation: Implementation, task: Task) -> dict[str, Any]:
     from harness import oracles
 
     backward, states = implementation.backward, implementation.states_backward
-    passes = "fwd+bwd" if backward else "fwd"
-    small = dataclasses.replace(task, shape=(*CHECKED, *task.shape[3:]), passes=passes)
+    small = small_task(implementation, task)
     rng = np.random.default_rng(1)
     drawn = draw(small, np, lambda *s: rng.standard_normal(s), lambda *s: rng.uniform(size=s))
     cast = lambda a, dtype: np.ascontiguousarray(a).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))

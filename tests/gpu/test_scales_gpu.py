@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-import small_models as small
 import whole_model
 
 from fla_jax.pallas.backend import triton
@@ -14,20 +13,20 @@ if jax.default_backend() != "gpu" or triton.INTERPRET:
     pytest.skip("no NVIDIA GPU is visible to JAX, or Triton's interpreter is on", allow_module_level=True)
 
 OPTIONS = dict(num_layers=6, hidden_size=256, head_dim=64, remat=True)
-B, T = 2, 1024
+DRAWS, B, T = 4, 2, 1024
 
 
 @functools.cache
 def model():
-    """Parameters, tokens, and the gradients in float64."""
-    params, tokens = whole_model.parameters(OPTIONS), small.tokens(B, T + 1)
-    return params, tokens, whole_model.exact_gradients(OPTIONS, params, tokens)
+    """Parameters and tokens, and the gradients in float64."""
+    draws = whole_model.draws(OPTIONS, DRAWS, B, T)
+    return draws, whole_model.exact_gradients(OPTIONS, draws)
 
 
 @pytest.mark.parametrize("dtype, least", [(jnp.float32, 1e-5), (jnp.bfloat16, 1e-4)])
 def test_gradients_of_all_parameters_are_as_exact_as_those_of_plain_jax(dtype, least):
     """In float32 products of the dense layers are TF32, as anywhere on such a GPU."""
-    params, tokens, exact = model()
+    draws, exact = model()
     options = OPTIONS | dict(dtype=dtype)
-    ours = whole_model.gradients(options | dict(implementation="triton"), params, tokens)
-    whole_model.check(ours, whole_model.plain_gradients(options, params, tokens), exact, least)
+    ours = whole_model.gradients(options | dict(implementation="triton"), draws)
+    whole_model.check(ours, whole_model.plain_gradients(options, draws), exact, least)

@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import pytest
-import small_models as small
 import whole_model
 
 from fla_jax.pallas.backend import triton
@@ -21,8 +20,8 @@ OPTIONS = dict(num_layers=12, hidden_size=32, head_dim=16)
 def test_gradients_of_all_parameters_are_as_exact_as_those_of_plain_jax(implementation, dtype, least):
     if implementation == "triton" and not triton.INTERPRET:
         pytest.skip("TRITON_INTERPRET is not set")
-    params, tokens = whole_model.parameters(OPTIONS), small.tokens(1, 33)
-    exact = whole_model.exact_gradients(OPTIONS, params, tokens)
+    draws = whole_model.draws(OPTIONS, 1, batch=1, length=32)
+    exact = whole_model.exact_gradients(OPTIONS, draws)
     options = OPTIONS | dict(dtype=dtype)
-    ours = whole_model.gradients(options | dict(implementation=implementation), params, tokens)
-    whole_model.check(ours, whole_model.plain_gradients(options, params, tokens), exact, least)
+    ours = whole_model.gradients(options | dict(implementation=implementation), draws)
+    whole_model.check(ours, whole_model.plain_gradients(options, draws), exact, least)
