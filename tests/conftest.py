@@ -27,7 +27,7 @@ else:
 
 from harness import garbage, interpreter
 
-interpreter.patch_once()
+interpreter.patch()
 
 
 def pytest_collection_finish(session):

@@ -101,9 +101,10 @@ class Decoder:
                 is float32 in any case: states are rounded when they are written, once a token.
             weight_dtype: ``"int8"`` or ``"int4"`` rounds the weights of all large matrices, with a float16
                 factor for each group of them along a row; None for the compute dtype. With up to 32 sequences
-                int8 is faster than bfloat16 (8 x 2048 on an H200: 0.35 and 0.45 ms a token of one; 24 x 2048:
-                1.71 and 1.74 of 32); with more it is smaller. On a GPU the activations of a single sequence
-                in bfloat16 or float16 are rounded to 16-bit integers, with one scale, for these products.
+                int8 is faster than bfloat16 (24 x 2048 on an H200: 0.96 and 1.13 ms a token of one, 1.69 and
+                1.75 of 32; int4 0.79 of one); with more it is smaller. On a GPU the activations of a single
+                sequence in bfloat16 or float16 are rounded to 16-bit integers, with one scale, for these
+                products.
             weight_group: size of a group, a power of two from 16 on that divides the widths; None for the
                 largest up to 128, or 32 with "int4".
 

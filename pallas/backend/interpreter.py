@@ -1,8 +1,8 @@
 """Runs Triton kernels on the host, in Triton's interpreter, inside `jax.jit`: how their numerics are checked
 without a GPU.
 
-Set ``TRITON_INTERPRET=1`` before Triton is imported. Slow; the interpreter's `tl.dot` is wrong for bfloat16,
-so use float32 inputs.
+Set ``TRITON_INTERPRET=1`` before Triton is imported. Slow; the interpreter's arithmetic in bfloat16 is wrong,
+so use float32 inputs. Our tests correct it: tests/harness/interpreter.py.
 """
 
 from __future__ import annotations

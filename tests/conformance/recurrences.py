@@ -80,7 +80,7 @@ PLANS = {
         dict(B=1, T=37, K=16, V=16),
         (1, 15, 16, 17, 48),
         ((1, 9), (24, 16), (16, 72), (64, 64), (72, 20), (128, 136), (256, 16)),
-        (("float32", 16, 16),),
+        (("float32", 16, 16), ("bfloat16", 16, 16)),
         promises=(*_PROMISES, dict(decay="none", lower_bound=-0.1)),
     ),
     TRITON_GPU: Plan(
@@ -136,8 +136,7 @@ PLANS = {
         ),
     ),
 }
-# Triton's interpreter truncates bfloat16
-PLANS[SCAN_INTERPRETER] = PLANS[PALLAS_INTERPRETER]._replace(kinds=(("float16", "float32"),))
+PLANS[SCAN_INTERPRETER] = PLANS[PALLAS_INTERPRETER]
 PLANS[SCAN_GPU] = PLANS[PALLAS_GPU]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import cases, places, scales
-from harness.places import PALLAS_GPU, PALLAS_INTERPRETER, SCAN_GPU
+from harness.places import PALLAS_GPU, PALLAS_INTERPRETER, SCAN_GPU, TRITON_INTERPRETER
 
 from . import recurrences
 
@@ -16,7 +16,9 @@ from . import recurrences
 def _calls() -> Iterator[Any]:
     for place in places.here():
         interpreted = place.where == "interpreter"
-        kinds = {"float32": 16} | ({"bfloat16": 64} if place.where == "gpu" else {})
+        kinds = {"float32": 16}
+        if place is TRITON_INTERPRETER or place.where == "gpu":
+            kinds["bfloat16"] = 16 if interpreted else 64
         # two chunks in an interpreter
         T = 24 if interpreted else 40
         for op, form in itertools.product(cases.OPS, recurrences.PLANS[place].forms):

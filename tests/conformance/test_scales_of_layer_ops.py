@@ -18,16 +18,12 @@ from fla_jax.ops.layer import rwkv6_decay, squared_relu
 SIZES, EXPONENTS = (1e-6, 1.0, 1e3), (-60, -40, -30, -20, 0, 20, 40)
 GATES = {"decay", "rate", "mix", "w0", "a0", "v0"}
 DTYPES = ("float32", "bfloat16")
+LIMIT = 1e-5  # of errors beyond the rounding of 16-bit results
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def each_place(table: Any) -> Any:
     return pytest.mark.parametrize("place", [place for place in places.here() if place in table], ids=str)
-
-
-def tolerance(place: places.Place, dtype: str) -> float:
-    """Beyond the rounding of 16-bit results, which Triton's interpreter truncates."""
-    return 2.0**-7 if place is TRITON_INTERPRETER and dtype == "bfloat16" else 1e-5
 
 
 def scaled(arrays: dict[str, np.ndarray], by: Any) -> dict[str, np.ndarray]:
@@ -53,13 +49,12 @@ def test_ops_on_heads(op, dtype, place):
     arrays = scaled(x.arrays, lambda name: np.array([size[name] for size in sizes])[:, None])
     x = Inputs(arrays, scaled(x.cotangents, lambda name: powers), {})
     found = scales.errors(cases.run(case, place.implementation, x), case.oracle(x))
-    limit = tolerance(place, dtype)
     wrong = {}
     for h, size in enumerate(sizes):
         for name, error in found.items():
             # a sum of a thousand, argument of a sigmoid, is rounded by up to 6e-5
             large = name[1:] in GATES and size.get(name[1:], 0) and max(size[n] for n in GATES) > 1
-            if not error[h] <= (max(limit, 1e-4) if large else limit):
+            if not error[h] <= (1e-4 if large else LIMIT):
                 wrong[name, exponents[h], str(size)] = f"{error[h]:.0e}"
     assert not wrong, wrong
 
@@ -104,7 +99,7 @@ def test_norm_shift_and_mixes(name, dtype, place):
             ):
                 for array, a in got.items():
                     error = cases.error_of(a, want[array])
-                    if not error <= tolerance(place, dtype):
+                    if not error <= LIMIT:
                         wrong[prefix + array, n, str(sizes)] = f"{error:.0e}"
     assert not wrong, wrong
 

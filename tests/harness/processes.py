@@ -53,7 +53,7 @@ def executor(workers: int, environment: dict[str, str]) -> concurrent.futures.Ex
 
 def _start(environment: dict[str, str]) -> None:
     os.environ.update(environment)  # before anything imports JAX
-    interpreter.patch_once()
+    interpreter.patch()
 
 
 def _report(program: str, *args: Any) -> Any:

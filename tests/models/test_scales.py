@@ -14,6 +14,7 @@ OPTIONS = dict(num_layers=12, hidden_size=32, head_dim=16)
     "implementation, dtype, least",
     [
         pytest.param("triton", jnp.float32, 1e-5),
+        pytest.param("triton", jnp.bfloat16, 1e-3, marks=pytest.mark.slow),
         pytest.param("reference", jnp.bfloat16, 1e-3, marks=pytest.mark.slow),
     ],
 )

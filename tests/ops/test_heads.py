@@ -92,8 +92,7 @@ def test_log_decays_in_bfloat16(implementation):
     w = np.asarray(cases.call(KEYS, x, **options)["w"])
     assert w.dtype == jnp.bfloat16 and w.min() >= -0.61
     want = oracles.keys(x)[0]["w"]
-    limit = 2**-7 if implementation == "triton" and triton.INTERPRET else 2**-8  # the interpreter truncates
-    assert np.max(np.abs(np.asarray(w, np.float64) - want) / np.abs(want)) <= limit
+    assert np.max(np.abs(np.asarray(w, np.float64) - want) / np.abs(want)) <= 2**-8
 
 
 @each
