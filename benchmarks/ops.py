@@ -1,8 +1,9 @@
 """Times this library's ops and every importable peer's in one run: ``python benchmarks/ops.py``.
 
 Each implementation has its own process: ours, then the peers, then our main shapes again; if the two times
-differ by more than 3 % the record has both, and the ratio is of the slower. Extensions are compiled and
-configurations tuned before anything is timed. The results file is written after every measurement.
+differ by more than 3 % the record has both, and the ratio is of the slower. Before anything is timed all
+cores compile our programs and the peers' extensions, and what the peers tune. The results file is written
+after every measurement.
 
 Decays: "bounded" is w = -exp(-0.5) * sigmoid(x) with ``lower_bound=-0.61``, "any-weak" the same decays
 without it, "any-strong" w = -exp(2 x).
