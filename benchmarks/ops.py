@@ -22,7 +22,8 @@ import re
 
 import records
 import runner
-from peers.ops import IMPLEMENTATIONS
+from peers.ops import IMPLEMENTATIONS, is_cached
+from recurrences.errors import small_task
 from recurrences.plan import Job, group, plan
 from recurrences.report import Run, table
 
@@ -66,9 +67,10 @@ def measure(run: Run, name: str, jobs: list[Job], seconds: float, again: bool = 
 def prepare(groups: dict[str, list[Job]], seconds: float) -> None:
     """Compiles and tunes at the same time, before anything is timed."""
     chosen: dict[str, list[Job]] = {}
-    cached: list[Job] = []
+    cached: dict[Job, None] = {}  # each program once: those whose errors are measured serve several jobs
     for name, jobs in groups.items():
-        cached += [job for job in jobs if IMPLEMENTATIONS[job[0]].cached and job[1].form == "chunk"]
+        for key, task in filter(is_cached, jobs):
+            cached |= dict.fromkeys([(key, task), (key, small_task(IMPLEMENTATIONS[key], task))])
         each: dict[object, Job] = {}
         for key, task in jobs:
             if IMPLEMENTATIONS[key].prepare:  # kernels are compiled for one number and size of heads
@@ -77,14 +79,18 @@ def prepare(groups: dict[str, list[Job]], seconds: float) -> None:
             chosen[name] = list(each.values())
     if not chosen and not cached:
         return
-    print(f"compiling: {', '.join([*chosen, *{name for name, _ in cached}])} ...", flush=True)
+    names = [*chosen, *dict.fromkeys(key for key, _ in cached)]
+    print(f"compiling: {', '.join(names)} ...", flush=True)
     tuned = [name for name, some in chosen.items() if IMPLEMENTATIONS[some[0][0]].package == "fla"]
     # FLA has hundreds of configurations a variant: a share for each core
     cores = os.cpu_count() or 1
     shares = max(1, cores // max(1, len(tuned)))
     started = [start(name, chosen[name], (i, shares), prepare=True) for name in tuned for i in range(shares)]
     started += [start(name, some, prepare=True) for name, some in chosen.items() if name not in tuned]
-    started += [start(f"cached {i}", some, prepare=True) for i in range(cores) if (some := cached[i::cores])]
+    programs = [*cached]
+    started += [
+        start(f"cached {i}", programs[i::cores], prepare=True) for i in range(min(cores, len(programs)))
+    ]
     print(f"  {runner.wait_for(started, seconds)}", flush=True)
 
 

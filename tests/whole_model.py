@@ -21,15 +21,17 @@ Gradients = dict[str, np.ndarray]  # by parameter, with the draws in front
 Draws = Sequence[tuple[Any, jax.Array]]  # parameters and tokens [B, T + 1]
 
 
-def draws(options: Mapping[str, Any], number: int, batch: int, length: int) -> Draws:
-    """An error is measured over all draws: that of one parameter in one draw is off by several percent."""
+def draw(options: Mapping[str, Any], number: int, batch: int, length: int) -> Draws:
+    """Random parameters and tokens. From one draw to another the error of a parameter's gradient varies by
+    several percent.
+    """
     return [(_parameters(options, i), small.tokens(batch, length + 1, seed=i)) for i in range(number)]
 
 
 def _parameters(options: Mapping[str, Any], seed: int) -> Any:
     """Random ones, of stacked layers, half of the log decays near a limit of the head's."""
     rng = np.random.default_rng(seed)
-    params = dict(small.params(small.model(6, **options), seed))
+    params = dict(small.params(small.model(6, **options), small.SEED + seed))
     for name, block in params.items():
         if name.startswith("blocks_"):
             att = block["att"]

@@ -55,7 +55,7 @@ class Implementation:
     package: str  # that is imported
     distributions: tuple[str, ...] = ()
     prepare: bool = False  # compiles or tunes for long: done before anything is timed
-    # JAX's programs are compiled into its cache before: only without products that XLA tunes by timing
+    # programs are in JAX's cache before anything is timed; not where XLA tunes products, which is by timing
     cached: bool = False
     raw_decay: bool = False  # takes x for the decay exp(-exp(x))
     value_first: bool = False  # states are [V, K]
@@ -64,6 +64,12 @@ class Implementation:
     final_cotangent: bool = True  # whether its backward takes the final state's cotangent
     states_backward: bool = True  # whether its backward supports states
     note: str | None = None
+
+
+def is_cached(job: tuple[str, Task]) -> bool:
+    """Whether a job's program is compiled before: a loop of decoded tokens is not."""
+    key, task = job
+    return IMPLEMENTATIONS[key].cached and task.form != "decode"
 
 
 def arrays(x: dict[str, Any], names: str) -> list[Any]:
@@ -178,8 +184,7 @@ LOG = "takes log(-w)"
 
 def _ours(name: str, implementation: str | None = None) -> Implementation:
     load = lambda task: load_ours(task, implementation or our_name(task))
-    kernels = implementation is None
-    return Implementation(name, "fla_jax", "jax", load, "fla_jax", OURS, cached=kernels)
+    return Implementation(name, "fla_jax", "jax", load, "fla_jax", OURS, cached=implementation is None)
 
 
 def _fla(

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from peers.ops import IMPLEMENTATIONS, Task, our_name
+from peers.ops import IMPLEMENTATIONS, Task, is_cached, our_name
 from peers.tuning import compile_only
 from records import versions
 from runner import Job
 
-from recurrences.errors import errors, small_task
+from recurrences.errors import errors
 from recurrences.frameworks import Jax, Torch
 
 
@@ -44,8 +44,7 @@ class Worker:
         framework, call = self.framework, implementation.load(task)
         if self.prepare:
             if implementation.cached:
-                for each in (task, small_task(implementation, task)):
-                    framework.compile(implementation, each, implementation.load(each))
+                framework.compile(implementation, task, call)
             elif implementation.package == "fla":  # loaders of the others have compiled
                 # enough that the kernels are specialised as they will be
                 task = dataclasses.replace(task, shape=(2, min(task.shape[1], 4096), *task.shape[2:]))
@@ -63,7 +62,7 @@ class Worker:
                 self.inputs = (None, None)  # free the old ones first
                 self.inputs = (kind, framework.arrays(implementation, task))
             result = framework.measure(function, self.inputs[1])
-        if implementation.prepare or implementation.cached:
+        if implementation.prepare or is_cached((key, task)):
             result["first_call_s"] = None  # part of it was done before
         notes = [implementation.note] if implementation.note else []
         checked = (key, task.op, task.dtype, task.precision, task.decay, task.shape[3:])

@@ -136,7 +136,9 @@ PLANS = {
         ),
     ),
 }
-PLANS[SCAN_INTERPRETER] = PLANS[PALLAS_INTERPRETER]
+PLANS[SCAN_INTERPRETER] = PLANS[PALLAS_INTERPRETER]._replace(
+    kinds=(("bfloat16", "float32"), ("float16", "float32"))
+)
 PLANS[SCAN_GPU] = PLANS[PALLAS_GPU]
 
 

@@ -13,7 +13,7 @@ import jax
 import pytest
 from harness import cases, places, variants
 from harness.cases import AnyCase, Case, HeadCase, MixCase
-from harness.places import PALLAS_INTERPRETER, SCAN_INTERPRETER, TRITON_INTERPRETER, Place
+from harness.places import SCAN_INTERPRETER, TRITON_INTERPRETER, Place
 
 from . import layer_ops, recurrences
 
@@ -111,12 +111,6 @@ def forced():
     names = ("bf16 dots", "mix: token blocks of 4") if TRITON_INTERPRETER in places.here() else ()
     with variants.forced(*names):
         yield
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch, entry):
-    if entry.place is PALLAS_INTERPRETER:
-        monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
 
 
 @each(ENTRIES, _is_one_python, _is_slow)

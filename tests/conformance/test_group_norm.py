@@ -40,9 +40,7 @@ def _calls() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("case, place", [*_calls()])
-def test_gradients(case, place, monkeypatch):
-    if place is places.PALLAS_INTERPRETER:
-        monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
+def test_gradients(case, place):
     x = cases.build(case)
     o = case.oracle(x).outputs["o"]
     do = cotangent(o, np.random.default_rng(1).normal(size=o.shape))

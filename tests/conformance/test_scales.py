@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import cases, places, scales
-from harness.places import PALLAS_GPU, PALLAS_INTERPRETER, SCAN_GPU, TRITON_INTERPRETER
+from harness.places import PALLAS_GPU, SCAN_GPU, TRITON_INTERPRETER
 
 from . import recurrences
 
@@ -36,7 +36,5 @@ def _calls() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("case, place, form, exponents, tol", _calls())
-def test_gradients_are_right_and_linear_in_the_cotangents(case, place, form, exponents, tol, monkeypatch):
-    if place is PALLAS_INTERPRETER:
-        monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
+def test_gradients_are_right_and_linear_in_the_cotangents(case, place, form, exponents, tol):
     scales.check_linear(case, place.implementation, form, exponents, tol)

@@ -19,7 +19,7 @@ DRAWS, B, T = 4, 2, 1024
 @functools.cache
 def model():
     """Parameters and tokens, and the gradients in float64."""
-    draws = whole_model.draws(OPTIONS, DRAWS, B, T)
+    draws = whole_model.draw(OPTIONS, DRAWS, B, T)
     return draws, whole_model.exact_gradients(OPTIONS, draws)
 
 

@@ -36,7 +36,7 @@ RECURRENCE: dict[Place, dict[str, Tolerances]] = {
     XLA: {"float32": EXACT, "bfloat16": EXACT, "float16": EXACT, "float64": DOUBLE},
     TRITON_INTERPRETER: {"float32": EXACT, "bfloat16": _BFLOAT16_PRODUCTS},
     PALLAS_INTERPRETER: {"float32": _TOKEN_BY_TOKEN, "bfloat16": _TOKEN_BY_TOKEN},
-    SCAN_INTERPRETER: {"float32": _TOKEN_BY_TOKEN, "bfloat16": _TOKEN_BY_TOKEN},
+    SCAN_INTERPRETER: dict.fromkeys(("float32", "bfloat16", "float16"), _TOKEN_BY_TOKEN),
     PALLAS_GPU: dict.fromkeys(("float32", "bfloat16", "float16"), _TOKEN_BY_TOKEN),
     SCAN_GPU: dict.fromkeys(("float32", "bfloat16", "float16"), _TOKEN_BY_TOKEN),
     TRITON_GPU: {

@@ -21,7 +21,7 @@ OPTIONS = dict(num_layers=12, hidden_size=32, head_dim=16)
 def test_gradients_of_all_parameters_are_as_exact_as_those_of_plain_jax(implementation, dtype, least):
     if implementation == "triton" and not triton.INTERPRET:
         pytest.skip("TRITON_INTERPRET is not set")
-    draws = whole_model.draws(OPTIONS, 1, batch=1, length=32)
+    draws = whole_model.draw(OPTIONS, 1, batch=1, length=32)
     exact = whole_model.exact_gradients(OPTIONS, draws)
     options = OPTIONS | dict(dtype=dtype)
     ours = whole_model.gradients(options | dict(implementation=implementation), draws)
