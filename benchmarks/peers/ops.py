@@ -55,7 +55,7 @@ class Implementation:
     package: str  # that is imported
     distributions: tuple[str, ...] = ()
     prepare: bool = False  # compiles or tunes for long: done before anything is timed
-    # programs are in JAX's cache before anything is timed; not where XLA tunes products, which is by timing
+    # compiled into JAX's cache before anything is timed; not with matrix products, which XLA tunes by timing
     cached: bool = False
     raw_decay: bool = False  # takes x for the decay exp(-exp(x))
     value_first: bool = False  # states are [V, K]
@@ -67,7 +67,7 @@ class Implementation:
 
 
 def is_cached(job: tuple[str, Task]) -> bool:
-    """Whether a job's program is compiled before: a loop of decoded tokens is not."""
+    """Whether a job's program is compiled before anything is timed; a loop of decoded tokens is not."""
     key, task = job
     return IMPLEMENTATIONS[key].cached and task.form != "decode"
 
