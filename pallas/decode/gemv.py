@@ -4,12 +4,13 @@
 
 A token reads every weight once, so memory traffic decides: a program starts to load its rows of the matrix
 [N, K], which are adjacent, before it computes the vector that they multiply. Every program recomputes norm,
-token shift and mixes while its weights are on their way. All loads are issued before the first sum over
-channels, a barrier that loads do not move across. `quantised_gemv` is the same for quantised weights.
+token shift and mixes while its weights are on their way; it takes several tiles of rows, so that it does so
+for many of them, and loads one tile while it multiplies another. All loads are issued before the first sum
+over channels, a barrier that loads do not move across. `quantised_gemv` is the same for quantised weights.
 
 A matrix has segments, multiples of 64 rows, each with a code: the mix (or plane of the input) that it reads,
 plus 16 times the kind of its activation (`activation`). Codes are compile-time constants: loading them would
-delay all other loads. Grid: blocks of BN rows of the matrix.
+delay all other loads. Grid: blocks of ``rounds`` tiles of BN rows.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ from typing import NamedTuple
 import jax
 import triton
 import triton.language as tl
+
+from ..common.sums import extended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,7 @@ class ProductConfig:
         B: batch elements.
         K: channels of the input.
         N: rows of the matrix.
-        BN: rows of the matrix for a program.
+        BN: rows of a tile of the matrix.
         BK: channels of a tile; all of them, padded to a power of two, in a product of one token.
         x_stride: channels from one batch element of the input to the next.
         gate_stride: the same of the gate.
@@ -61,10 +64,13 @@ class QuantisedConfig(ProductConfig):
 
 @dataclasses.dataclass(frozen=True)
 class GemvConfig(ProductConfig):
-    """`ProductConfig` with whether the input has planes, and what the norm adds to the variance."""
+    """`ProductConfig` with whether the input has planes, what the norm adds to the variance, and the tiles
+    that a program takes one after another.
+    """
 
     has_planes: bool
     eps: float
+    rounds: int
 
 
 class Tokens(NamedTuple):
@@ -226,23 +232,44 @@ def store_sums(sums, operands, b, n, code, epilogue, out, c: tl.constexpr):
 
 
 @triton.jit
+def load_rows(weights, n, k, c: tl.constexpr):
+    """Rows ``n`` of the matrix."""
+    offsets = n[:, None] * c.K + k[None, :]
+    if c.N % (c.BN * c.rounds) != 0:
+        return tl.load(weights.w + offsets, mask=(n < c.N)[:, None] & (k < c.K)[None, :], other=0)
+    elif c.K == c.BK:
+        return tl.load(weights.w + offsets)
+    else:
+        return tl.load(weights.w + offsets, mask=(k < c.K)[None, :], other=0)
+
+
+@triton.jit
+def multiply_rows(w, n, tokens, code, epilogue, out, c: tl.constexpr):
+    """Multiplies rows ``n`` with the tokens of all batch elements, and stores the sums."""
+    B: tl.constexpr = c.B
+    for b in tl.static_range(B):
+        operands = load_epilogue(epilogue, b, n, c)
+        sums = tl.sum(w.to(tl.float32) * tokens[b][None, :], 1)
+        store_sums(sums, operands, b, n, code, epilogue, out, c)
+
+
+@triton.jit
 def gemv_kernel(x, weights, epilogue, out, c: tl.constexpr):
     """``x``: `Tokens`."""
     B: tl.constexpr = c.B
-    first = tl.program_id(0) * c.BN
+    first = tl.program_id(0) * (c.rounds * c.BN)
     n, k = first + tl.arange(0, c.BN), tl.arange(0, c.BK)
-    offsets = n[:, None] * c.K + k[None, :]
-    if c.N % c.BN != 0:
-        w = tl.load(weights.w + offsets, mask=(n < c.N)[:, None] & (k < c.K)[None, :], other=0)
-    elif c.K == c.BK:
-        w = tl.load(weights.w + offsets)
-    else:
-        w = tl.load(weights.w + offsets, mask=(k < c.K)[None, :], other=0)
+    w = load_rows(weights, n, k, c)
     code = code_of(first, c)
     parameters = load_parameters(x, code % 16, k, c)
+    tokens = ()
     for b in tl.static_range(B):
         token, previous = load_token(x, code % 16, b, k, c), load_previous(x, b, k, c)
-        operands = load_epilogue(epilogue, b, n, c)
         token = norm_and_mix(x, token, previous, parameters, first == 0, b, k, out, c)
-        sums = tl.sum(w.to(tl.float32) * token[None, :], 1)
-        store_sums(sums, operands, b, n, code, epilogue, out, c)
+        tokens = extended(tokens, token)
+    for _ in range(1, c.rounds):
+        following = load_rows(weights, n + c.BN, k, c)
+        multiply_rows(w, n, tokens, code, epilogue, out, c)
+        w = following
+        n += c.BN
+    multiply_rows(w, n, tokens, code, epilogue, out, c)

@@ -16,15 +16,16 @@ from .gemv import Epilogue, GemvConfig, GemvOut, Tokens, Weights, gemv_kernel
 from .quantised_gemv import QuantisedGemvConfig, quantised_gemv_kernel
 
 PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H200
-# The fewest programs of a quantised product that take several tiles, and the most tiles and bytes of a
-# program. A token of 8 x 2048 in int8 and int4 takes 0.354 and 0.310 ms on an H200; with 800 programs 0.356
-# and 0.349, with 200 0.382 and 0.316. The head had eight tiles of int4 there, but they spill registers with
-# Triton 3.7.
-TILED_PROGRAMS, MAX_TILES, MAX_BYTES = 400, 4, 32 << 10
+# Warps of all programs of a product, at least: beyond, a program takes several tiles. A token of 12 x 2048
+# takes 0.644 ms in bfloat16 and 0.504 in int8 on an H200, with 3200 warps 0.663 and 0.517.
+WARPS = 1600
+# Most tiles of quantised weights that a program takes at once, and their bytes. A token of 4 x 4096 takes
+# 0.467 ms in int8 and 0.381 in 4 bits on an H200; with 64 KB in int8 0.518, with 16 KB in 4 bits 0.401.
+MAX_TILES, MAX_BYTES = 4, 32 << 10
 
 
 class GemvLaunch(NamedTuple):
-    """A launch of `gemv_kernel`: rows of the matrix for a program, padded channels, warps."""
+    """A launch of `gemv_kernel`: rows of a tile of the matrix, padded channels, warps."""
 
     BN: int
     BK: int
@@ -32,20 +33,28 @@ class GemvLaunch(NamedTuple):
 
 
 def gemv_launch(K: int, N: int, has_norm: bool) -> GemvLaunch:
-    """16 KB of bfloat16 weights for a program, half of it without a norm, which every program recomputes, and
-    less where rows are few, down to 4 KB. Of 8, 16 and 32 KB, 16 are fastest on an H200.
+    """4 KB of bfloat16 weights of a tile for a warp, half of it without a norm, and less where rows are few,
+    down to 4 KB for a program.
     """
     BK = 1 << (K - 1).bit_length()
     warps = warps_of(BK)
     most = warps * (2048 if has_norm else 1024) // BK
-    return GemvLaunch(
-        max(1, 2048 // BK, min(most, 16, 1 << max(N // PROGRAMS, 1).bit_length() - 1)), BK, warps
-    )
+    return GemvLaunch(max(1, 2048 // BK, min(most, 16, power_of_two(N // PROGRAMS))), BK, warps)
 
 
 def warps_of(BK: int) -> int:
     """Warps of a program that has tokens of ``BK`` channels."""
-    return 4 if BK <= 2048 else 8
+    return 4 if BK < 2048 else 8 if BK <= 8192 else 16
+
+
+def tiles_of(N: int, launch: GemvLaunch) -> int:
+    """Tiles of a program, a power of two. All of its rows have one code."""
+    return power_of_two(min(CODE_ROWS // launch.BN, N * launch.num_warps // (launch.BN * WARPS)))
+
+
+def power_of_two(n: int) -> int:
+    """The largest power of two up to ``n``; 1 below 1."""
+    return 1 << (max(n, 1).bit_length() - 1)
 
 
 class ProductFacts(TypedDict):
@@ -94,30 +103,33 @@ def gemv(
     matrix: Matrix, x: Tokens, epilogue: Epilogue, gate_at: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array | None]:
     """``(y [B, N], shift [B, K])`` from one kernel."""
-    launch = gemv_launch(matrix.shape[1], matrix.shape[0], x.scale is not None)
+    N, K = matrix.shape
+    has_norm = x.scale is not None
+    launch = gemv_launch(K, N, has_norm)
+    # without a norm there is little to compute once: several tiles are slower
+    rounds = tiles_of(N, launch) if has_norm else 1
     config = GemvConfig(
         BN=launch.BN,
         BK=launch.BK,
         has_planes=x.x.ndim == 3,
         eps=NORM_EPS,
+        rounds=rounds,
         **product_facts(matrix, x.x, epilogue.gate, gate_at),
     )
-    return _call(gemv_kernel, matrix, x, epilogue, config, launch.BN, launch.num_warps, dtype)
-
-
-def tiles_of(matrix: Matrix, BN: int) -> int:
-    """Tiles of a program of `quantised_gemv`, of BN rows each. All of its rows have one code."""
-    stored = BN * matrix.weight.shape[1]
-    most = min(MAX_TILES, CODE_ROWS // BN, MAX_BYTES // stored, matrix.shape[0] // (BN * TILED_PROGRAMS))
-    return 1 << (max(most, 1).bit_length() - 1)
+    return _call(
+        gemv_kernel, matrix, x, epilogue, config, rounds * launch.BN, Launch(launch.num_warps), dtype
+    )
 
 
 def quantised_gemv(
     matrix: Matrix, x: Tokens, epilogue: Epilogue, gate_at: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array | None]:
     """`gemv` of one batch element, with quantised weights."""
-    launch = gemv_launch(matrix.shape[1], matrix.shape[0], x.scale is not None)
-    tiles = tiles_of(matrix, launch.BN)
+    N, K = matrix.shape
+    launch = gemv_launch(K, N, x.scale is not None)
+    count = tiles_of(N, launch)
+    stored = launch.BN * matrix.weight.shape[1]
+    tiles = power_of_two(min(count, MAX_TILES, MAX_BYTES // stored))
     config = QuantisedGemvConfig(
         BN=launch.BN,
         BK=launch.BK,
@@ -125,11 +137,13 @@ def quantised_gemv(
         has_planes=x.x.ndim == 3,
         eps=NORM_EPS,
         tiles=tiles,
+        rounds=count // tiles,
         **product_facts(matrix, x.x, epilogue.gate, gate_at),
     )
-    return _call(
-        quantised_gemv_kernel, matrix, x, epilogue, config, tiles * launch.BN, launch.num_warps, dtype
-    )
+    # so that two programs of eight warps share a multiprocessor; a float32 token takes more
+    registers = 128 if launch.num_warps >= 8 and x.x.dtype.itemsize == 2 else 0
+    warps = Launch(launch.num_warps, max_registers=registers)
+    return _call(quantised_gemv_kernel, matrix, x, epilogue, config, count * launch.BN, warps, dtype)
 
 
 def _call(
@@ -139,7 +153,7 @@ def _call(
     epilogue: Epilogue,
     config: GemvConfig | QuantisedGemvConfig,
     rows: int,
-    num_warps: int,
+    launch: Launch,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array | None]:
     """A call whose programs take ``rows`` rows each."""
@@ -153,6 +167,6 @@ def _call(
         out=GemvOut(shaped((B, N), dtype), shift),
         config=config,
         grid=(-(-N // rows), 1, 1),
-        launch=Launch(num_warps),
+        launch=launch,
     )
     return out.y, out.shift

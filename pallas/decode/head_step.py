@@ -13,8 +13,6 @@ import jax
 import triton
 import triton.language as tl
 
-from ..common.sums import extended
-
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
@@ -24,8 +22,6 @@ class StepConfig:
         B: batch elements.
         H: heads.
         N: channels of a head.
-        R: padded rank of the second low-rank stages.
-        BR: ranks that are multiplied at once.
         width: channels of the projections of a token.
         norm_eps: added to the variance of a head's output.
     """
@@ -33,8 +29,6 @@ class StepConfig:
     B: int
     H: int
     N: int
-    R: int
-    BR: int
     width: int
     norm_eps: float
 
@@ -53,7 +47,7 @@ class StepInputs(NamedTuple):
     Attributes:
         projections: [B, width] float32.
         first_projections: of layer 0, in layers that mix its values; else None.
-        second: results of the second low-rank stages, [.., B, C]; None: the kernel computes them.
+        second: results of the second low-rank stages, [.., B, C]; None: RWKV-6's kernel computes its own.
         att_shift: [B, C], new shift of this layer's attention.
         ffn_shift: [B, C], new shift of the feed-forward of the layer below.
         active: [B] int32.
@@ -74,28 +68,6 @@ class StepOut(NamedTuple):
 
     y: jax.Array
     state: StepState
-
-
-@triton.jit
-def load_low_rank(w, h, channel, R: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr):
-    """Loads a second low-rank stage: tuples of weights [channels, BR] in the dtype of memory, and of factors
-    [BR]. ``w`` is [channels, R] with RANK of R used, ``h`` [RANK]; BR divides RANK.
-    """
-    ws, hs = (), ()
-    for at in tl.static_range(0, RANK, BR):
-        r = at + tl.arange(0, BR)
-        ws = extended(ws, tl.load(w + channel[:, None] * R + r[None, :]))
-        hs = extended(hs, tl.load(h + r).to(tl.float32))
-    return ws, hs
-
-
-@triton.jit
-def low_rank_sum(ws, hs):
-    """The product that `load_low_rank` has loaded, [channels]."""
-    products = ws[0].to(tl.float32) * hs[0][None, :]
-    for i in tl.static_range(1, len(ws)):
-        products += ws[i].to(tl.float32) * hs[i][None, :]
-    return tl.sum(products, 1)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ...core.decode_layers import CODE_ROWS, DECAY_SCALE, GROUP_EPS, KEY_EPS, Layer6, Layer7, Shifts, States
+from ...core.decode_layers import DECAY_SCALE, GROUP_EPS, KEY_EPS, Layer6, Layer7, Shifts, States
 from ..backend.triton import Launch, triton_call
 from ..backend.types import Tensor
 from ..common.shapes import like, shaped
@@ -22,10 +22,19 @@ from .rwkv6_step import (
     MixDeltaInputs,
     MixDeltaOut,
     RWKV6Params,
+    RWKV6StepConfig,
     mix_delta_kernel,
     rwkv6_kernel,
 )
-from .rwkv7_step import RWKV7Params, RWKV7StepConfig, rwkv7_kernel
+from .rwkv7_step import (
+    LowRankConfig,
+    LowRankInputs,
+    LowRankOut,
+    RWKV7Params,
+    RWKV7StepConfig,
+    low_rank_kernel,
+    rwkv7_kernel,
+)
 from .sample import (
     Candidates,
     ChooseOut,
@@ -40,19 +49,11 @@ from .sample import (
 )
 
 __all__ = ["project", "rwkv6_mix", "rwkv6_step", "rwkv7_step", "sample_tokens"]
+LOW_RANK_ROWS = 16  # channels of a program of `low_rank_kernel`
 PART = 2048  # tokens of the vocabulary for a program of `sample_survey_kernel` and `sample_draw_kernel`
 GROUP = 128  # tokens of a part whose largest logit the kernels keep
 State = TypeVar("State", bound=States)
 Tree = TypeVar("Tree")
-
-
-def _step_launch(B: int, H: int, few: int) -> Launch:
-    """``few`` warps where the kernel also computes the second low-rank stages; else two where that fills a
-    GPU: 4096 programs take 42 microseconds on an H200, with four warps 53.
-    """
-    if B <= MAX_GEMV:
-        return Launch(few)
-    return Launch(2 if H * B >= 2048 else 4)
 
 
 def _step(
@@ -61,7 +62,6 @@ def _step(
     p: RWKV6Params | RWKV7Params,
     state: State,
     config: StepConfig,
-    launch: Launch,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, State]:
     """``(y [B, C], state)``; the states are written in place."""
@@ -75,7 +75,8 @@ def _step(
         out=StepOut(shaped((config.B, config.H * config.N), dtype), _shapes(arrays)),
         config=config,
         grid=(config.H, config.B, 1),
-        launch=launch,
+        # 4096 programs take 42 microseconds on an H200, with four warps 53
+        launch=Launch(2 if config.H * config.B >= 2048 else 4),
         aliases=dict(zip(names, names, strict=True)),
     )
     return out.y, state.replace(**out.state._asdict())
@@ -83,6 +84,28 @@ def _step(
 
 def _shapes(tree: Tree) -> Tree:
     return jax.tree.map(like, tree)
+
+
+def _low_rank(p: Layer7, projections: jax.Array) -> jax.Array:
+    """The second low-rank stages of a few batch elements, [4, B, C] float32."""
+    (B, width), (stages, C, R) = projections.shape, p.second.shape
+    config = LowRankConfig(
+        C=C,
+        BN=LOW_RANK_ROWS,
+        width=width,
+        R=R,
+        BR=1 << (R - 1).bit_length(),
+        starts=tuple(3 * C + sum(p.ranks[:i]) for i in range(stages)),
+        ranks=p.ranks,
+    )
+    return triton_call(
+        low_rank_kernel,
+        LowRankInputs(projections, p.second),
+        out=LowRankOut(shaped((stages, B, C), jnp.float32)),
+        config=config,
+        grid=(-(-C // LOW_RANK_ROWS), stages, B),
+        launch=Launch(4),
+    ).y
 
 
 def rwkv7_step(
@@ -97,9 +120,11 @@ def rwkv7_step(
     dtype: DTypeLike,
 ) -> tuple[jax.Array, State]:
     """See `fla_jax.ops.decode.plain.rwkv7_step`; the state is written in place."""
-    R, (B, H, N) = p.second.shape[2], state.wkv.shape[1:4]
-    second, (att_shift, ffn_shift), has_first = None, shifts, layer > 0
-    if B > MAX_GEMV:
+    B, H, N = state.wkv.shape[1:4]
+    (att_shift, ffn_shift), has_first = shifts, layer > 0
+    if B <= MAX_GEMV:
+        second = _low_rank(p, projections)
+    else:
         second = jnp.einsum(
             "bpr,pcr->pbc", p.low_rank_inputs(projections), p.second, preferred_element_type=jnp.float32
         )
@@ -113,7 +138,6 @@ def rwkv7_step(
         layer=layer_code(layer),
     )
     params = RWKV7Params(
-        second=p.second if second is None else None,
         w0=p.w0,
         a0=p.a0,
         v0=p.v0 if has_first else None,
@@ -123,25 +147,18 @@ def rwkv7_step(
         scale=p.group_norm[0],
         bias=p.group_norm[1],
     )
-    decay_rank, rate_rank, mix_rank, gate_rank = p.ranks
     config = RWKV7StepConfig(
         B=B,
         H=H,
         N=N,
-        R=R,
-        BR=CODE_ROWS,
         width=projections.shape[1],
         norm_eps=GROUP_EPS,
-        decay_rank=decay_rank,
-        rate_rank=rate_rank,
-        mix_rank=mix_rank,
-        gate_rank=gate_rank,
         first_width=first_projections.shape[1],
         decay_scale=DECAY_SCALE,
         rate_scale=float(rate_scale),
         key_eps=KEY_EPS,
     )
-    return _step(rwkv7_kernel, x, params, state, config, _step_launch(B, H, few=8), dtype)
+    return _step(rwkv7_kernel, x, params, state, config, dtype)
 
 
 def rwkv6_mix(
@@ -190,8 +207,9 @@ def rwkv6_step(
         layer=layer_code(layer),
     )
     params = RWKV6Params(p.second if second is None else None, p.base, p.bonus, *p.group_norm)
-    config = StepConfig(B, H, N, R, CODE_ROWS, projections.shape[1], GROUP_EPS)
-    return _step(rwkv6_kernel, x, params, state, config, _step_launch(B, H, few=4), dtype)
+    padded = 1 << (R - 1).bit_length()
+    config = RWKV6StepConfig(B, H, N, projections.shape[1], GROUP_EPS, R, padded)
+    return _step(rwkv6_kernel, x, params, state, config, dtype)
 
 
 def sample_tokens(

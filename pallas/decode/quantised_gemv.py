@@ -6,7 +6,8 @@ two weights and adds the products, exactly. A float32 channel becomes two such i
 rounding the first left. The sums of a group must fit in 32 bits, so for groups of more than 516 weights in
 int8, or 4369 in 4 bits, the token has fewer levels.
 
-A program takes several tiles of BN rows. It loads them all before it computes the token.
+A program takes ``tiles`` tiles of BN rows at once, ``rounds`` times, and loads those of the next round while
+it multiplies: most of its instructions are for the token.
 """
 
 import dataclasses
@@ -35,13 +36,19 @@ LEAST_SCALE = tl.constexpr(1e-35)  # of a token of zeros
 
 @dataclasses.dataclass(frozen=True)
 class QuantisedGemvConfig(QuantisedConfig):
-    """`QuantisedConfig` with whether the input has planes, what the norm adds to the variance, and the tiles
-    of a program.
+    """`QuantisedConfig` with whether the input has planes, what the norm adds to the variance, the tiles that
+    a program takes at once, and how often it does.
     """
 
     has_planes: bool
     eps: float
     tiles: int
+    rounds: int
+
+    @property
+    def levels(self) -> int:
+        """The largest integer of a rounded token."""
+        return min(32767, (2**31 - 1) // (self.group * (15 if self.has_4_bits else 127)))
 
 
 @triton.jit
@@ -125,34 +132,54 @@ def group_sums(w, token, c: tl.constexpr):
 
 
 @triton.jit
+def rows_of_tile(first, i, c: tl.constexpr):
+    """Rows of the i-th tile after row ``first``."""
+    return first + i * c.BN + tl.arange(0, c.BN)
+
+
+@triton.jit
+def multiply_tile(tile, n, token, scale, code, epilogue, out, c: tl.constexpr):
+    """Multiplies a tile, rows ``n``, with `integers` of a token, coarse and perhaps fine ones, and stores the
+    sums.
+    """
+    operands = load_epilogue(epilogue, 0, n, c)
+    w, weight_scale = tile
+    sums = group_sums(w, token[0], c)
+    if len(token) > 1:
+        sums += group_sums(w, token[1], c) * (0.5 / c.levels)
+    sums = tl.sum(sums * weight_scale.to(tl.float32), 1) * scale
+    store_sums(sums, operands, 0, n, code, epilogue, out, c)
+
+
+@triton.jit
 def quantised_gemv_kernel(x, weights, epilogue, out, c: tl.constexpr):
     """``x``: `Tokens` of one batch element."""
     TILES: tl.constexpr = c.tiles
     IS_FLOAT32: tl.constexpr = x.x.dtype.element_ty == tl.float32
-    LARGEST_WEIGHT: tl.constexpr = 15 if c.has_4_bits else 127
-    LEVELS: tl.constexpr = min(32767, (2**31 - 1) // (c.group * LARGEST_WEIGHT))
-    first, k = tl.program_id(0) * (TILES * c.BN), tl.arange(0, c.BK)
-    tiles, operands = (), ()
+    first, k = tl.program_id(0) * (c.rounds * TILES * c.BN), tl.arange(0, c.BK)
+    tiles = ()
     for i in tl.static_range(TILES):
-        n = first + i * c.BN + tl.arange(0, c.BN)
-        tiles = extended(tiles, load_tile(weights, n, c))
-        operands = extended(operands, load_epilogue(epilogue, 0, n, c))
+        tiles = extended(tiles, load_tile(weights, rows_of_tile(first, i, c), c))
     code = code_of(first, c)
     parameters = load_parameters(x, code % 16, k, c)
     token, previous = load_token(x, code % 16, 0, k, c), load_previous(x, 0, k, c)
     token = norm_and_mix(x, token, previous, parameters, first == 0, 0, k, out, c)
 
-    scale = tl.reduce(tl.abs(token), 0, nan_maximum) / LEVELS
+    scale = tl.reduce(tl.abs(token), 0, nan_maximum) / c.levels
     scale = tl.maximum(scale, LEAST_SCALE, tl.PropagateNan.ALL)
     token *= 1.0 / scale
     rounded = token + ROUNDER
-    coarse = integers(rounded, c)
+    operands = (integers(rounded, c),)
     if IS_FLOAT32:
-        fine = integers((token - (rounded - ROUNDER)) * (2.0 * LEVELS) + ROUNDER, c)
+        fine = (token - (rounded - ROUNDER)) * (2.0 * c.levels) + ROUNDER
+        operands = extended(operands, integers(fine, c))
+    row = first
+    for _ in range(1, c.rounds):
+        following = ()
+        for i in tl.static_range(TILES):
+            following = extended(following, load_tile(weights, rows_of_tile(row, TILES + i, c), c))
+            multiply_tile(tiles[i], rows_of_tile(row, i, c), operands, scale, code, epilogue, out, c)
+        tiles = following
+        row += TILES * c.BN
     for i in tl.static_range(TILES):
-        sums = group_sums(tiles[i][0], coarse, c)
-        if IS_FLOAT32:
-            sums += group_sums(tiles[i][0], fine, c) * (0.5 / LEVELS)
-        sums = tl.sum(sums * tiles[i][1].to(tl.float32), 1) * scale
-        n = first + i * c.BN + tl.arange(0, c.BN)
-        store_sums(sums, operands[i], 0, n, code, epilogue, out, c)
+        multiply_tile(tiles[i], rows_of_tile(row, i, c), operands, scale, code, epilogue, out, c)

@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 
 from .gemv import load, sigmoid
-from .head_step import group_norm, load_low_rank, load_vector, low_rank_sum, store_shifts
+from .head_step import StepConfig, group_norm, load_vector, store_shifts
+
+
+@dataclasses.dataclass(frozen=True)
+class RWKV6StepConfig(StepConfig):
+    """`StepConfig` with the rank of the decay's second stage, and that padded to a power of two."""
+
+    R: int
+    BR: int
 
 
 class RWKV6Params(NamedTuple):
@@ -53,8 +61,11 @@ def rwkv6_kernel(x, p, state, out, c: tl.constexpr):
     here = b * C + channel
     att_shift, ffn_shift = tl.load(x.att_shift + here), tl.load(x.ffn_shift + here)
     if x.second is None:
-        ws, hs = load_low_rank(p.second + head * (N * c.R), token + 4 * C, tl.arange(0, N), c.R, c.R, c.BR)
-        decay = low_rank_sum(ws, hs)
+        rank = tl.arange(0, c.BR)
+        inside = (rank < c.R)[None, :]
+        w = tl.load(p.second + channel[:, None] * c.R + rank[None, :], mask=inside, other=0.0)
+        low = tl.load(token + 4 * C + rank, mask=rank < c.R, other=0.0)
+        decay = tl.sum(w.to(tl.float32) * low[None, :], 1)
     else:
         decay = load_vector(x.second + b * C, channel)
     # exp(-exp(20)) is 0 already

@@ -1,11 +1,12 @@
-"""RWKV-7's decoded token, one head and batch element a program: second low-rank stages, keys, step, readout::
+"""RWKV-7's decoded token: the second low-rank stages, and keys, step and readout of a head::
 
     g = decay_scale sigmoid(w0 + W w),   rate = sigmoid(a0 + A a),   v = v + (v_first - v) sigmoid(v0 + V m)
     kk = k k_k / |k k_k|,   k = k (1 + (rate - 1) k_a)
     h = diag(exp(g)) h - (kk rate rate_scale) (kk^T h) + k v^T,   o = r^T h
     y = (group_norm(o) + sum(r k r_k) v) gate
 
-Grid: heads, batch elements.
+The stages have a kernel of their own: a GPU has more multiprocessors than a token has heads, and the program
+of a head would wait for 70 KB of weights. Grids: (blocks of channels, 4 stages, B), and (heads, B).
 """
 
 import dataclasses
@@ -17,19 +18,64 @@ import triton.language as tl
 
 from ..common.sums import sums
 from .gemv import sigmoid
-from .head_step import StepConfig, group_norm, load_low_rank, load_vector, low_rank_sum, store_shifts
+from .head_step import StepConfig, group_norm, load_vector, store_shifts
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankConfig:
+    """Compile-time facts of `low_rank_kernel`.
+
+    Attributes:
+        C: channels.
+        BN: those of a program.
+        width: channels of the projections of a token.
+        R: rank of the stored weights.
+        BR: R padded to a power of two.
+        starts: first channel of each stage's input among the projections.
+        ranks: of each stage.
+    """
+
+    C: int
+    BN: int
+    width: int
+    R: int
+    BR: int
+    starts: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+class LowRankInputs(NamedTuple):
+    """Projections [B, width] and the second stages [4, C, R]."""
+
+    projections: jax.Array
+    second: jax.Array
+
+
+class LowRankOut(NamedTuple):
+    """y [4, B, C] float32."""
+
+    y: jax.Array
+
+
+@triton.jit
+def low_rank_kernel(x, out, c: tl.constexpr):
+    """The products of the second low-rank stages."""
+    stage, b = tl.program_id(1), tl.program_id(2)
+    rank, start = c.ranks[0], c.starts[0]
+    for i in tl.static_range(1, len(c.ranks)):
+        rank, start = tl.where(stage == i, c.ranks[i], rank), tl.where(stage == i, c.starts[i], start)
+    n, r = tl.program_id(0) * c.BN + tl.arange(0, c.BN), tl.arange(0, c.BR)
+    inside = (n < c.C)[:, None] & (r < rank)[None, :]
+    w = tl.load(x.second + (stage * c.C + n)[:, None] * c.R + r[None, :], mask=inside, other=0.0)
+    h = tl.load(x.projections + b * c.width + start + r, mask=r < rank, other=0.0)
+    y = tl.sum(w.to(tl.float32) * h[None, :], 1)
+    tl.store(out.y + (stage * tl.num_programs(2) + b) * c.C + n, y, mask=n < c.C)
 
 
 @dataclasses.dataclass(frozen=True)
 class RWKV7StepConfig(StepConfig):
-    """`StepConfig` with the ranks of the four stages (multiples of BR), the channels of layer 0's projections
-    and the constants.
-    """
+    """`StepConfig` with the channels of layer 0's projections and the constants."""
 
-    decay_rank: int
-    rate_rank: int
-    mix_rank: int
-    gate_rank: int
     first_width: int
     decay_scale: float
     rate_scale: float
@@ -37,9 +83,8 @@ class RWKV7StepConfig(StepConfig):
 
 
 class RWKV7Params(NamedTuple):
-    """Parameters of a layer: [C] each, and the second stages [4, C, R], None if their results are given."""
+    """Parameters of a layer, [C] each."""
 
-    second: jax.Array | None
     w0: jax.Array
     a0: jax.Array
     v0: jax.Array | None
@@ -81,26 +126,10 @@ def rwkv7_kernel(x, p, state, out, c: tl.constexpr):
     active = tl.load(x.active + b) != 0
     here = b * C + channel
     att_shift, ffn_shift = tl.load(x.att_shift + here), tl.load(x.ffn_shift + here)
-    if x.second is None:
-        w, low, n = p.second + head * (N * c.R), token + 3 * C, tl.arange(0, N)
-        decay_w, decay_h = load_low_rank(w, low, n, c.R, c.decay_rank, c.BR)
-        rate_w, rate_h = load_low_rank(w + C * c.R, low + c.decay_rank, n, c.R, c.rate_rank, c.BR)
-        low += c.decay_rank + c.rate_rank
-        if x.first_projections is not None:
-            mix_w, mix_h = load_low_rank(w + 2 * C * c.R, low, n, c.R, c.mix_rank, c.BR)
-        gate_w, gate_h = load_low_rank(w + 3 * C * c.R, low + c.mix_rank, n, c.R, c.gate_rank, c.BR)
-        decay, rate, gate = (
-            low_rank_sum(decay_w, decay_h),
-            low_rank_sum(rate_w, rate_h),
-            low_rank_sum(gate_w, gate_h),
-        )
-        if x.first_projections is not None:
-            mix = low_rank_sum(mix_w, mix_h)
-    else:
-        decay, rate = load_vector(x.second + b * C, channel), load_vector(x.second + (B + b) * C, channel)
-        gate = load_vector(x.second + (3 * B + b) * C, channel)
-        if x.first_projections is not None:
-            mix = load_vector(x.second + (2 * B + b) * C, channel)
+    decay, rate = load_vector(x.second + b * C, channel), load_vector(x.second + (B + b) * C, channel)
+    gate = load_vector(x.second + (3 * B + b) * C, channel)
+    if x.first_projections is not None:
+        mix = load_vector(x.second + (2 * B + b) * C, channel)
     decay = tl.exp(c.decay_scale * sigmoid(w0 + decay))
     rate = sigmoid(a0 + rate)
     if x.first_projections is not None:

@@ -76,7 +76,7 @@ def interpreted(monkeypatch):
     host = pytest.importorskip("fla_jax.pallas.decode.projections_host")
     if not triton.INTERPRET:
         pytest.skip("Triton's interpreter is off (on a GPU tests/gpu runs the kernels)")
-    with variants.forced("decode: 8 programs"):
+    with variants.forced("decode: many tiles"):
         yield host
 
 

@@ -13,6 +13,7 @@ import pytest
 from . import cases
 
 RWKV6, RWKV7 = "fla_jax.pallas.rwkv6.chunk_host", "fla_jax.pallas.rwkv7.chunk_host"
+GEMV_HOST = "fla_jax.pallas.decode.gemv_host"
 MIX, MIX_HOST = "fla_jax.pallas.layer.norm_shift_mix_variants", "fla_jax.pallas.layer.norm_shift_mix_host"
 
 
@@ -73,9 +74,8 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
     ),
     "mix: 2 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=2) for n, x in old.items()}),),
     "mix: 4 tokens": ((MIX, "WHOLE", lambda old: {n: x._replace(tokens=4) for n, x in old.items()}),),
-    "decode: 8 programs": tuple(
-        ("fla_jax.pallas.decode.gemv_host", name, lambda old: 8) for name in ("PROGRAMS", "TILED_PROGRAMS")
-    ),
+    "decode: two tiles": ((GEMV_HOST, "WARPS", lambda old: 96), (GEMV_HOST, "PROGRAMS", lambda old: 8)),
+    "decode: many tiles": tuple((GEMV_HOST, name, lambda old: 8) for name in ("WARPS", "PROGRAMS")),
     "decode: split-K": (("fla_jax.pallas.decode.gemm_host", "MIN_SPLIT_CHANNELS", lambda old: 16),),
 }
 

@@ -20,12 +20,13 @@ pytestmark = pytest.mark.one_python  # Triton's interpreter computes the values
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("bits, group, K", tiers.first(products.PRODUCTS))
 def test_against_float64(bits, group, K, dtype):
-    """With programs of several tiles, at three sizes of the token."""
+    """With programs of one, two and many tiles, at three sizes of the token."""
     for scale in products.SCALES:
         matrix, token = products.operands(bits, group, K, scale, dtype)
-        with variants.forced("decode: 8 programs"):
-            got, _ = projections_host.project(matrix, token)
-        assert products.error(got, matrix, token) < products.bound(bits, group, token), scale
+        for forced in ((), ("decode: two tiles",), ("decode: many tiles",)):
+            with variants.forced(*forced):
+                got, _ = projections_host.project(matrix, token)
+            assert products.error(got, matrix, token) < products.bound(bits, group, token), (scale, forced)
 
 
 def test_a_token_of_zeros():
@@ -46,8 +47,8 @@ def test_what_is_not_finite_stays_so(bits, group, bad):
 def test_more_than_one_tile():
     """An activation is applied to the sums of every tile."""
     matrix, token = products.operands(4, 32, 768, 1.0, "float32")
-    with variants.forced("decode: 8 programs"):
-        assert gemv_host.tiles_of(matrix, 2) > 1
+    with variants.forced("decode: many tiles"):
+        assert gemv_host.tiles_of(192, gemv_host.gemv_launch(768, 192, has_norm=False)) > 2
         got, _ = projections_host.project(matrix.replace(segments=((192, 0, SQUARE),)), token)
     want = np.square(np.maximum(products.exact(matrix, token), 0))
     assert np.max(np.abs(got - want)) < 1e-5 * np.max(want)

@@ -33,7 +33,7 @@ HEADS = {
 MIXES = {"mix_fwd_kernel", "mix_bwd_kernel", "statistics_kernel", "norm_bwd_kernel"}
 DECODE = {
     "gemv_kernel", "quantised_gemv_kernel", "mix_kernel", "gemm_kernel", "split_k_sum_kernel",
-    "mix_delta_kernel", "rwkv7_kernel", "rwkv6_kernel",
+    "mix_delta_kernel", "low_rank_kernel", "rwkv7_kernel", "rwkv6_kernel",
     "sample_survey_kernel", "sample_draw_kernel", "sample_choose_kernel",
 }  # fmt: skip
 
@@ -147,11 +147,11 @@ def test_decoding(names):
 
 
 def test_kernels_of_a_decoded_token():
-    """Of two layers: five for RWKV-7 and seven for RWKV-6 with one token, one for the head, three to choose.
+    """Of two layers: six for RWKV-7 and seven for RWKV-6 with one token, one for the head, three to choose.
     With more tokens mixes and what adds split sums are alone; from 17 on the library multiplies.
     """
     counts = {name.split(" ", 2)[2]: count for name, (count, _) in counted(*resources.DECODES).items()}
-    assert counts["rwkv7 2048 1 []"] == counts["rwkv7 2048 1 [(8, 128)]"] == 2 * 5 + 4
+    assert counts["rwkv7 2048 1 []"] == counts["rwkv7 2048 1 [(8, 128)]"] == 2 * 6 + 4
     assert counts["rwkv6 2048 1 []"] == 2 * 7 + 1
     assert counts["rwkv7 2048 32 []"] == counts["rwkv7 1024 256 []"] == 2 * 4 + 3
     assert counts["rwkv7 2048 32 [(8, 128)]"] == 2 * 9 + 4
