@@ -33,7 +33,7 @@ class Decoder:
     """One token of every row at a time: what a `Generator` runs, for loops of one's own.
 
     A call of the model with one token is the definition. On an NVIDIA GPU a fast path computes the same, to
-    rounding, in five kernels a layer (RWKV-6: seven) from weights that are laid out anew here, once, as
+    rounding, in six kernels a layer (RWKV-6: seven) from weights that are laid out anew here, once, as
     `fla_jax.generation.decode_weights` says: they take as much memory as the parameters in the compute
     dtype, and are made anew by every `Decoder`. The fast path needs parameters on one device, no mesh in
     context, and float32, bfloat16 or float16. It is selected automatically where it can run and the device's
@@ -101,8 +101,8 @@ class Decoder:
                 is float32 in any case: states are rounded when they are written, once a token.
             weight_dtype: ``"int8"`` or ``"int4"`` rounds the weights of all large matrices, with a float16
                 factor for each group of them along a row; None for the compute dtype. With up to 32 sequences
-                int8 is faster than bfloat16 (24 x 2048 on an H200: 0.96 and 1.13 ms a token of one, 1.69 and
-                1.75 of 32; int4 0.79 of one); with more it is smaller. On a GPU the activations of a single
+                int8 is faster than bfloat16 (24 x 2048 on an H200: 0.79 and 1.06 ms a token of one, 1.69 and
+                1.75 of 32; int4 0.74 of one); with more it is smaller. On a GPU the activations of a single
                 sequence in bfloat16 or float16 are rounded to 16-bit integers, with one scale, for these
                 products.
             weight_group: size of a group, a power of two from 16 on that divides the widths; None for the
