@@ -10,9 +10,19 @@ from jax.typing import DTypeLike
 Record = TypeVar("Record", bound=NamedTuple)
 
 
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two from ``n`` on."""
+    return 1 << (n - 1).bit_length()
+
+
+def previous_power_of_two(n: int) -> int:
+    """The largest power of two up to ``n``; 1 below 1."""
+    return 1 << (max(n, 1).bit_length() - 1)
+
+
 def tile(n: int) -> int:
     """``n`` padded to what `tl.dot` takes: a power of two from 16 on."""
-    return max(16, 1 << (n - 1).bit_length())
+    return max(16, next_power_of_two(n))
 
 
 def shaped(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:

@@ -11,13 +11,13 @@ from jax.typing import DTypeLike
 from ...core.decode_layers import CODE_ROWS, NORM_EPS, Matrix
 from ..backend.triton import Launch, triton_call
 from ..backend.types import Tensor
-from ..common.shapes import shaped
+from ..common.shapes import next_power_of_two, previous_power_of_two, shaped
 from .gemv import Epilogue, GemvConfig, GemvOut, Tokens, Weights, gemv_kernel
 from .quantised_gemv import QuantisedGemvConfig, quantised_gemv_kernel
 
 PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H200
-# Warps of all programs of a product, at least: beyond, a program takes several tiles. A token of 12 x 2048
-# takes 0.644 ms in bfloat16 and 0.504 in int8 on an H200, with 3200 warps 0.663 and 0.517.
+# The fewest warps that share a product when its programs take several tiles each. A token of 12 x 2048 takes
+# 0.644 ms in bfloat16 and 0.504 in int8 on an H200, with 3200 warps 0.663 and 0.517.
 WARPS = 1600
 # Most tiles of quantised weights that a program takes at once, and their bytes. A token of 4 x 4096 takes
 # 0.467 ms in int8 and 0.381 in 4 bits on an H200; with 64 KB in int8 0.518, with 16 KB in 4 bits 0.401.
@@ -33,13 +33,13 @@ class GemvLaunch(NamedTuple):
 
 
 def gemv_launch(K: int, N: int, has_norm: bool) -> GemvLaunch:
-    """4 KB of bfloat16 weights of a tile for a warp, half of it without a norm, and less where rows are few,
-    down to 4 KB for a program.
+    """Tiles with 4 KB of bfloat16 weights for each warp, 2 KB without a norm; with fewer rows where the
+    matrix has few, but at least 4 KB in all.
     """
-    BK = 1 << (K - 1).bit_length()
+    BK = next_power_of_two(K)
     warps = warps_of(BK)
     most = warps * (2048 if has_norm else 1024) // BK
-    return GemvLaunch(max(1, 2048 // BK, min(most, 16, power_of_two(N // PROGRAMS))), BK, warps)
+    return GemvLaunch(max(1, 2048 // BK, min(most, 16, previous_power_of_two(N // PROGRAMS))), BK, warps)
 
 
 def warps_of(BK: int) -> int:
@@ -49,12 +49,7 @@ def warps_of(BK: int) -> int:
 
 def tiles_of(N: int, launch: GemvLaunch) -> int:
     """Tiles of a program, a power of two. All of its rows have one code."""
-    return power_of_two(min(CODE_ROWS // launch.BN, N * launch.num_warps // (launch.BN * WARPS)))
-
-
-def power_of_two(n: int) -> int:
-    """The largest power of two up to ``n``; 1 below 1."""
-    return 1 << (max(n, 1).bit_length() - 1)
+    return previous_power_of_two(min(CODE_ROWS // launch.BN, N * launch.num_warps // (launch.BN * WARPS)))
 
 
 class ProductFacts(TypedDict):
@@ -128,8 +123,8 @@ def quantised_gemv(
     N, K = matrix.shape
     launch = gemv_launch(K, N, x.scale is not None)
     count = tiles_of(N, launch)
-    stored = launch.BN * matrix.weight.shape[1]
-    tiles = power_of_two(min(count, MAX_TILES, MAX_BYTES // stored))
+    tile_bytes = launch.BN * matrix.weight.shape[1]
+    tiles = previous_power_of_two(min(count, MAX_TILES, MAX_BYTES // tile_bytes))
     config = QuantisedGemvConfig(
         BN=launch.BN,
         BK=launch.BK,
@@ -140,10 +135,10 @@ def quantised_gemv(
         rounds=count // tiles,
         **product_facts(matrix, x.x, epilogue.gate, gate_at),
     )
-    # so that two programs of eight warps share a multiprocessor; a float32 token takes more
-    registers = 128 if launch.num_warps >= 8 and x.x.dtype.itemsize == 2 else 0
-    warps = Launch(launch.num_warps, max_registers=registers)
-    return _call(quantised_gemv_kernel, matrix, x, epilogue, config, count * launch.BN, warps, dtype)
+    # so that two programs of eight warps share a multiprocessor; a float32 token needs more registers
+    max_registers = 128 if launch.num_warps >= 8 and x.x.dtype.itemsize == 2 else 0
+    compiled = Launch(launch.num_warps, max_registers=max_registers)
+    return _call(quantised_gemv_kernel, matrix, x, epilogue, config, count * launch.BN, compiled, dtype)
 
 
 def _call(

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from ...core.decode_layers import DECAY_SCALE, GROUP_EPS, KEY_EPS, Layer6, Layer7, Shifts, States
 from ..backend.triton import Launch, triton_call
 from ..backend.types import Tensor
-from ..common.shapes import like, shaped
+from ..common.shapes import like, next_power_of_two, shaped
 from .head_step import StepConfig, StepInputs, StepOut, StepState
 from .projections_host import MAX_GEMV, layer_code, project
 from .rwkv6_step import (
@@ -94,7 +94,7 @@ def _low_rank(p: Layer7, projections: jax.Array) -> jax.Array:
         BN=LOW_RANK_ROWS,
         width=width,
         R=R,
-        BR=1 << (R - 1).bit_length(),
+        BR=next_power_of_two(R),
         starts=tuple(3 * C + sum(p.ranks[:i]) for i in range(stages)),
         ranks=p.ranks,
     )
@@ -171,7 +171,7 @@ def rwkv6_mix(
         delta = jnp.einsum("bpr,prc->pbc", low, p.mix_delta, preferred_element_type=jnp.float32)
         x, before = x.astype(jnp.float32), last[layer].astype(jnp.float32)
         return (x + (before - x) * (p.mixes.astype(jnp.float32)[:, None] + delta)).astype(dtype)
-    config = MixDeltaConfig(B, C, R, z.shape[1], 128, 1 << (R - 1).bit_length())
+    config = MixDeltaConfig(B, C, R, z.shape[1], 128, next_power_of_two(R))
     return triton_call(
         mix_delta_kernel,
         MixDeltaInputs(x, last, z, p.mix_delta, p.mixes, layer_code(layer)),
@@ -207,8 +207,7 @@ def rwkv6_step(
         layer=layer_code(layer),
     )
     params = RWKV6Params(p.second if second is None else None, p.base, p.bonus, *p.group_norm)
-    padded = 1 << (R - 1).bit_length()
-    config = RWKV6StepConfig(B, H, N, projections.shape[1], GROUP_EPS, R, padded)
+    config = RWKV6StepConfig(B, H, N, projections.shape[1], GROUP_EPS, R, BR=next_power_of_two(R))
     return _step(rwkv6_kernel, x, params, state, config, dtype)
 
 
@@ -231,9 +230,9 @@ def sample_tokens(
     B, V = logits.shape
     of_rows = lambda x: jnp.broadcast_to(jnp.asarray(x), (B, *x.shape[1:]))
     # a token for every thread: two threads with one token would apply its penalties twice
-    part = min(PART, max(128, 1 << (V - 1).bit_length()))
+    part = min(PART, max(128, next_power_of_two(V)))
     P = -(-V // part)
-    padded = 1 << (P - 1).bit_length()
+    padded = next_power_of_two(P)
     config = SampleConfig(
         V=V, P=P, BP=padded, BV=part, BG=max(1, part // GROUP), BK=min(128, part), undefined=undefined
     )

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from ...core.decode_layers import NORM_EPS, Matrix, Norm, activate, layer_norm
 from ..backend.triton import Launch, triton_call
 from ..common.select import select
-from ..common.shapes import shaped
+from ..common.shapes import next_power_of_two, shaped
 from .gemm import MixTokensConfig, MixTokensOut, mix_kernel
 from .gemm_host import gemm
 from .gemv import Epilogue, Tokens
@@ -98,7 +98,7 @@ def _mix(x: Tokens) -> tuple[jax.Array, jax.Array]:
     """Planes [mixes, B, K] and shift [B, K]."""
     assert x.mixes is not None and x.last is not None
     (B, K), M = x.x.shape, x.mixes.shape[0]
-    BK = 1 << (K - 1).bit_length()
+    BK = next_power_of_two(K)
     out = triton_call(
         mix_kernel,
         x,

@@ -27,12 +27,12 @@ class LowRankConfig:
 
     Attributes:
         C: channels.
-        BN: those of a program.
+        BN: channels of a program.
         width: channels of the projections of a token.
         R: rank of the stored weights.
         BR: R padded to a power of two.
         starts: first channel of each stage's input among the projections.
-        ranks: of each stage.
+        ranks: rank of each stage.
     """
 
     C: int

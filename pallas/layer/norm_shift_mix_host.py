@@ -15,7 +15,7 @@ from ...core.types import Mix, Mixed, MixInputs
 from ..backend.triton import Launch, triton_call
 from ..backend.types import Group, Kernel
 from ..common.select import select
-from ..common.shapes import like, like_fields, shaped
+from ..common.shapes import like, like_fields, next_power_of_two, shaped
 from .norm_shift_mix_bwd import (
     MixGrads,
     NormBwdConfig,
@@ -133,7 +133,7 @@ def bwd(ctx: Context[MixInputs, Mix], x: MixInputs, residuals: Residuals, cotang
     dx = out.x.x
     if is_split:
         inputs = NormBwdInputs(x.x, x.scale, stats, dx, out.tile_sums, cotangents.x)
-        sizes = dict(tiles=tiles, padded_tiles=1 << (tiles - 1).bit_length())
+        sizes = dict(tiles=tiles, padded_tiles=next_power_of_two(tiles))
         row = tile_launch(variant, "norm", key)
         dx = _run(norm_bwd_kernel, inputs, out=NormBwdOut(like(x.x)), row=row, x=x.x, eps=eps, **sizes).dx
     sums = jnp.sum(out.sums.reshape(B, -1, *out.sums.shape[1:]), 1)
