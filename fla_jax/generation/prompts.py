@@ -295,5 +295,9 @@ def _joined(ends: list[tuple[jax.Array, RWKVState]], back: jax.Array) -> tuple[j
 
 @functools.partial(jax.jit, static_argnums=0)
 def _head(model: RWKVForCausalLM, params: PyTree, hidden: jax.Array) -> jax.Array:
+    B = hidden.shape[0]
+    if B == 1:
+        # XLA would turn the product with one row into one with float32 weights, and write those first
+        hidden = jnp.pad(hidden, ((0, 7), (0, 0)))
     logits: PyTree = model.apply({"params": params}, hidden, method="logits")
-    return logits
+    return logits[:B]

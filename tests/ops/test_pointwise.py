@@ -27,6 +27,20 @@ def test_small_numbers_of_float16_keep_their_digits():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_not_finite_numbers(dtype):
+    most = float(jnp.finfo(dtype).max)
+    h = jnp.array([jnp.nan, jnp.inf, -jnp.inf, most, -most, -0.0], dtype)
+    np.testing.assert_array_equal(np.asarray(squared_relu(h), np.float32), [np.nan, np.inf, 0, np.inf, 0, 0])
+    grad = jax.grad(lambda h: squared_relu(h).sum())(h)
+    assert np.isnan(grad[0]) and not np.asarray(grad[jnp.array([2, 4, 5])]).any()
+
+
+def test_no_maximum_that_a_product_could_take_over():
+    """With a maximum in their product, weights are copied out of the stack of layers (seen on GPUs only)."""
+    assert "max" not in str(jax.make_jaxpr(squared_relu)(jnp.ones(3)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_second_derivative(dtype):
     """2 above 0 and 0 below, at 0 too: a square root's slope there is infinite."""
     h = jnp.array([-3.0, -0.0, 0.0, 0.25, 8.0], dtype)

@@ -25,7 +25,9 @@ def squared_relu(h: jax.Array) -> jax.Array:
 
 
 def _square(h: jax.Array) -> jax.Array:
-    return jnp.square(jax.nn.relu(h))
+    # no maximum with 0: XLA would compute it in the product that makes h, and would copy the weights of that
+    # product out of the stack of all layers first
+    return jnp.where(h <= 0, 0, h * h)
 
 
 # What the rule calls is not `squared_relu` itself: derivatives of gradients, in either mode, go through it.
