@@ -297,7 +297,8 @@ def _joined(ends: list[tuple[jax.Array, RWKVState]], back: jax.Array) -> tuple[j
 def _head(model: RWKVForCausalLM, params: PyTree, hidden: jax.Array) -> jax.Array:
     B = hidden.shape[0]
     if B == 1:
-        # XLA would turn the product with one row into one with float32 weights, and write those first
+        # Without its own Triton products (COMPILER_OPTIONS) XLA converts the weights of a one-row product
+        # to float32 first. More rows it pads to eight, and reads the weights as they are.
         hidden = jnp.pad(hidden, ((0, 7), (0, 0)))
     logits: PyTree = model.apply({"params": params}, hidden, method="logits")
     return logits[:B]
