@@ -41,8 +41,9 @@ MODELS = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, 
 GAPS_POWER = 0.01  # queries soon after the pairs are likelier: Zoology's distribution of gaps
 RECALL_VOCABULARY = 8192  # the lower half are keys, the upper half values, 0 fills
 RECALL_BATCH = {64: 512, 128: 512, 256: 256, 512: 128, 1024: 64, 2048: 64}  # Zoology's, by length
-# a curriculum begins with an eighth of the length and of the pairs, for a quarter of the steps
-CURRICULUM_DIVISOR = 8
+# The stages of a curriculum have a 32nd, then an eighth of the length and of the pairs; they share the first
+# quarter of the steps.
+CURRICULUM, CURRICULUM_SHARE = (32, 8), 0.25
 SOLVED = 0.99  # Zoology and Merrill et al. stop here
 KEY = records.key_of("op", "form", "implementation", "model", "shape")
 STEPS_PER_CALL = 500
@@ -66,7 +67,7 @@ class Setting:
         learning_rates: tried in this order until one is above `SOLVED`.
         rate_scale: RWKV-7's factor on the in-context rate; 2 allows eigenvalues down to -1.
         tie_embeddings: whether the head is the transposed embedding, as in Zoology; docs/tasks.md compares.
-        curriculum: whether recall begins with shorter sequences of fewer pairs, see `CURRICULUM_DIVISOR`.
+        curriculum: divisors of length and pairs, by which recall begins with less of both, see `CURRICULUM`.
     """
 
     task: str
@@ -81,7 +82,7 @@ class Setting:
     vocab_size: int = RECALL_VOCABULARY
     rate_scale: float = 1.0
     tie_embeddings: bool = False
-    curriculum: bool = False
+    curriculum: tuple[int, ...] = ()
     learning_rates: tuple[float, ...] = (2.2e-3, 1e-3)
 
     @property
@@ -105,7 +106,7 @@ def settings(quick: bool) -> list[Setting]:
             *("recall", model, width, 2, length, pairs),
             batch=RECALL_BATCH[length],
             tie_embeddings=True,
-            curriculum=pairs >= 128,
+            curriculum=CURRICULUM if pairs >= 128 else (),
         )
         for model, width, (length, pairs) in itertools.product(MODELS, (64, 128, 256, 512), pairs_by_length)
     ]
@@ -174,10 +175,15 @@ def words(key: jax.Array, batch: int, length: int, group: str) -> Batch:
 
 
 def sampler(setting: Setting, divisor: int = 1) -> Draw:
-    """The function that draws a setting's batches; ``divisor`` divides recall's length and pairs."""
+    """The function that draws a setting's batches; ``divisor`` divides recall's length and pairs.
+
+    Shorter sequences come in the batches of their length.
+    """
     if setting.pairs:
-        sizes = (setting.batch, setting.length // divisor, setting.pairs // divisor, setting.vocab_size)
-        return jax.jit(lambda key: recall(key, *sizes))
+        pairs = max(1, setting.pairs // divisor)
+        length = max(setting.length // divisor, 4 * pairs)
+        batch = setting.batch if divisor == 1 else RECALL_BATCH.get(max(64, length), setting.batch)
+        return jax.jit(lambda key: recall(key, batch, length, pairs, setting.vocab_size))
     return jax.jit(lambda key: words(key, setting.batch, setting.length, setting.task))
 
 
@@ -208,16 +214,18 @@ def train(setting: Setting, learning_rate: float) -> records.Record:
         run = lambda state, keys: jax.lax.scan(functools.partial(step, draw), state, keys)[0]
         return jax.jit(run, donate_argnums=0)
 
-    draw = sampler(setting)
-    easier = sampler(setting, max(1, min(CURRICULUM_DIVISOR, setting.pairs)))
-    easy_steps, full_steps = steps(easier), steps(draw)
-    easy_until = setting.steps // 4 if setting.curriculum else 0
+    draw, stages = sampler(setting), len(setting.curriculum)
+    # what draws the batches of each stage, and the step at which it ends
+    course = [
+        (steps(sampler(setting, divisor)), int(setting.steps * CURRICULUM_SHARE * stage / stages))
+        for stage, divisor in enumerate(setting.curriculum, 1)
+    ] + [(steps(draw), setting.steps)]
     count, rounds = jax.jit(functools.partial(_count, answer, draw)), -(-2048 // setting.batch)
     params = initial_params(model, jax.random.key(0))
     state, keys = (params, optimizer.init(params)), jax.random.split(jax.random.key(1), setting.steps)
     checks, done, began = jax.random.split(jax.random.key(2), setting.steps), 0, time.perf_counter()
     while done < setting.steps:
-        run, until = (easy_steps, easy_until) if done < easy_until else (full_steps, setting.steps)
+        run, until = next((run, until) for run, until in course if done < until)
         end = min(done + STEPS_PER_CALL, until)
         state, done = run(state, keys[done:end]), end
         right = accuracy(count, state[0], checks[done - 1], rounds)[0]
@@ -291,7 +299,9 @@ def main(arguments: list[str] | None = None) -> None:
         chosen = [dataclasses.replace(setting, learning_rates=tuple(options.rates)) for setting in chosen]
     if options.curriculum is not None:
         chosen = [
-            dataclasses.replace(setting, curriculum=options.curriculum) if setting.pairs else setting
+            dataclasses.replace(setting, curriculum=CURRICULUM * options.curriculum)
+            if setting.pairs
+            else setting
             for setting in chosen
         ]
     if not chosen:

@@ -48,21 +48,21 @@ class SequenceShard(NamedTuple):
         """h0 of this device's tokens, and the final state; [B, H, K, V] float32.
 
         Args:
-            M: [B, S, H, K, K], or [B, S, H, K] where it is diagonal: of the S splits here, in order.
-            N: [B, S, H, K, V].
+            M: [B, H, K, K], or [B, H, K] where it is diagonal.
+            N: [B, H, K, V].
             start: [B, H, K, V], the initial state.
         """
-        M, N = _composed(M, N)
         entering, final = _exchange(self.axis, self.continued(M), N, start, False)
         return self.continued(entering), final
 
     def enter_backward(self, M: jax.Array, D: jax.Array, end: jax.Array) -> jax.Array:
-        """The gradient of ht of this device's tokens; M as in `enter`.
+        """The gradient of ht of this device's tokens.
 
-        ``D`` is the gradient of a split's h0 from its outputs alone, ``end`` that of the final state.
+        Args:
+            M: transposed, else as in `enter`.
+            D: [B, H, K, V], the gradient of h0 from the outputs here alone.
+            end: [B, H, K, V], the gradient of the final state.
         """
-        flipped = M[:, ::-1] if M.ndim == 4 else jnp.swapaxes(M[:, ::-1], -1, -2)
-        M, D = _composed(flipped, D[:, ::-1])
         return _exchange(self.axis, self.continued(M), self.continued(D), end, True)[0]
 
 
@@ -100,24 +100,11 @@ def _apply(M: jax.Array, S: jax.Array) -> jax.Array:
     return jnp.einsum("...ij,...jv->...iv", M, S, precision=jax.lax.Precision.HIGHEST)
 
 
-def _composed(M: jax.Array, N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(M, N) of all splits [B, S, ...] together: [B, H, K, K or 1], [B, H, K, V]. In a tree, since products
-    of small matrices cost latency only.
-    """
-    M = M[..., None] if M.ndim == 4 else M
-    while N.shape[1] > 1:
-        pairs = N.shape[1] // 2
-        early, late, rest = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2), slice(2 * pairs, None)
-        first, second = N[:, early], N[:, late]
-        N = jnp.concatenate([_apply(M[:, late], first) + second, N[:, rest]], 1)
-        M = jnp.concatenate([_apply(M[:, late], M[:, early]), M[:, rest]], 1)
-    return M[:, 0], N[:, 0]
-
-
 def _exchange(
     axis: str, M: jax.Array, N: jax.Array, start: jax.Array, reverse: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The h0 of this device, from those before it (``reverse``: after it), and the last ht."""
+    M = M[..., None] if M.ndim == 3 else M
     width = M.shape[-1]
     maps = jax.lax.all_gather(jnp.concatenate([M, N], -1), axis)  # float32, the one collective
 

@@ -41,10 +41,10 @@ class ContextParallelRule(Generic[Recurrence]):
             outputs, residuals = self.rule.fwd(ctx, x)
             is_split = ctx.save_residuals and ctx.cp.size > 1
             return outputs, self._unused(ctx, x) if is_split else residuals
-        M, N = (array[:, None] for array in self._transition(ctx, x))
+        M, N = self._transition(ctx, x)
         h0, ht = shard.enter(M, N, x.initial_state)
         outputs, _ = self.rule.fwd(ctx, x._replace(initial_state=h0))
-        residuals = {"h0": h0[:, None], "M": M} if ctx.save_residuals else {}
+        residuals = {"h0": h0[:, None], "M": M[:, None]} if ctx.save_residuals else {}
         return outputs._replace(final_state=ht), residuals
 
     def bwd(
@@ -61,7 +61,7 @@ class ContextParallelRule(Generic[Recurrence]):
             return self.rule.bwd(ctx, x, saved, dy)
         no_dht = vary_alike(jnp.zeros_like(dy.final_state), x)
         D = self.rule.bwd(ctx, x, saved, dy._replace(final_state=no_dht)).initial_state
-        dht = shard.enter_backward(residuals["M"], D[:, None], dy.final_state)
+        dht = shard.enter_backward(jnp.swapaxes(residuals["M"][:, 0], -1, -2), D, dy.final_state)
         dx = self.rule.bwd(ctx, x, saved, dy._replace(final_state=dht))
         return dx._replace(initial_state=jnp.where(shard.is_first, dx.initial_state, 0))
 

@@ -40,7 +40,8 @@ class TritonCall(NamedTuple):
         grid: programs along three axes.
         launch: how programs are compiled.
         capability: of the GPU, 90 for 9.0.
-        aliases: pairs of an array among the operands and an output that takes over its memory.
+        aliases: pairs of an array among the operands and an output that may take over its memory.
+        in_place: whether the output must.
     """
 
     kernel: Kernel
@@ -53,6 +54,7 @@ class TritonCall(NamedTuple):
     launch: Launch
     capability: int
     aliases: tuple[tuple[int, int], ...]
+    in_place: bool
 
     def parameters(self, arrays: Iterable[Leaf], outputs: Iterable[Leaf]) -> dict[str, PyTree[Leaf | int]]:
         """The kernel's parameters but its constants, by name, with these leaves: arrays, or values in their

@@ -83,13 +83,11 @@ def run_interpreted(call: TritonCall, arrays: Sequence[jax.Array]) -> Sequence[j
             np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else 0, s.dtype)
             for s in call.shapes
         ]
-        for i, _ in call.aliases:
-            inputs[i] = inputs[i].copy()  # the original is JAX's memory
+        for i, output in call.aliases:
+            inputs[i] = results[output] = inputs[i].copy()  # the original is JAX's memory
         parameters = call.parameters([*map(_HostTensor, inputs)], [*map(_HostTensor, results)])
         with _LOCK:
             call.kernel[call.grid](**parameters, **dict(call.constants))
-        for i, output in call.aliases:
-            results[output] = inputs[i]
         return results
 
     return jax.pure_callback(run, list(call.shapes), *arrays, vmap_method="sequential")

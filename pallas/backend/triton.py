@@ -35,6 +35,7 @@ def triton_call(
     grid: tuple[int, int, int],
     launch: Launch,
     aliases: Mapping[str, str] | None = None,
+    in_place: bool = False,
 ) -> Out:
     """Runs a kernel and returns its outputs, in the structure of ``out``.
 
@@ -45,9 +46,10 @@ def triton_call(
         config: the kernel's compile-time constant.
         grid: programs along the axes 0 (moves fastest), 1 and 2.
         launch: how programs are compiled.
-        aliases: outputs by the operands whose memory they take over, both as paths:
-            ``{"saved.states.0": "r"}``. The kernel writes such an output through the operand's pointer and
-            leaves the output's own alone.
+        aliases: outputs by the operands whose memory they may take over, both as paths:
+            ``{"saved.states.0": "r"}``. In a loop that slices the operand they do not, which saves its copy.
+        in_place: whether they always take it over: the kernel writes through the operand's pointer, and parts
+            that it does not write stay.
 
     Raises:
         TypeError: the kernel has another number of parameters.
@@ -69,6 +71,7 @@ def triton_call(
         launch=launch,
         capability=current_gpu().capability,
         aliases=_positions(dict(zip(names, groups, strict=False)), out, aliases or {}),
+        in_place=in_place,
     )
     results = _run(call, [x for x in leaves if not isinstance(x, int)])
     return jax.tree.unflatten(outputs, results)[0]
@@ -82,7 +85,7 @@ def _run(call: TritonCall, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         return run_interpreted(call, arrays)
     from .lowering import triton_call_p
 
-    if not call.aliases:
+    if not call.in_place:
         return triton_call_p.bind(*arrays, call=call)
     # XLA fuses a slice of an operand or into an output with the call and then loses that they share memory
     arrays = jax.lax.optimization_barrier(list(arrays))

@@ -33,7 +33,6 @@ class Config:
         precomputed_A: whether the A matrices of all chunks were computed before (RWKV-7).
         A_in_registers: whether transposed A matrices become operands in registers (`transposed_A`).
         num_buffers: token-shaped arrays that hold chunk states; 0 for one array of states.
-        num_aliased: how many of them become gradients.
         chunks_per_state: chunks that share one stored state.
         key_major: whether tiles of keys are held transposed, [K, 16] (`key_major`).
         pair_tile: whether pairs of chunks have key-major tiles: one for both under a safe gate, else one for
@@ -63,7 +62,6 @@ class Config:
     precomputed_A: bool = False
     A_in_registers: bool = False
     num_buffers: int = 0
-    num_aliased: int = 0
     chunks_per_state: int = 1
     key_major: bool = False
     pair_tile: bool = False

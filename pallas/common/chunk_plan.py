@@ -215,6 +215,8 @@ def with_cotangent_scale(plan: ChunkPlan, x: Recurrence, do: jax.Array, dht: jax
     gates = plan.index.gates
     if gates is None:
         return plan
+    # XLA folds the maximum of a constant, such as the zeros of a final state that is not used, for seconds
+    dht = jax.lax.optimization_barrier(dht)
     dht_max = jnp.max(jnp.abs(dht.astype(jnp.float32)), (2, 3))
     dht_max = jnp.max(dht_max.reshape(gates.shape[0], -1, gates.shape[1]), 1)
     c = plan.config

@@ -56,18 +56,3 @@ def dstate_offset(index, split, n, token, c: tl.constexpr):
         return (number * c.H + tl.program_id(1)) * (c.K * c.V)
     else:
         return state_offset(index, split, n, token, c.num_buffers, c)
-
-
-@triton.jit
-def aliased_gradients(states, gradients, c: tl.constexpr):
-    """Pointers for four gradients: the first ``num_aliased`` of them overwrite the states."""
-    first, second, third, fourth = gradients
-    if c.num_aliased > 0:
-        first = states[0]
-    if c.num_aliased > 1:
-        second = states[1]
-    if c.num_aliased > 2:
-        third = states[2]
-    if c.num_aliased > 3:
-        fourth = states[3]
-    return first, second, third, fourth

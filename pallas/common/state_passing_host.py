@@ -49,9 +49,22 @@ def _pass_states(
     )
 
 
-def _by_sequence(x: jax.Array, num_splits: int) -> jax.Array:
-    """[B * splits, ...] -> [B, splits, ...]."""
-    return x.reshape(-1, num_splits, *x.shape[1:])
+def _composed(
+    transition: jax.Array, update: jax.Array, num_splits: int, reverse: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The map of all splits of each sequence together, as if they were one: transition [B, H, K, K] (or [B,
+    H, K]) and update [B, H, K, V]; with ``reverse`` the map of gradients, its transition transposed.
+    """
+    H, K, V = update.shape[1:]
+    B = update.shape[0] // num_splits
+    if transition.ndim == 3:
+        zeros = jnp.zeros((B, H, K, V), jnp.float32)
+        passed = _pass_states(transition, update, zeros, num_splits, reverse)
+        return jnp.prod(transition.reshape(B, num_splits, H, K), 1), passed.last
+    pad = lambda x, before, after: jnp.pad(x, ((0, 0),) * 3 + ((before, after),))
+    identity = jnp.broadcast_to(pad(jnp.eye(K)[None, None], 0, V), (B, H, K, K + V))
+    last = _pass_states(transition, pad(update, K, 0), identity, num_splits, reverse).last
+    return last[..., :K], last[..., K:]
 
 
 def split_h0(
@@ -70,9 +83,7 @@ def split_h0(
     if shard is None:
         passed = _pass_states(transition, update, initial, num_splits, reverse=False)
         return passed.states, passed.last
-    initial, final = shard.enter(
-        _by_sequence(transition, num_splits), _by_sequence(update, num_splits), initial
-    )
+    initial, final = shard.enter(*_composed(transition, update, num_splits, reverse=False), initial)
     if num_splits == 1:
         return initial, final
     return _pass_states(transition, update, initial, num_splits, reverse=False).states, final
@@ -121,9 +132,8 @@ def split_dht(
         launch=Launch(num_warps=4, num_stages=3),
     ).dh
     if shard is not None:
-        dht = shard.enter_backward(
-            _by_sequence(transition, c.num_splits), _by_sequence(update, c.num_splits), dht
-        )
+        composed = _composed(transition, update, c.num_splits, reverse=True)
+        dht = shard.enter_backward(*composed, dht)
     if c.num_splits == 1:
         return dht
     return _pass_states(transition, update, dht, c.num_splits, reverse=True).states

@@ -78,6 +78,7 @@ def _step(
         # 4096 programs take 42 microseconds on an H200, with four warps 53
         launch=Launch(2 if config.H * config.B >= 2048 else 4),
         aliases=dict(zip(names, names, strict=True)),
+        in_place=True,
     )
     return out.y, state.replace(**out.state._asdict())
 
@@ -95,7 +96,6 @@ def _low_rank(p: Layer7, projections: jax.Array) -> jax.Array:
         width=width,
         R=R,
         BR=next_power_of_two(R),
-        starts=tuple(3 * C + sum(p.ranks[:i]) for i in range(stages)),
         ranks=p.ranks,
     )
     return triton_call(
@@ -257,6 +257,7 @@ def sample_tokens(
         grid=(P, B, 1),
         launch=Launch(4),
         aliases={"x.logits": "logits", "x.counts": "counts"},
+        in_place=True,
     )
     top_p, top_k = of_rows(rules.top_p), of_rows(rules.top_k)
     drawn = triton_call(
@@ -291,5 +292,6 @@ def sample_tokens(
         grid=(B, 1, 1),
         launch=Launch(8),
         aliases={"x.seen": "seen", "x.counts": "counts"},
+        in_place=True,
     )
     return chosen.token, chosen.seen, chosen.counts

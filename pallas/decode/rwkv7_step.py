@@ -31,7 +31,6 @@ class LowRankConfig:
         width: channels of the projections of a token.
         R: rank of the stored weights.
         BR: R padded to a power of two.
-        starts: first channel of each stage's input among the projections.
         ranks: rank of each stage.
     """
 
@@ -40,7 +39,6 @@ class LowRankConfig:
     width: int
     R: int
     BR: int
-    starts: tuple[int, ...]
     ranks: tuple[int, ...]
 
 
@@ -61,9 +59,10 @@ class LowRankOut(NamedTuple):
 def low_rank_kernel(x, out, c: tl.constexpr):
     """The products of the second low-rank stages."""
     stage, b = tl.program_id(1), tl.program_id(2)
-    rank, start = c.ranks[0], c.starts[0]
+    rank, start = c.ranks[0], 3 * c.C  # the stages' inputs follow r, k and v
     for i in tl.static_range(1, len(c.ranks)):
-        rank, start = tl.where(stage == i, c.ranks[i], rank), tl.where(stage == i, c.starts[i], start)
+        rank = tl.where(stage == i, c.ranks[i], rank)
+        start += tl.where(stage >= i, c.ranks[i - 1], 0)
     n, r = tl.program_id(0) * c.BN + tl.arange(0, c.BN), tl.arange(0, c.BR)
     inside = (n < c.C)[:, None] & (r < rank)[None, :]
     w = tl.load(x.second + (stage * c.C + n)[:, None] * c.R + r[None, :], mask=inside, other=0.0)

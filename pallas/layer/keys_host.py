@@ -56,6 +56,7 @@ def _first_values(x: KeysInputs) -> jax.Array:
         grid=(-(-size // block_len), 1, 1),
         launch=Launch(4),
         aliases={"x.v_first": "0"},
+        in_place=True,
     )[0]
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.types import RWKV6Inputs
 from ..backend.types import Tensor
 from ..common.chunk import (
     C,
@@ -38,7 +37,7 @@ from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors, in_first_half, masked_A
 from ..common.dots import dot, token_sums_f32
 from ..common.gate import cotangent_scale, has_unsafe_gate, load_gate
-from ..common.state_buffers import aliased_gradients, state_offset, state_pointers
+from ..common.state_buffers import state_offset, state_pointers
 from ..common.token_tiles import load_tokens, store_gradient, where_or_zero
 from .chunk_bwd_key_major import chunk_bwd_key_major
 from .chunk_tokens import scaled_tokens
@@ -181,8 +180,6 @@ def rwkv6_bwd_kernel(x, saved, index, grads, c: tl.constexpr):
     blocks and splits, to be summed.
     """
     gate = load_gate(index, tl.program_id(2), c)
-    dr, dk, dv, dw = aliased_gradients(saved.states, (grads.r, grads.k, grads.v, grads.w), c)
-    grads = RWKV6Inputs(dr, dk, dv, dw, grads.u, grads.initial_state, None, None)
     if c.key_major:
         if has_unsafe_gate(gate, c):
             chunk_bwd_key_major(x, saved, index, gate, grads, c)

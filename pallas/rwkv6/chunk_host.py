@@ -136,7 +136,7 @@ def bwd(ctx: Ctx, x: RWKV6Inputs, residuals: Residuals, cotangents: Outputs) -> 
         Saved(do, dht, buffers.operands(residuals)),
         plan.index,
         out=RWKV6Inputs(r=dr, k=dk, v=dv, w=dw, u=du, initial_state=like(dht, jnp.float32)),
-        config=plan.config.replace(num_buffers=buffers.num_buffers, num_aliased=buffers.num_aliased),
+        config=plan.config.replace(num_buffers=buffers.num_buffers),
         grid=plan.grid,
         launch=plan.launch,
         aliases=buffers.aliases("saved.states", ("r", "k", "v", "w")),

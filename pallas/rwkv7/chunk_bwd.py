@@ -17,7 +17,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.types import RWKV7Inputs
 from ..backend.types import Tensor
 from ..common.chunk import (
     C,
@@ -43,7 +42,7 @@ from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors
 from ..common.dots import dot
 from ..common.gate import cotangent_scale, has_unsafe_gate, load_gate
-from ..common.state_buffers import aliased_gradients, state_offset, state_pointers
+from ..common.state_buffers import state_offset, state_pointers
 from ..common.token_tiles import load_tokens, store_gradient, store_tokens, where_or_zero
 from .chunk_A import load_A
 from .chunk_bwd_grads import A_gradients, Masks, TokenTiles, Values, token_gradients
@@ -195,8 +194,6 @@ def rwkv7_bwd_kernel(x, saved, index, grads, c: tl.constexpr):
     front, to be summed.
     """
     gate = load_gate(index, tl.program_id(2), c)
-    dr, dk, da, db = aliased_gradients(saved.states, (grads.r, grads.k, grads.a, grads.b), c)
-    grads = RWKV7Inputs(dr, grads.w, dk, grads.v, da, db, grads.initial_state, None, None)
     if c.key_major:
         if has_unsafe_gate(gate, c):
             chunk_bwd_key_major(x, saved, index, gate, grads, c)

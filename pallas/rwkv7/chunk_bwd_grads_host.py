@@ -39,13 +39,13 @@ def bwd_grads(
             unmasked=c.unmasked and tile(V) == V and x.r.shape[1] % (chunks * CHUNK) == 0,
             num_blocks=num_blocks,
             num_buffers=dstates.num_buffers,
-            num_aliased=dstates.num_aliased,
             late_loads=launch.max_registers > 0,
         ),
         grid=(number * num_blocks, H, splits),
         launch=launch.launch,
         aliases=dstates.aliases("saved.dstates", ("r", "k", "a", "b"))
         | ({} if saved.grads is None else {f"saved.grads.{name}": name for name in KeyGrads._fields}),
+        in_place=saved.grads is not None,
     )
 
 

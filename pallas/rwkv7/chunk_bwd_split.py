@@ -32,7 +32,7 @@ from ..common.chunk_config import with_safe_gate
 from ..common.decay import decay_factors
 from ..common.dots import dot
 from ..common.gate import cotangent_scale, has_unsafe_gate, load_gate
-from ..common.state_buffers import aliased_gradients, state_offset, state_pointers
+from ..common.state_buffers import state_offset, state_pointers
 from ..common.token_tiles import load_tokens, where_or_zero
 from .chunk_bwd_grads import A_gradients, Masks, TokenTiles, Values, token_gradients
 from .chunk_bwd_split_one import one_chunk_gradients
@@ -302,8 +302,6 @@ def rwkv7_bwd_grads_kernel(x, saved, index, grads, c: tl.constexpr):
     gate = load_gate(index, split_of_program(tl.program_id(0) // c.num_blocks, index, c), c)
     if saved.grads is not None:
         grads = saved.grads
-    dr, dk, da, db = aliased_gradients(saved.dstates, (grads.r, grads.k, grads.a, grads.b), c)
-    grads = KeyGrads(dr, grads.w, dk, da, db)
     if has_unsafe_gate(gate, c):
         block_gradients(x, saved, index, gate, grads, c)
     else:

@@ -201,7 +201,7 @@ def _bwd_fused(
         Saved(do, dht, buffers.operands(residuals), residuals["A"]),
         plan.index,
         out=RWKV7Inputs(r=dr, w=dw, k=dk, v=like(x.v), a=da, b=db, initial_state=like(dht)),
-        config=plan.config.replace(num_buffers=buffers.num_buffers, num_aliased=buffers.num_aliased),
+        config=plan.config.replace(num_buffers=buffers.num_buffers),
         grid=plan.grid,
         launch=plan.launch,
         aliases=buffers.aliases("saved.states", ("r", "k", "a", "b")),

@@ -54,6 +54,7 @@ def _scan(plan: ScanPlan, x: ScanInputs, y: jax.Array, save: bool, value_major: 
         grid=plan.grid,
         launch=SCAN_LAUNCH,
         aliases={} if x.y is None else {"x.y": "y"},
+        in_place=x.y is not None,
     )
 
 
@@ -81,6 +82,7 @@ def _one_token(scale: float, x: RWKV7Inputs) -> Outputs:
         grid=(-(-V // BV), H, B),
         launch=TOKEN_LAUNCH,
         aliases={"x.initial_state": "state"},
+        in_place=True,
     )
     return Outputs(made.o, made.state)
 

@@ -132,6 +132,29 @@ def test_norm_shift_mix_is_as_good_as_plain_jax(dtype):
 
 
 @each_op
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_loop_over_layers_gives_the_bits_of_the_layers(op, D):
+    """In the loop gradients have memory of their own, outside of it they take that of states."""
+    x = cases.build(Case(op, B=2, T=128, H=2, K=D, V=D, dtype="bfloat16", **BOUNDED)).arrays
+    layers = 3
+    stacked = {name: jnp.stack([array] * layers) for name, array in x.items() if name in ("r", "k", "w")}
+
+    def layer(v, own):
+        return cases.call(op, {**x, **own, "v": v}, implementation="triton", lower_bound=-0.61)["o"]
+
+    def in_loop(v, stacked):
+        return jnp.sum(jax.lax.scan(lambda v, own: (layer(v, own), None), v, stacked)[0])
+
+    def one_by_one(v, stacked):
+        for i in range(layers):
+            v = layer(v, {name: array[i] for name, array in stacked.items()})
+        return jnp.sum(v)
+
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(x["v"], stacked) for f in (in_loop, one_by_one))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@each_op
 def test_gradient_under_checkpoint_with_the_policy(op):
     case = Case(op, **SMALL)
     x, want = cases.build(case), cases.expected(case)

@@ -18,6 +18,8 @@ pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 if not triton.INTERPRET:
     pytest.skip("TRITON_INTERPRET is not set: tests/gpu runs the kernels themselves", allow_module_level=True)
 
+from fla_jax.pallas.common.state_buffers_host import StateBuffers
+
 SAFE = dict(decay="layer", lower_bound=-0.61)
 
 
@@ -121,6 +123,23 @@ def test_variants(case, names):
         if "splits" in names:  # what nothing differentiates is another program
             alone = cases.Results(cases.outputs(case, "triton"), {})
             cases.compare(case, alone, cases.expected(case), tol)
+
+
+@pytest.mark.parametrize(
+    "case, names",
+    [  # shapes that no other test has, and so no program
+        (Case("rwkv6", B=1, T=48, H=3, K=64, V=64), ()),
+        (Case("rwkv7", B=1, T=48, H=3, K=64, V=64), ()),
+        (Case("rwkv7", B=1, T=64, H=3, K=72, V=128), ("bf16 dots",)),
+    ],
+)
+def test_gradients_need_not_take_the_memory_of_states(case, names, monkeypatch):
+    """In a loop over layers, whose residuals are slices of a stack, XLA gives them memory of their own."""
+    given = []
+    monkeypatch.setattr(StateBuffers, "aliases", lambda *names: given.append(names) or {})
+    with variants.forced(*names):
+        cases.check(case, "triton")
+    assert given and all(buffers.num_aliased for buffers, *_ in given)
 
 
 def test_vmap_of_outputs_alone_in_splits(op):
