@@ -28,7 +28,8 @@ from steps.sizes import FIELDS, QUICK, SIZES, Size
 
 SIDES = ("fla_jax", "rwkv-lm", "fla")  # in the order in which they run
 KEY = records.key_of("op", "implementation", "model", "shape", "remat", "precision")
-XLA_FLAGS = "--xla_gpu_enable_triton_gemm=false"
+# products in bfloat16 are faster without those that XLA generates with Triton, in FP8 with them
+XLA_FLAGS = {"bfloat16": "--xla_gpu_enable_triton_gemm=false", "fp8": ""}
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "memory")
 
 
@@ -45,7 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     remat = ["none", "dense", "blocks"]
     add("--remat", nargs="+", default=remat[:2], choices=remat, help="fla_jax: each is measured")
     add("--scan", default="unroll", choices=("unroll", "loop", "off"), help="fla_jax; default unroll")
-    add("--xla-flags", default=XLA_FLAGS, help=f"fla_jax: added to XLA_FLAGS; default {XLA_FLAGS}")
+    add("--xla-flags", help=f"fla_jax: added to XLA_FLAGS; default {XLA_FLAGS['bfloat16']}, with --fp8 none")
     add("--fp8", action="store_true", help="fla_jax: FP8 products of the dense projections")
     add("--implementation", default=None, help="fla_jax: implementation of the op")
     add("--block-tokens", type=int, default=4096, help="fla_jax: tokens of a block of logits")
@@ -63,6 +64,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in (*FIELDS, "steps"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             sys.exit(f"train_step.py: --{name} must be at least 1, got {getattr(options, name)}")
+    if options.xla_flags is None:
+        options.xla_flags = XLA_FLAGS["fp8" if options.fp8 else "bfloat16"]
     if options.sides is None:
         options.sides = [side for side in SIDES if side != "rwkv-lm" or options.rwkv_lm]
     if "rwkv-lm" in options.sides:
