@@ -214,18 +214,18 @@ def train(setting: Setting, learning_rate: float) -> records.Record:
         run = lambda state, keys: jax.lax.scan(functools.partial(step, draw), state, keys)[0]
         return jax.jit(run, donate_argnums=0)
 
-    draw, stages = sampler(setting), len(setting.curriculum)
-    # what draws the batches of each stage, and the step at which it ends
-    course = [
-        (steps(sampler(setting, divisor)), int(setting.steps * CURRICULUM_SHARE * stage / stages))
-        for stage, divisor in enumerate(setting.curriculum, 1)
+    draw, divisors = sampler(setting), setting.curriculum
+    # the steps of each stage, and the number of the step at which it ends
+    stages = [
+        (steps(sampler(setting, divisor)), int(setting.steps * CURRICULUM_SHARE * number / len(divisors)))
+        for number, divisor in enumerate(divisors, 1)
     ] + [(steps(draw), setting.steps)]
     count, rounds = jax.jit(functools.partial(_count, answer, draw)), -(-2048 // setting.batch)
     params = initial_params(model, jax.random.key(0))
     state, keys = (params, optimizer.init(params)), jax.random.split(jax.random.key(1), setting.steps)
     checks, done, began = jax.random.split(jax.random.key(2), setting.steps), 0, time.perf_counter()
     while done < setting.steps:
-        run, until = next((run, until) for run, until in course if done < until)
+        run, until = next((run, until) for run, until in stages if done < until)
         end = min(done + STEPS_PER_CALL, until)
         state, done = run(state, keys[done:end]), end
         right = accuracy(count, state[0], checks[done - 1], rounds)[0]

@@ -55,6 +55,9 @@ def _composed(
     """The map of all splits of each sequence together, as if they were one: transition [B, H, K, K] (or [B,
     H, K]) and update [B, H, K, V]; with ``reverse`` the map of gradients, its transition transposed.
     """
+    if num_splits == 1:
+        is_transposed = reverse and transition.ndim == 4
+        return jnp.swapaxes(transition, -1, -2) if is_transposed else transition, update
     H, K, V = update.shape[1:]
     B = update.shape[0] // num_splits
     if transition.ndim == 3:
