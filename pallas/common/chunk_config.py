@@ -31,6 +31,7 @@ class Config:
         packed: whether sequences are packed along T.
         unmasked: whether every element of every tile exists.
         precomputed_A: whether the A matrices of all chunks were computed before (RWKV-7).
+        joint_scan: whether one program scans the update and the transition of a split (RWKV-7).
         A_in_registers: whether transposed A matrices become operands in registers (`transposed_A`).
         num_buffers: token-shaped arrays that hold chunk states; 0 for one array of states.
         chunks_per_state: chunks that share one stored state.
@@ -60,6 +61,7 @@ class Config:
     unmasked: bool
     both_gates: bool = False
     precomputed_A: bool = False
+    joint_scan: bool = False
     A_in_registers: bool = False
     num_buffers: int = 0
     chunks_per_state: int = 1

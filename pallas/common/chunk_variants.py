@@ -77,6 +77,7 @@ class Variant:
         split_bwd: whether two kernels compute the backward: state gradients, then token gradients.
         key_major: whether backward tiles of keys are held transposed, for products of a warp group.
         precomputed_A: whether a kernel computes the A matrices of all chunks first.
+        joint_scan: whether one program scans the update and the transition of a split (RWKV-7).
         chunks_per_state: chunks that share one stored state.
     """
 
@@ -86,6 +87,7 @@ class Variant:
     split_bwd: bool = False
     key_major: bool = False
     precomputed_A: bool = False
+    joint_scan: bool = False
     chunks_per_state: int = 1
 
 

@@ -75,7 +75,7 @@ def state_buffers(
     Args:
         x: inputs, or their shapes.
         gradients: inputs whose gradients may overwrite states, in the order of the backward kernel's outputs.
-        max_values: values of a program of that kernel. It must have all values of a head.
+        max_values: values of a program of that kernel. It and the forward's must have all values of a head.
         dtype: of stored states.
         chunks_per_state: chunks that share one state. Sequences must have whole groups of them.
     """

@@ -6,7 +6,8 @@ the op computes both, and ``q_entry`` with ``o_t = q_entry_t^T h0 + o_zero_state
 Then `split_h0` passes the states, and the forward kernel runs on all splits. Without residuals RWKV-7's
 chunk_state kernel writes ``o_zero_state`` too, and `add_entry_output` replaces the second scan. The backward
 transposes: ``dh0 = transition^T dht + sum_t q_entry_t do_t^T``. Transitions, states and their gradients are
-float32.
+float32. RWKV-7's first split of a sequence on one device starts from the sequence's state: its update is its
+final state, its transition and q_entry are zero.
 """
 
 from __future__ import annotations

@@ -94,6 +94,101 @@ def scan_of(index, block, c: tl.constexpr):
     return Scan(split, num_chunks, head, axes, token_offsets(axes, c), causal, strict, state_tile(axes, c))
 
 
+class ChunkTiles(NamedTuple):
+    """What every state needs of a chunk.
+
+    Attributes:
+        A: `ChunkA`.
+        qg, ag, kg, bg: decayed tokens [16, K], as in the formulas above.
+        decays: `decay_factors`.
+        vt: v transposed [V, 16], if there is a v.
+        segments: `chunk_segments`, if there are segments.
+    """
+
+    A: Tensor
+    qg: Tensor
+    ag: Tensor
+    kg: Tensor
+    bg: Tensor
+    decays: Tensor
+    vt: Tensor
+    segments: Tensor
+
+
+@triton.jit
+def load_chunk(x, A, index, gate, scan, n, c: tl.constexpr, MAKE_O: tl.constexpr):
+    """The tiles of chunk ``n``."""
+    i_h, split, axes, offsets = tl.program_id(1), scan.split, scan.axes, scan.offsets
+    k_start, v_start = chunk_starts(split, n, i_h, c)
+    mask = chunk_mask(split.length - n * C, axes)
+    w = load_tokens(x.w + k_start, offsets.batched16, batched16_mask(mask, c), c.unmasked)
+    r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
+    k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
+    a = load_tokens(x.a + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
+    b = load_tokens(x.b + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
+    vt, segments = scan.causal, scan.causal  # in place of what a call lacks: a program returns no None
+    if x.v is not None:
+        vt = load_tokens(x.v + v_start, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(
+            c.operand
+        )
+    decays = decay_factors(w, gate, c, DELTA=True, BATCHED16=True, last=n + 1 == scan.num_chunks)
+    scaled = scaled_tokens(r, k, a, b, decays, c)
+    causal, strict = scan.causal, scan.strict
+    if c.segments:
+        segments = chunk_segments(index.segment_bits, split, n)
+        causal, strict = in_one_segment(segments, causal), in_one_segment(segments, strict)
+    if c.precomputed_A:
+        tiles = load_A(A, (split.first_chunk + n) * c.H + i_h, c)
+    else:
+        tiles = compute_A(scaled, causal, strict, c, MAKE_O=MAKE_O, HAS_V=x.v is not None)
+    kg, bg = scaled.k.second_half, scaled.b.second_half
+    if c.segments:
+        reaches_ht = tokens_reaching_ht(segments)
+        kg, bg = masked(kg, reaches_ht, segments), masked(bg, reaches_ht, segments)
+    return ChunkTiles(tiles, scaled.r.state, scaled.a.state, kg, bg, decays, vt, segments)
+
+
+@triton.jit
+def written_values(state, chunk, c: tl.constexpr, HAS_V: tl.constexpr):
+    """v_new of a chunk, transposed, from the state before it."""
+    a_read = dot(state, tl.trans(chunk.ag), c)
+    if c.segments:
+        a_read = masked(a_read, tl.trans(tokens_seeing_h0(chunk.segments)), chunk.segments)
+    if HAS_V:
+        a_read = dot(chunk.vt, transposed_A(chunk.A.A_ak, c), c, a_read)
+    return dot(a_read.to(c.operand), transposed_A(chunk.A.A_ab_inv, c), c).to(c.operand)
+
+
+@triton.jit
+def chunk_output(state, v_new, chunk, c: tl.constexpr, HAS_V: tl.constexpr):
+    """o of a chunk, transposed."""
+    o = dot(state, tl.trans(chunk.qg), c)
+    if c.segments:
+        o = masked(o, tl.trans(tokens_seeing_h0(chunk.segments)), chunk.segments)
+    if HAS_V:
+        o = dot(chunk.vt, transposed_A(chunk.A.A_qk, c), c, o)
+    return dot(v_new, transposed_A(chunk.A.A_qb, c), c, o)
+
+
+@triton.jit
+def next_state(h, v_new, chunk, c: tl.constexpr, HAS_V: tl.constexpr):
+    """The state after a chunk."""
+    if c.segments:
+        h = masked(h, does_h0_reach_ht(chunk.segments), chunk.segments)
+    if c.unsafe_gate:
+        h *= chunk.decays.decay_pre[None, :]
+    if HAS_V:
+        h = dot(chunk.vt, chunk.kg, c, h)
+    return dot(v_new, chunk.bg, c, h) * chunk.decays.decay_post[None, :]
+
+
+@triton.jit
+def store_values(ptr, scan, n, tile, c: tl.constexpr):
+    """Stores a transposed tile of values of chunk ``n`` behind ``ptr``."""
+    mask = transposed_mask(chunk_mask(scan.split.length - n * C, scan.axes), scan.axes)
+    store_tokens(ptr, scan.offsets.transposed, tile, mask, c.unmasked)
+
+
 @triton.jit
 def scan_chunks(x, A, index, gate, out, scan, block, h, first, last, c: tl.constexpr):
     """The state after the chunks from ``first`` to before ``last``, from the state ``h`` before them.
@@ -102,37 +197,13 @@ def scan_chunks(x, A, index, gate, out, scan, block, h, first, last, c: tl.const
     `Config.precomputed_A`. ``h`` is scaled by `state_scale`, and so is the result, but not after the
     split's last chunk.
     """
-    i_h, split, axes, offsets = tl.program_id(1), scan.split, scan.axes, scan.offsets
+    i_h, split = tl.program_id(1), scan.split
+    HAS_V: tl.constexpr = x.v is not None
     if out.states is not None:
-        buffer = state_pointers(out.states, 0, axes, c.num_buffers, c)
+        buffer = state_pointers(out.states, 0, scan.axes, c.num_buffers, c)
     for n in range(first, last):
         k_start, v_start = chunk_starts(split, n, i_h, c)
-        left = split.length - n * C
-        mask = chunk_mask(left, axes)
-        w = load_tokens(x.w + k_start, offsets.batched16, batched16_mask(mask, c), c.unmasked)
-        r = load_tokens(x.r + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32) * c.scale
-        k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
-        a = load_tokens(x.a + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
-        b = load_tokens(x.b + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
-        if x.v is not None:
-            vt = load_tokens(x.v + v_start, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(
-                c.operand
-            )
-        decays = decay_factors(w, gate, c, DELTA=True, BATCHED16=True, last=n + 1 == scan.num_chunks)
-        scaled = scaled_tokens(r, k, a, b, decays, c)
-        causal, strict = scan.causal, scan.strict
-        if c.segments:
-            segments = chunk_segments(index.segment_bits, split, n)
-            causal, strict = in_one_segment(segments, causal), in_one_segment(segments, strict)
-        chunk = (split.first_chunk + n) * c.H + i_h
-        if c.precomputed_A:
-            tiles = load_A(A, chunk, c)
-        else:
-            tiles = compute_A(scaled, causal, strict, c, MAKE_O=out.o is not None, HAS_V=x.v is not None)
-        qg, ag, kg, bg = scaled.r.state, scaled.a.state, scaled.k.second_half, scaled.b.second_half
-        if c.segments:
-            sees_h0, reaches_ht = tl.trans(tokens_seeing_h0(segments)), tokens_reaching_ht(segments)
-            kg, bg = masked(kg, reaches_ht, segments), masked(bg, reaches_ht, segments)
+        chunk = load_chunk(x, A, index, gate, scan, n, c, MAKE_O=out.o is not None)
         state = h.to(c.operand)
         if out.states is not None:
             at = buffer + state_offset(index, split, n, k_start, c.num_buffers, c)
@@ -142,32 +213,14 @@ def scan_chunks(x, A, index, gate, out, scan, block, h, first, last, c: tl.const
                 mask=scan.tile.mask & (n % c.chunks_per_state == 0),
             )
             if out.A is not None and block == 0:
-                store_A(out.A, chunk, tiles)
-        a_read = dot(state, tl.trans(ag), c)
-        if c.segments:
-            a_read = masked(a_read, sees_h0, segments)
-        if x.v is not None:
-            a_read = dot(vt, transposed_A(tiles.A_ak, c), c, a_read)
-        v_new = dot(a_read.to(c.operand), transposed_A(tiles.A_ab_inv, c), c).to(c.operand)
+                store_A(out.A, (split.first_chunk + n) * c.H + i_h, chunk.A)
+        v_new = written_values(state, chunk, c, HAS_V)
         if out.v_new is not None:
-            store_tokens(
-                out.v_new + v_start, offsets.transposed, v_new, transposed_mask(mask, axes), c.unmasked
-            )
+            store_values(out.v_new + v_start, scan, n, v_new, c)
         if out.o is not None:
-            o = dot(state, tl.trans(qg), c)
-            if c.segments:
-                o = masked(o, sees_h0, segments)
-            if x.v is not None:
-                o = dot(vt, transposed_A(tiles.A_qk, c), c, o)
-            o = dot(v_new, transposed_A(tiles.A_qb, c), c, o)
-            store_tokens(out.o + v_start, offsets.transposed, o, transposed_mask(mask, axes), c.unmasked)
-        if c.segments:
-            h = masked(h, does_h0_reach_ht(segments), segments)
-        if c.unsafe_gate:
-            h *= decays.decay_pre[None, :]
-        if x.v is not None:
-            h = dot(vt, kg, c, h)
-        h = dot(v_new, bg, c, h) * decays.decay_post[None, :]
+            o = chunk_output(state, v_new, chunk, c, HAS_V)
+            store_values(out.o + v_start, scan, n, o, c)
+        h = next_state(h, v_new, chunk, c, HAS_V)
     return h
 
 

@@ -61,6 +61,7 @@ class Call(NamedTuple):
             self.key.bf16_dots,
             num_splits,
             precomputed_A=variant.precomputed_A,
+            joint_scan=variant.joint_scan,
             chunks_per_state=variant.chunks_per_state,
             key_major=variant.key_major and not variant.split_bwd,
             pair_tile=variant.key_major and variant.split_bwd,
@@ -115,14 +116,17 @@ def _precompute_A(plan: ChunkPlan, x: RWKV7Inputs) -> jax.Array:
     ).A
 
 
-def _chunk_state(plan: ChunkPlan, x: RWKV7Inputs, A: jax.Array | None, o_zero_state: bool) -> StateOut:
+def _chunk_state(
+    plan: ChunkPlan, x: RWKV7Inputs, A: jax.Array | None, from_h0: bool, o_zero_state: bool
+) -> StateOut:
     """Transitions, updates and entry queries of all splits (`state_passing_host`), and outputs of zero
-    states."""
+    states. With ``from_h0`` the first split of a sequence starts from its state.
+    """
     (B, _, H, K), V, c = x.r.shape, x.v.shape[-1], plan.config
-    NV, splits = plan.grid[0], B * c.num_splits
+    values, keys, splits = plan.grid[0], -(-K // c.BV), B * c.num_splits
     return triton_call(
         rwkv7_chunk_state_kernel,
-        _tokens(x),
+        without(x, "segment_ids", "cu_seqlens") if from_h0 else _tokens(x),
         A,
         plan.index,
         out=StateOut(
@@ -131,8 +135,8 @@ def _chunk_state(plan: ChunkPlan, x: RWKV7Inputs, A: jax.Array | None, o_zero_st
             update=shaped((splits, H, K, V), jnp.float32),
             o_zero_state=like(x.v, jnp.float32) if o_zero_state else None,  # rounded once, with its sum
         ),
-        config=c.replace(unmasked=c.unmasked and K % c.BV == 0, num_blocks=NV),
-        grid=(NV + -(-K // c.BV), H, splits),
+        config=c.replace(unmasked=c.unmasked and K % c.BV == 0),
+        grid=(max(values, keys) if c.joint_scan else values + keys, H, splits),
         launch=plan.launch,
     )
 
@@ -143,14 +147,15 @@ def fwd(ctx: Ctx, x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
     call = Call.of(ctx, x)
     # without residuals the two scans of chunk_state replace the forward, but for float32 tiles of large heads
     is_single_pass = not ctx.save_residuals and (call.key.bf16_dots or K <= 64)
-    passes = 2 if is_single_pass else 1
+    passes = 2 if is_single_pass and not call.variant.joint_scan else 1
     num_splits, shard = local_num_splits(ctx, passes), shard_of(ctx.cp, x.segment_ids)
     plan = call.plan(ctx, x, "fwd", num_splits)
     A = _precompute_A(plan, x) if call.variant.precomputed_A else None
-    h0, final, residuals = x.initial_state, None, {}
+    h0 = final = x.initial_state
+    residuals: Residuals = {}
     if num_splits_of(ctx, passes) > 1:
         split_plan = call.plan(ctx, x, "chunk_state", num_splits)
-        split = _chunk_state(split_plan, x, A, o_zero_state=is_single_pass)
+        split = _chunk_state(split_plan, x, A, from_h0=shard is None, o_zero_state=is_single_pass)
         h0, final = split_h0(split.transition, split.update, h0, num_splits, shard)
         if is_single_pass:
             o = add_entry_output(split_plan, split.o_zero_state, split.q_entry, h0, x.v.dtype)
@@ -177,7 +182,9 @@ def fwd(ctx: Ctx, x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
         grid=plan.grid,
         launch=plan.launch,
     )
-    outputs = Outputs(out.o, out.ht if final is None else final)
+    if shard is None:
+        final = out.ht.reshape(final.shape[0], -1, H, K, V)[:, -1]
+    outputs = Outputs(out.o, final)
     if not ctx.save_residuals:
         return outputs, {}
     residuals |= buffers.residuals(out.states) | {"A": out.A if A is None else A}

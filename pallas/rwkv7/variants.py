@@ -16,6 +16,7 @@ VARIANTS = (
         "bfloat16 and heads of 33 to 64, on compute capability 9.0",
         lambda key: key.gpu.wgmma and key.all_bf16 and not key.w_float16 and 32 < key.K <= 64,
         key_major=True,
+        joint_scan=True,
     ),
     Variant("fused", "16-bit inputs and heads up to 64", lambda key: key.bf16_dots and key.K <= 64),
     Variant(

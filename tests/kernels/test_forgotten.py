@@ -113,17 +113,18 @@ def test_splits(op, how):
             dict(H=2, decay=("strong", "weak")),
             dict(decay="layer", V=24),
             dict(decay="mixed"),
-            dict(decay="strong", layout="segments", lengths=(90, 230)),
+            dict(decay="strong", layout="segments", lengths=(90, 390)),
         ],
         2,
     ),
     ids=str,
 )
-def test_tails_of_splits(op, case):
+@pytest.mark.parametrize("names", [(), ("bf16 dots", "key-major")], ids=["", "key-major"])
+def test_tails_of_splits(op, case, names):
     """Where a split forgets what is before its tail, and where it does not."""
-    case = Case(op, **(dict(B=1, T=320, H=1, K=16, V=16) | case))
-    with variants.forced("splits of 160", "tail of 4 chunks"):
-        assert variants.num_splits(case) == 2
+    case = Case(op, **(dict(B=1, T=480, H=1, K=16, V=16) | case))
+    with variants.forced("splits of 160", "tail of 4 chunks", *names):
+        assert variants.num_splits(case) == 3
         cases.compare(case, cases.run(case, "triton"))
 
 

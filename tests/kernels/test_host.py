@@ -9,7 +9,9 @@ pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 
 from fla_jax.pallas.common import chunk_plan
 from fla_jax.pallas.common.state_buffers_host import state_buffers
+from fla_jax.pallas.rwkv6 import variants as rwkv6_variants
 from fla_jax.pallas.rwkv7 import chunk_host as rwkv7
+from fla_jax.pallas.rwkv7 import variants as rwkv7_variants
 
 pytestmark = pytest.mark.one_python
 
@@ -22,6 +24,16 @@ def test_states_in_the_memory_of_gradients(op, K, V, buffers):
     x = Case(op, B=2, T=48, H=2, K=K, V=V).context().shapes
     gradients = ("r", "k", "v", "w") if op == "rwkv6" else ("r", "k", "a", "b")
     assert state_buffers(x, gradients, max_values=64, dtype=jnp.float32).num_buffers == buffers
+
+
+def test_a_forward_program_has_all_values_of_a_backward_program(op):
+    """It stores the state of one (`state_buffers`)."""
+    launches = {"rwkv6": rwkv6_variants, "rwkv7": rwkv7_variants}[op].LAUNCHES
+    backwards = [row for row in launches if row[1] == "bwd"]
+    assert backwards
+    for variant, _, K in backwards:
+        pairs = zip(launches[variant, "fwd", K], launches[variant, "bwd", K], strict=True)
+        assert all(fwd.block >= min(64, bwd.block) for fwd, bwd in pairs), (variant, K)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ SPLITS = [
     segments(16, 16, 1, 40),  # segments that begin where a split does
     segments(80, decay="mixed"),
 ]
+# blocks of values without one of keys, and the other way round
+JOINT_SCANS = [dict(T=80, K=24, V=72), dict(T=80, K=64, V=16, decay="mixed"), dict(T=70, K=40, V=24)]
 # the token before a split's first one is in the split before
 KEY_MAJOR_SPLITS = [segments(16, 16, 1, 40, decay="mixed"), segments(3, 13, 32, 1, 24, **SAFE)]
 GROUPS = [
@@ -94,6 +96,7 @@ GROUPS = [
     ("tf32x3", "both", ("tf32x3",), [case | dict(H=1) for case in FP32[1:6]]),
     ("splits", "both", ("splits",), SPLITS),
     ("bf16 splits", "rwkv7", ("bf16 dots", "splits"), SPLITS),
+    ("joint scans", "rwkv7", ("bf16 dots", "key-major", "splits"), SPLITS + JOINT_SCANS),
     ("pairs in splits", "rwkv7", ("bf16 dots", "splits"), [dict(B=1, T=70, K=104, V=24)]),
     ("key-major splits", "both", ("bf16 dots", "key-major", "splits"), KEY_MAJOR_SPLITS),
 ]
