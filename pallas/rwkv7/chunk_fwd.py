@@ -126,7 +126,8 @@ def load_chunk(x, A, index, gate, scan, n, c: tl.constexpr, MAKE_O: tl.constexpr
     k = load_tokens(x.k + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
     a = load_tokens(x.a + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
     b = load_tokens(x.b + k_start, offsets.key, mask.key, c.unmasked).to(tl.float32)
-    vt, segments = scan.causal, scan.causal  # in place of what a call lacks: a program returns no None
+    # a Triton function cannot return None, so without v or segments a mask is returned in their place
+    vt, segments = scan.causal, scan.causal
     if x.v is not None:
         vt = load_tokens(x.v + v_start, offsets.transposed, transposed_mask(mask, axes), c.unmasked).to(
             c.operand
@@ -184,7 +185,7 @@ def next_state(h, v_new, chunk, c: tl.constexpr, HAS_V: tl.constexpr):
 
 @triton.jit
 def store_values(ptr, scan, n, tile, c: tl.constexpr):
-    """Stores a transposed tile of values of chunk ``n`` behind ``ptr``."""
+    """Stores a transposed tile [V, 16] of chunk ``n``; ``ptr`` points to the chunk's first token."""
     mask = transposed_mask(chunk_mask(scan.split.length - n * C, scan.axes), scan.axes)
     store_tokens(ptr, scan.offsets.transposed, tile, mask, c.unmasked)
 

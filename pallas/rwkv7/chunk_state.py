@@ -189,8 +189,8 @@ def chunk_state(x, A, index, gate, out, c: tl.constexpr):
 
 @triton.jit
 def rwkv7_chunk_state_kernel(x, A, index, out, c: tl.constexpr):
-    """Grid (blocks; heads; splits). A program takes a block of values for the update and one of keys for the
-    transition; without `Config.joint_scan` one of both, first values.
+    """Grid (blocks, heads, splits). With `Config.joint_scan` a program takes a block of values for the update
+    and a block of keys for the transition, otherwise one or the other, blocks of values first.
     """
     gate = load_gate(index, tl.program_id(2), c)
     if has_unsafe_gate(gate, c):
