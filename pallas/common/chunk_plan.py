@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -97,22 +98,28 @@ class ChunkPlan:
         return jnp.bfloat16 if self.config.operand == tl.bfloat16 else jnp.float32
 
 
-def num_splits_of(ctx: Context[Recurrence, RecurrenceConfig], passes: int = 1) -> int:
+def num_splits_of(
+    ctx: Context[Recurrence, RecurrenceConfig], passes: int = 1, max_programs: Mapping[int, int] | None = None
+) -> int:
     """Splits of each sequence: 1 if sequences and heads alone keep the GPU busy, and equally many on each
-    device of a sequence axis. ``passes`` scans of a split run at once. Packed sequences are not split.
+    device of a sequence axis. ``passes`` scans of a split run at once; ``max_programs`` replaces
+    `MAX_SPLIT_PROGRAMS`. Packed sequences are not split.
     """
     B, T, H, K = ctx.shapes.r.shape
     T //= ctx.cp.size
     programs = max(1, B * H * ctx.cp.size // ctx.num_devices)
-    if ctx.shapes.cu_seqlens is not None or programs > MAX_SPLIT_PROGRAMS.get(max(64, tile(K)), 0):
+    limits = MAX_SPLIT_PROGRAMS if max_programs is None else max_programs
+    if ctx.shapes.cu_seqlens is not None or programs > limits.get(max(64, tile(K)), 0):
         return ctx.cp.size
     wanted = min(-(-FULL_GPU // (passes * programs)), T // MIN_SPLIT_LEN)
     return ctx.cp.size * -(-T // split_length(T, max(1, wanted)))
 
 
-def local_num_splits(ctx: Context[Recurrence, RecurrenceConfig], passes: int = 1) -> int:
+def local_num_splits(
+    ctx: Context[Recurrence, RecurrenceConfig], passes: int = 1, max_programs: Mapping[int, int] | None = None
+) -> int:
     """Splits of the tokens that one device has."""
-    return num_splits_of(ctx, passes) // (1 if ctx.cp.axis is None else ctx.cp.size)
+    return num_splits_of(ctx, passes, max_programs) // (1 if ctx.cp.axis is None else ctx.cp.size)
 
 
 def split_length(T: int, num_splits: int) -> int:

@@ -38,6 +38,8 @@ from .variants import A_LAUNCH, LAUNCHES, VARIANTS
 
 Ctx = Context[RWKV7Inputs, RecurrenceConfig]
 
+MAX_FORWARD_PROGRAMS = {64: 80, 128: 48}  # of `MAX_SPLIT_PROGRAMS`' kind, for forwards without residuals
+
 
 class Call(NamedTuple):
     """A call's key, and the variant that it selects."""
@@ -148,12 +150,14 @@ def fwd(ctx: Ctx, x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
     # without residuals the two scans of chunk_state replace the forward, but for float32 tiles of large heads
     is_single_pass = not ctx.save_residuals and (call.key.bf16_dots or K <= 64)
     passes = 2 if is_single_pass and not call.variant.joint_scan else 1
-    num_splits, shard = local_num_splits(ctx, passes), shard_of(ctx.cp, x.segment_ids)
+    max_programs = None if ctx.save_residuals else MAX_FORWARD_PROGRAMS
+    num_splits = local_num_splits(ctx, passes, max_programs)
+    shard = shard_of(ctx.cp, x.segment_ids)
     plan = call.plan(ctx, x, "fwd", num_splits)
     A = _precompute_A(plan, x) if call.variant.precomputed_A else None
     h0 = final = x.initial_state
     residuals: Residuals = {}
-    if num_splits_of(ctx, passes) > 1:
+    if num_splits_of(ctx, passes, max_programs) > 1:
         split_plan = call.plan(ctx, x, "chunk_state", num_splits)
         split = _chunk_state(split_plan, x, A, from_h0=shard is None, o_zero_state=is_single_pass)
         h0, final = split_h0(split.transition, split.update, h0, num_splits, shard)

@@ -62,12 +62,9 @@ def starts_sequence(x, c: tl.constexpr):
 
 
 @triton.jit
-def is_update_read(x, out, c: tl.constexpr):
-    """Whether the scan for the split's update is of use: not for the last of a sequence on one device, whose
-    final state and outputs the forward computes.
-    """
-    is_before_another = tl.program_id(2) % c.num_splits < c.num_splits - 1
-    return is_before_another | (x.initial_state is None) | (out.o_zero_state is not None)
+def is_last_update(x, c: tl.constexpr):
+    """Whether no split follows: of a sequence on one device, the forward computes its final state."""
+    return (tl.program_id(2) % c.num_splits == c.num_splits - 1) & (x.initial_state is not None)
 
 
 @triton.jit
@@ -90,15 +87,18 @@ def first_chunk_of_update(x, A, index, gate, out, c: tl.constexpr):
     if out.o_zero_state is None:
         scan = scan_of(index, 0, square)
         start, last = tail_start(scan.split), scan.num_chunks
-        forgets = (start > TAIL * tl.cdiv(c.K, c.BV)) & do_decays_vanish(x.w, scan.split, scan.axes, c)
-        if forgets:
-            for block in range(0, tl.cdiv(c.K, c.BV)):
-                columns = scan_of(index, block, square)
-                h = identity(columns, gate, square) * LARGEST_STATE
-                h = scan_without_v(x, A, index, gate, None, columns, block, h, start, last, square)
-                forgets = forgets & is_zero(h)
-        first = tl.where(forgets, start, 0)
-        first = tl.where(is_update_read(x, out, c), first, last)
+        if is_last_update(x, c):
+            first = last
+        elif start > TAIL * tl.cdiv(c.K, c.BV):
+            forgets = do_decays_vanish(x.w, scan.split, scan.axes, c)
+            if forgets:
+                for block in range(0, tl.cdiv(c.K, c.BV)):
+                    columns = scan_of(index, block, square)
+                    h = identity(columns, gate, square) * LARGEST_STATE
+                    h = scan_without_v(x, A, index, gate, None, columns, block, h, start, last, square)
+                    forgets = forgets & is_zero(h)
+            if forgets:
+                first = start
     return first
 
 

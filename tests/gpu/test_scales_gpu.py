@@ -1,4 +1,6 @@
-"""A model with strong decays under a mean loss over 2^15 tokens, on an NVIDIA GPU, against float64."""
+"""Scales of training on an NVIDIA GPU, against float64: a model with strong decays under a mean loss over
+2^15 tokens, and split sequences at every scale of values and cotangents.
+"""
 
 import functools
 
@@ -6,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import whole_model
+from harness import places, scales, variants
+from harness.tiers import each_op
 
 from fla_jax.pallas.backend import triton
 
@@ -30,3 +34,13 @@ def test_gradients_of_all_parameters_are_as_exact_as_those_of_plain_jax(dtype, l
     options = OPTIONS | dict(dtype=dtype)
     ours = whole_model.gradients(options | dict(implementation="triton"), draws)
     whole_model.check(ours, whole_model.plain_gradients(options, draws), exact, least)
+
+
+@each_op
+@pytest.mark.parametrize("decays, options", [(scales.BOUNDED, dict(lower_bound=-5.0)), (scales.ALL, {})])
+def test_split_sequences_at_every_scale(op, decays, options):
+    heads = [head for head in scales.GRID if head.decay in decays]
+    heads += [head._replace(exponent=exponent) for head in heads for exponent in (-60, -20, 40)]
+    case = scales.case_of(op, heads, T=1024, K=64, V=64, dtype="bfloat16", **options)
+    assert variants.num_splits(case) > 1
+    scales.check(case, "triton", tol=scales.of_one_head(places.RECURRENCE[places.TRITON_GPU]["bfloat16"]))

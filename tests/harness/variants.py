@@ -62,7 +62,10 @@ FORCED: dict[str, tuple[tuple[str, str, Any], ...]] = {
         (f"fla_jax.pallas.{module}", "TAIL", lambda old: type(old)(4))
         for module in ("common.forgetting", "rwkv6.chunk_state", "rwkv7.chunk_state")
     ),
-    "no splits": (("fla_jax.pallas.common.chunk_plan", "MAX_SPLIT_PROGRAMS", lambda old: {}),),
+    "no splits": (
+        ("fla_jax.pallas.common.chunk_plan", "MAX_SPLIT_PROGRAMS", lambda old: {}),
+        (RWKV7, "MAX_FORWARD_PROGRAMS", lambda old: {}),
+    ),
     "recurrent gradients by chunks": (
         ("fla_jax.pallas.rwkv7.scan_host", "has_chunk_gradients", lambda old: lambda ctx, x: True),
         ("fla_jax.pallas.rwkv7.recurrent_host", "has_chunk_gradients", lambda old: lambda ctx, x: True),
