@@ -38,7 +38,8 @@ from .variants import A_LAUNCH, LAUNCHES, VARIANTS
 
 Ctx = Context[RWKV7Inputs, RecurrenceConfig]
 
-MAX_FORWARD_PROGRAMS = {64: 80, 128: 48}  # of `MAX_SPLIT_PROGRAMS`' kind, for forwards without residuals
+# `MAX_SPLIT_PROGRAMS` of forwards without residuals, lower since no backward gains from the splits
+MAX_FORWARD_PROGRAMS = {64: 80, 128: 48}
 
 
 class Call(NamedTuple):

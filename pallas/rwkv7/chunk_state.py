@@ -62,8 +62,10 @@ def starts_sequence(x, c: tl.constexpr):
 
 
 @triton.jit
-def is_last_update(x, c: tl.constexpr):
-    """Whether no split follows: of a sequence on one device, the forward computes its final state."""
+def ends_sequence(x, c: tl.constexpr):
+    """Whether the split is the last of a sequence on one device: the forward computes the final state, and
+    nothing reads the update.
+    """
     return (tl.program_id(2) % c.num_splits == c.num_splits - 1) & (x.initial_state is not None)
 
 
@@ -87,7 +89,7 @@ def first_chunk_of_update(x, A, index, gate, out, c: tl.constexpr):
     if out.o_zero_state is None:
         scan = scan_of(index, 0, square)
         start, last = tail_start(scan.split), scan.num_chunks
-        if is_last_update(x, c):
+        if ends_sequence(x, c):
             first = last
         elif start > TAIL * tl.cdiv(c.K, c.BV):
             forgets = do_decays_vanish(x.w, scan.split, scan.axes, c)
