@@ -68,7 +68,7 @@ class SequenceShard(NamedTuple):
 
 def shard_of(cp: ContextParallel, segment_ids: jax.Array | None) -> SequenceShard | None:
     """This device's shard of the sequences of a call, or None where it has whole sequences."""
-    return None if cp.axis is None else shard_on(cp.axis, segment_ids)
+    return None if cp.axis is None or cp.size == 1 else shard_on(cp.axis, segment_ids)
 
 
 def shard_on(axis: str, segment_ids: jax.Array | None) -> SequenceShard:

@@ -198,6 +198,14 @@ def vmaps() -> int:
     return done
 
 
+@pytest.mark.parametrize("op, implementation", PAIRS)
+def test_an_explicit_axis_of_one_device(op, implementation):
+    """It splits nothing, and is in the types of the arrays all the same."""
+    case, over = Case(op, B=8, T=32, H=1, K=4, V=3), {"b": "data", "t": "sequence"}
+    found = run(program(case, implementation, "explicit", over, (("data", 8), ("sequence", 1))))
+    assert {kind for kind, _ in found} <= {"all-reduce"}, found
+
+
 def refused(case: Case, implementation: str, over: dict[str, str], cp: str | None = "sequence") -> Program:
     variants = ("splits",) if implementation == "triton" else ()
     return program(case, implementation, "auto", over, (("sequence", 8),), cp=cp, variants=variants)
