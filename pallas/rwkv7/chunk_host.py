@@ -158,7 +158,7 @@ def fwd(ctx: Ctx, x: RWKV7Inputs) -> tuple[Outputs, Residuals]:
     A = _precompute_A(plan, x) if call.variant.precomputed_A else None
     h0 = final = x.initial_state
     residuals: Residuals = {}
-    if num_splits_of(ctx, passes, max_programs) > 1:
+    if num_splits > 1 or shard is not None:
         split_plan = call.plan(ctx, x, "chunk_state", num_splits)
         split = _chunk_state(split_plan, x, A, from_h0=shard is None, o_zero_state=is_single_pass)
         h0, final = split_h0(split.transition, split.update, h0, num_splits, shard)

@@ -24,7 +24,7 @@ def of_one_head(tol: Tolerances) -> Tolerances:
 # values of 1e-6 are right for decays of at least -4 and cotangents from 2^LOWEST_OF_SMALL up
 SMALL, LOWEST_OF_SMALL = ("-0.6", "-2.0", "-4.0"), -20
 BOUNDED = ("-0.6", "-2.0", "-4.0", "-4.9", "-5.0", "mild")
-ALL = (*BOUNDED, "-8.0", "-20.0", "-60.0", "mixed", "channels")
+DECAYS = (*BOUNDED, "-8.0", "-20.0", "-60.0", "mixed", "channels")
 
 
 class Head(NamedTuple):
@@ -39,7 +39,7 @@ class Head(NamedTuple):
 
 
 GRID = (
-    *itertools.starmap(Head, itertools.product(ALL, (1.0, 1e3))),
+    *itertools.starmap(Head, itertools.product(DECAYS, (1.0, 1e3))),
     *(Head(decay, 1e-6) for decay in SMALL),
 )
 EXPONENTS = (-60, -40, -30, -20, -7, 20, 40)
