@@ -25,9 +25,9 @@ from .shapes import like, shaped, tile
 CHUNK = C.value
 SAFE_GATE_EXPONENT = -CHUNK / 2 / math.log(2)  # times the lowest log decay: log2 of half a chunk's decay
 
-# Programs that fill an H200; the most programs, by padded K, at which splits pay for scanning twice; the
-# fewest tokens of a split
-FULL_GPU, MAX_SPLIT_PROGRAMS, MIN_SPLIT_LEN = 512, {64: 132, 128: 100}, 256
+# Programs that an H100 or H200 runs at once, four on each of its 132 multiprocessors; the most programs, by
+# padded K, at which splits pay for scanning twice; the fewest tokens of a split
+FULL_GPU, MAX_SPLIT_PROGRAMS, MIN_SPLIT_LEN = 528, {64: 132, 128: 100}, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def num_splits_of(
     limits = MAX_SPLIT_PROGRAMS if max_programs is None else max_programs
     if ctx.shapes.cu_seqlens is not None or programs > limits.get(max(64, tile(K)), 0):
         return ctx.cp.size
-    wanted = min(-(-FULL_GPU // (passes * programs)), T // MIN_SPLIT_LEN)
+    wanted = min(FULL_GPU // (passes * programs), T // MIN_SPLIT_LEN)
     return ctx.cp.size * -(-T // split_length(T, max(1, wanted)))
 
 

@@ -57,6 +57,15 @@ def test_large_heads_store_a_state_for_two_chunks(T, K, V, lengths, buffers):
     assert call.dstate_buffers(ctx.shapes).num_buffers == buffers
 
 
+@pytest.mark.parametrize(
+    "heads, num_splits", [(8, 16), (30, 8), (36, 7), (48, 5), (60, 4), (64, 4), (66, 4), (67, 1)]
+)
+def test_all_splits_run_at_once(op, heads, num_splits):
+    """On the 132 multiprocessors of an H100, four programs on each."""
+    ctx = Case(op, B=2, T=4096, H=heads, K=2, V=2).context()
+    assert chunk_plan.num_splits_of(ctx) == num_splits
+
+
 @pytest.mark.parametrize("dtype, is_pair", [("bfloat16", True), ("float32", False), ("float16", False)])
 def test_large_heads_as_one_tile_are_bfloat16(dtype, is_pair):
     """Others store a state for every chunk, or have other operands."""
