@@ -106,7 +106,7 @@ def losses(found: Records) -> str:
     if not ours or not has_peers(found):
         return NOTHING
     if not lost:
-        return "No peer is faster than every form of ours in this file."
+        return "In no measurement of the ops is a peer faster."
     lines = []
     for r in sorted(lost, key=lambda r: -r["ratio"]):
         task = lambda r: [r.get(name) for name in ("op", "form", "shape", "pass", "dtype", "precision")]
@@ -143,6 +143,7 @@ def training(found: Records) -> str:
             model = ", ".join([r["model"], *(f"{name} {value}" for name, value in size.items())])
             nothing = r.get("remat") in (None, False, "none")
             remat = "nothing rematerialised" if nothing else f"remat={r['remat']!r}"
+            remat += ", FP8" if r.get("precision") == "fp8" else ""
             numbers = (
                 number(r.get("tokens_per_s"), 6),
                 number(r.get("peak_gb")),
@@ -195,10 +196,11 @@ def scaling(found: Records) -> str:
             moved = ", ".join(f"{count} {kind}" for kind, count in r["collectives"].items())
             shares = (f"{r[name]:.1%}" if name in r else "" for name in ("efficiency", "share_6n"))
             numbers = (number(r["ms"]), *shares, number(r["tokens_per_s"], 6), number(r["peak_gb"]))
-            lines.append((r["mode"], r["devices"], f"{model}, B {size['B']}, T {size['T']}", *numbers, moved))
+            what = f"{model}, B {size['B']}, T {size['T']}"
+            lines.append((r["mode"], r["devices"], what, *numbers, moved, r["commit"]))
     lines.sort(key=lambda line: line[:2])
-    head = ("mode", "devices", "what", "ms", "efficiency", "6 N", "tokens/s", "GB a device", "collectives")
-    return table(head, lines)
+    numbers_of = ("ms", "efficiency", "6 N", "tokens/s", "GB a device")
+    return table(("mode", "devices", "what", *numbers_of, "collectives", "commit"), lines)
 
 
 def layers(found: Records) -> str:

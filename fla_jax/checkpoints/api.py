@@ -281,8 +281,9 @@ def _warn_of_mixed_dtypes(tensors: Mapping[str, np.ndarray]) -> None:
 def load_extras(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint that `load_checkpoint` leaves out, by their names in the file.
 
-    These are layer 0's v0, v1, v2, which no program reads, and tuned initial states, ``time_state``
-    [H, V, K], for which `fla_jax.training.load_states` is simpler. Arguments and errors: `load_checkpoint`.
+    These are layer 0's v0, v1, v2, which nothing computes with but some readers require, and tuned initial
+    states, ``time_state`` [H, V, K], for which `fla_jax.training.load_states` is simpler. Arguments and
+    errors: `load_checkpoint`.
 
     Example:
         >>> import tempfile

@@ -19,6 +19,7 @@ from .tensors import printable, quoted
 if sys.platform != "win32":
     import fcntl
 
+HUB_PREFIX = "hf://"  # of names of repositories (`fla_jax.checkpoints.hub`)
 Json = Any  # a value of a JSON document
 _MAX_JSON = 10**8  # bytes, also the limit of safetensors for its headers
 _KINDS = {
@@ -31,13 +32,15 @@ _KINDS = {
 
 
 def as_path(path: object) -> Path:
-    """The argument ``path``.
+    """The argument ``path``, of this machine.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is no path. ValueError: it names a repository.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path must be a str or an os.PathLike of str, got {type(path).__name__}")
+    if os.fspath(path).startswith(HUB_PREFIX):
+        raise ValueError(f"path must be of this machine: only models are read from {HUB_PREFIX}, got {path}")
     return Path(path)
 
 

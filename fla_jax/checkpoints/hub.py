@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .files import as_path
+from .files import HUB_PREFIX, as_path
 from .tensors import printable, quoted
 
-PREFIX = "hf://"
 # The files of a model, in the top directory: repositories may have other formats in other directories.
 _FILES = ["config.json", "model.safetensors.index.json", "*.safetensors"]
 _PART = r"[\w.-]+"
@@ -27,9 +26,9 @@ def located(path: object) -> Path:
         OSError: the repository or its file is neither in the cache nor can be downloaded. ImportError:
             huggingface_hub is not installed.
     """
-    if not (isinstance(path, str) and path.startswith(PREFIX)):
+    if not (isinstance(path, str) and path.startswith(HUB_PREFIX)):
         return as_path(path)
-    found = _NAME.fullmatch(path.removeprefix(PREFIX))
+    found = _NAME.fullmatch(path.removeprefix(HUB_PREFIX))
     if found is None:
         form = "hf://owner/name, with @revision and /file behind it if need be"
         raise ValueError(f"path must be {form}, got {quoted(path)}")
@@ -57,5 +56,5 @@ def located(path: object) -> Path:
         raise ValueError(f"{path}: {printable(error)}") from None
     if not any(folder.glob("*.safetensors")):
         what = "holds no safetensors; name one of its files, such as"
-        raise ValueError(f"{path} {what} {PREFIX}{repo}/NAME.pth")
+        raise ValueError(f"{path} {what} {HUB_PREFIX}{repo}/NAME.pth")
     return folder

@@ -14,6 +14,7 @@ import pytest
 import small_models as small
 
 from fla_jax.checkpoints import load_checkpoint, load_extras, save_checkpoint
+from fla_jax.models import RWKV7Config, RWKV7ForCausalLM, initial_params
 
 constants = pytest.importorskip("huggingface_hub.constants")
 ROOT = Path(__file__).parents[2]
@@ -104,6 +105,14 @@ def test_the_environment_is_respected(home):
 def test_what_is_not_there_is_named(offline, name, error, message):
     with pytest.raises(error, match=message):
         load_checkpoint(name)
+
+
+def test_models_are_not_written_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = RWKV7ForCausalLM(RWKV7Config(vocab_size=8, hidden_size=16, num_layers=1, head_dim=16))
+    with pytest.raises(ValueError, match=r"path must be of this machine: .*got hf://owner/name"):
+        save_checkpoint("hf://owner/name", model, initial_params(model, jax.random.key(0)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
