@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .tokenizer import tokenizer_config
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 
@@ -80,6 +85,9 @@ class WorldTemplate:
 class JinjaTemplate:
     """A template as Hugging Face checkpoints have it, run in a sandbox of jinja2.
 
+    Templates may use ``break``, ``continue`` and ``generation`` blocks, ``raise_exception(message)``,
+    ``strftime_now(format)``, and ``tojson``, which does not escape HTML here.
+
     Args:
         source: the template.
         tokens: texts of special tokens by the names that the source uses, such as ``eos_token``.
@@ -102,20 +110,10 @@ class JinjaTemplate:
     stop = ()
 
     def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
-        try:
-            from jinja2 import TemplateError
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as error:
-            raise ImportError("JinjaTemplate needs jinja2: pip install jinja2") from error
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"], self._error = refuse, TemplateError
+        environment = _environment()
         try:
             self._template = environment.from_string(source, globals=dict(tokens or {}))
-        except TemplateError as error:
+        except Exception as error:  # jinja2's, and Python's for a break outside of a loop
             raise ValueError(f"source is not a chat template: {error}") from None
 
     def __call__(self, turns: Sequence[Turn]) -> str:
@@ -145,8 +143,52 @@ class JinjaTemplate:
         messages = [turn._asdict() for turn in turns]
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt)
-        except self._error as error:
+        except Exception as error:  # a template may compute anything from messages
             raise ValueError(f"the chat template refuses the messages: {error}") from None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """A sandbox with the tags, functions and filters that Hugging Face's templates use."""
+    try:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.parser import Parser
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ImportError("JinjaTemplate needs jinja2: pip install jinja2") from error
+
+    class Generation(Extension):
+        """Tags around the assistant's text, which is rendered as it is."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    environment.filters["tojson"] = _json
+    return environment
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter ``tojson``."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def chat_template(checkpoint: Path) -> WorldTemplate | JinjaTemplate:

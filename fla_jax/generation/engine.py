@@ -86,6 +86,11 @@ class Engine:
         return self._params
 
     @property
+    def latest_params(self) -> PyTree:
+        """Those of the last `update`, also while rows in flight finish with the ones before."""
+        return self._params if self._next_params is None else self._next_params[0]
+
+    @property
     def busy(self) -> bool:
         """Whether a row waits or decodes, or an event has not been returned."""
         return bool(self._waiting or self._ready or self._events or self._in_flight)
@@ -105,6 +110,7 @@ class Engine:
         state: RWKVState | GenerationState | None = None,
         keep_state: bool = False,
         stepwise: bool = False,
+        known: np.ndarray | None = None,
     ) -> list[Row]:
         """Adds a prompt; starts nothing.
 
@@ -113,6 +119,7 @@ class Engine:
             sampling: its ``stop`` and ``ignore_eos`` are `Generator`'s. None for `SamplingParams`'s defaults.
             keep_state: whether the row has its state when it is over.
             stepwise: whether it has its state at every event; then calls have one step.
+            known: all tokens of the prompt, where ``state`` is a cached one after the first of them.
 
         Returns:
             A row for each completion. ValueError or TypeError where an argument does not fit.
@@ -130,7 +137,7 @@ class Engine:
         if prompt is None and start is None:
             raise ValueError("prompt must hold at least one token unless state is a GenerationState")
         tokens = None if prompt is None else check_prompt(prompt, self._model.config.vocab_size)
-        waiting = Prompt(tokens, initial, start if tokens is None else None, [])
+        waiting = Prompt(tokens, initial, start if tokens is None else None, [], known)
         seed = self._next if sampling.seed is None else sampling.seed
         for i in range(sampling.n):
             waiting.rows.append(
@@ -178,7 +185,14 @@ class Engine:
             The rows that begin again.
         """
         self._next_params = params, decoder
+        cached = [prompt for prompt in self._ready if prompt.tokens is None and prompt.known is not None]
+        self._ready = collections.deque(prompt for prompt in self._ready if prompt not in cached)
+        self._waiting.extendleft(reversed(cached))
+        for prompt in self._waiting:
+            prompt.forget_cached()
         if not restart:
+            if not self._in_flight:
+                self._replace_params()
             return []
         begun = [prompt for prompt in self._ready if prompt.tokens is not None]
         begun += self._reading[1] if self._reading else []
@@ -188,6 +202,7 @@ class Engine:
         again = {row.number: row for row in (*rows, *late) if row.finish_reason is None}
         self._ready = collections.deque(prompt for prompt in self._ready if prompt.tokens is None)
         for prompt in reversed(requeued(again.values())):
+            prompt.forget_cached()
             (self._waiting if prompt.tokens is not None else self._ready).appendleft(prompt)
         self._reading, self._rows = None, [None] * self.slots
         for slot in range(self.slots):
@@ -230,7 +245,12 @@ class Engine:
                 self._reading = self._read(prompts), prompts
         if self._reading is not None:
             pieces, prompts = self._reading
-            read = next(pieces)
+            try:
+                read = next(pieces)
+            except BaseException:  # ends the iterator: the prompts are read again from their beginning
+                self._reading = None
+                self._waiting.extendleft(reversed(prompts))
+                raise
             if read is not None:
                 self._reading = None
                 self._begin(prompts, *read)

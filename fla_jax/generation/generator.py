@@ -19,7 +19,7 @@ from ..models.causal_lm import RWKVForCausalLM
 from .array_checks import check_deleted, check_untraced
 from .decoder import Decoder
 from .engine import Engine
-from .prompts import check_params, check_prompt
+from .prompts import check_params, check_prompt, check_texts
 from .requests import (
     Collector,
     Completion,
@@ -114,6 +114,7 @@ class Generator:
         self._events: collections.deque[Event] = collections.deque()  # that were not returned yet
         self._claimed = weakref.WeakSet[Request]()  # of `generate`, whose events nobody else gets
         self._number = 0
+        self._params = object()  # stands for the parameters, see `Prefix`
 
     @property
     def busy(self) -> bool:
@@ -155,39 +156,55 @@ class Generator:
         stepwise: bool,
     ) -> Request:
         sampling = rules_of_request(sampling, max_tokens, self.tokenizer)
-        prompt, state, length, cached = self._cached(prompt, state)
+        tokens, state, known, cached = self._cached(prompt, state)
         # a state after a stop string is that of its last token
         stepwise = stepwise or (keep_state and bool(sampling.stop))
-        rows = self.engine.submit(prompt, sampling, state=state, keep_state=keep_state, stepwise=stepwise)
+        rows = self.engine.submit(
+            tokens,
+            sampling,
+            state=state,
+            keep_state=keep_state,
+            stepwise=stepwise,
+            known=known if cached else None,
+        )
         request = Request(self._number, rows, self.engine.finish)
         self._number += 1
-        usage = Usage(length, cached, 0)
+        last = [] if known is None else known[-1:].tolist()
+        usage = Usage(0 if known is None else len(known), cached, 0)
         for index, row in enumerate(rows):
-            self._collectors[row] = Collector(request, index, usage, self.tokenizer)
+            self._collectors[row] = Collector(request, index, usage, self.tokenizer, last)
         return request
 
-    def _cached(self, prompt: object, state: State | None) -> tuple[object, State | None, int, int]:
-        """The tokens that are to be read and the state before them; numbers of all tokens and cached ones."""
-        if isinstance(prompt, Prefix):
-            if state is not None:
-                raise ValueError("state must be None with a Prefix, which has its own")
-            n = len(prompt.tokens)
-            return list(prompt.rest) or None, prompt.state, n + len(prompt.rest), n
+    def _cached(
+        self, prompt: object, state: State | None
+    ) -> tuple[np.ndarray | None, State | None, np.ndarray | None, int]:
+        """The tokens that are to be read, None for none, and the state before them; all tokens of the prompt,
+        and how many of them are in that state.
+        """
         if prompt is None:
-            return None, state, 0, 0
-        tokens = self._tokens(prompt)
-        known = self.cache.longest(tokens) if state is None else None
-        if known is None:
-            return tokens, state, len(tokens), 0
-        n, start = known
-        return tokens[n:] if n < len(tokens) else None, start, len(tokens), n
+            return None, state, None, 0
+        found = None
+        if not isinstance(prompt, Prefix):
+            tokens = self._tokens(prompt)
+        elif state is not None:
+            raise ValueError("state must be None with a Prefix, which has its own")
+        else:
+            tokens = self._tokens([*prompt.tokens, *prompt.rest])
+            if prompt.params is self._params:
+                found = len(prompt.tokens), prompt.state
+        if found is None and state is None:
+            found = self.cache.longest(tokens)
+        if found is None:
+            return tokens, state, tokens, 0
+        n, start = found
+        return tokens[n:] if n < len(tokens) else None, start, tokens, n
 
-    def _tokens(self, prompt: object) -> np.ndarray:
+    def _tokens(self, prompt: object, name: str = "prompt") -> np.ndarray:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise TypeError("prompt is text, which needs a tokenizer: Generator(..., tokenizer=)")
+                raise TypeError(f"{name} is text, which needs a tokenizer: Generator(..., tokenizer=)")
             prompt = self.tokenizer.encode(prompt)
-        return check_prompt(prompt, self._model.config.vocab_size)
+        return check_prompt(prompt, self._model.config.vocab_size, name)
 
     def prefix(self, prompt: object) -> Prefix:
         """Reads a text that many prompts begin with, once.
@@ -203,10 +220,11 @@ class Generator:
         (read,) = self.generate([tokens], rule, keep_state=True)
         assert read.state is not None
         self.cache.put(tokens, read.state)
-        return Prefix(tokens, read.state)
+        return Prefix(tokens, read.state, self._params)
 
     def score(self, prompts: Sequence[object], continuations: Sequence[object]) -> list[np.ndarray]:
-        """The model's log-probabilities of given continuations.
+        """The model's log-probabilities of given continuations, with the parameters of the last
+        `update_params`.
 
         Args:
             prompts: at least one token each, or text with a tokenizer.
@@ -214,9 +232,15 @@ class Generator:
 
         Returns:
             [n] float32 for each: of every token of the continuation, after all tokens before it.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
-        texts = [[self._tokens(text) for text in some] for some in (prompts, continuations)]
-        return score(self._model, self.engine.params, *texts)
+        texts = [
+            [self._tokens(text, f"{name}[{i}]") for i, text in enumerate(check_texts(name, some))]
+            for name, some in (("prompts", prompts), ("continuations", continuations))
+        ]
+        return score(self._model, self.engine.latest_params, *texts)
 
     def step(self) -> list[Event]:
         """Starts a piece of a prompt and a call of the loop, and returns what the call before chose.
@@ -291,9 +315,7 @@ class Generator:
             ValueError, TypeError: an argument does not fit; the message names it.
             Exception: the error of the first completion that failed; `submit` and `results` return it.
         """
-        if isinstance(prompts, str | bytes):
-            raise TypeError("prompts must be a sequence of prompts, got text: pass [text]")
-        prompts = list(prompts)
+        prompts = check_texts("prompts", prompts)
         rules = rules_of_each(sampling, len(prompts))
         states = states_of_each(self._model, state, len(prompts))
         requests: list[Request] = []
@@ -326,7 +348,7 @@ class Generator:
         return Stream(request, events, self._advance, functools.partial(self._streams.pop, request, None))
 
     def update_params(self, params: PyTree, *, in_flight: Literal["finish", "restart"] = "finish") -> None:
-        """Replaces the parameters; nothing is compiled again.
+        """Replaces the parameters; nothing is compiled again. What was cached is read again, also a `Prefix`.
 
         Args:
             params: of the same shapes.
@@ -342,6 +364,7 @@ class Generator:
             raise ValueError("params must have the names, shapes and dtypes of those that they replace")
         name = self.engine.decoder.implementation
         self.cache.clear()
+        self._params = object()
         again = self.engine.update(
             params, self._make_decoder(params=params, implementation=name), restart=in_flight == "restart"
         )

@@ -205,15 +205,26 @@ def check_prompts(prompts: Any, vocab_size: int) -> list[np.ndarray]:
     return [row.astype(np.int32) for row in rows]
 
 
-def check_prompt(prompt: object, vocab_size: int) -> np.ndarray:
-    """A single prompt as an int32 array; raises as `check_prompts` does."""
-    if isinstance(prompt, str | bytes) or np.asarray(prompt).ndim == 0:
-        raise TypeError(f"prompt must be a sequence of tokens, got {shown(prompt)}")
+def check_prompt(prompt: Any, vocab_size: int, name: str = "prompt") -> np.ndarray:
+    """A single prompt as an int32 array; raises as `check_prompts` does, with the argument's ``name``."""
+    try:
+        is_one = isinstance(prompt, str | bytes) or np.ndim(prompt) == 0
+    except ValueError:  # lists of several lengths
+        is_one = False
+    if is_one:
+        raise TypeError(f"{name} must be a sequence of tokens, got {shown(prompt)}")
     try:
         (row,) = check_prompts([prompt], vocab_size)
     except (ValueError, TypeError) as error:
-        raise type(error)(str(error).replace("prompts[0]", "prompt")) from None
+        raise type(error)(str(error).replace("prompts[0]", name)) from None
     return row
+
+
+def check_texts(name: str, texts: Sequence[object]) -> list[object]:
+    """A sequence of texts as a list. A single text is an error: its characters would be taken for texts."""
+    if isinstance(texts, str | bytes):
+        raise TypeError(f"{name} must be a sequence of prompts, got text: pass [text]")
+    return list(texts)
 
 
 def put_like(params: PyTree, tree: PyTree) -> PyTree:

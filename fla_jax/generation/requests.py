@@ -30,7 +30,8 @@ class Logprobs(NamedTuple):
 
     Attributes:
         chosen: [n], of the tokens themselves.
-        top_tokens, top: [n, k], the most probable tokens and theirs; None unless ``logprobs`` >= 1.
+        top_tokens, top: [n, k], the k = ``logprobs`` most probable tokens and theirs, at most the whole
+            vocabulary; None for ``logprobs=0``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -197,8 +198,16 @@ class Request:
 class Collector:
     """Collects tokens, text and log-probabilities of one row."""
 
-    def __init__(self, request: Request, index: int, usage: Usage, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        usage: Usage,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int] = (),
+    ) -> None:
         self.request, self.index, self._usage, self._tokenizer = request, index, usage, tokenizer
+        self._prompt = prompt[-1:]
         self.restart()
 
     @property
@@ -210,7 +219,7 @@ class Collector:
         """Forgets everything."""
         self._events: list[RowEvent] = []
         self._text = [""]
-        self._decoder = None if self._tokenizer is None else TextDecoder(self._tokenizer)
+        self._decoder = None if self._tokenizer is None else TextDecoder(self._tokenizer, self._prompt)
         self._stop = StopStrings(self.row.sampling.stop)
 
     def add(self, event: RowEvent) -> tuple[RowEvent, str | None, bool]:
@@ -247,7 +256,10 @@ class Collector:
             logprobs=joined_logprobs(self._events, self.row.sampling.logprobs),
             finish_reason=reason,
             error=self.row.error,
-            usage=self._usage._replace(completion_tokens=len(tokens)),
+            usage=self._usage._replace(
+                cached_tokens=0 if self.row.prompt.known is None else self._usage.cached_tokens,
+                completion_tokens=len(tokens),
+            ),
             state=self.row.state if self.row.keep_state else None,
         )
 
@@ -260,10 +272,11 @@ def joined_logprobs(events: list[RowEvent], asked: int | None) -> Logprobs | Non
     chosen = np.concatenate([np.empty(0, np.float32), *(event.logprobs for event in own)])
     if not asked:
         return Logprobs(chosen, None, None)
-    tops = [event for event in own if event.top_tokens is not None]
-    tokens = np.concatenate([np.empty((0, asked), np.int32), *(event.top_tokens for event in tops)])
-    values = np.concatenate([np.empty((0, asked), np.float32), *(event.top_logprobs for event in tops)])
-    return Logprobs(chosen, tokens, values)
+    tokens = [event.top_tokens for event in own if event.top_tokens is not None]
+    values = [event.top_logprobs for event in own if event.top_logprobs is not None]
+    if not tokens:
+        return Logprobs(chosen, np.empty((0, asked), np.int32), np.empty((0, asked), np.float32))
+    return Logprobs(chosen, np.concatenate(tokens), np.concatenate(values))
 
 
 def states_of_each(model: RWKVForCausalLM, state: States, batch: int) -> list[State | None]:
@@ -291,7 +304,7 @@ def rules_of_each(
     if isinstance(sampling, SamplingParams):
         if sampling.seed is None:
             return [sampling] * batch
-        seeds = (sampling.seed + i * sampling.n for i in range(batch))
+        seeds = ((sampling.seed + i * sampling.n) % 2**64 for i in range(batch))
         return [dataclasses.replace(sampling, seed=seed) for seed in seeds]
     if not isinstance(sampling, Sequence) or len(sampling) != batch:
         raise TypeError(

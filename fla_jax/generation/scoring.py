@@ -11,23 +11,22 @@ from jaxtyping import PyTree
 
 from ..models.causal_lm import RWKVForCausalLM
 from ..training import token_logprobs
-from .prompts import check_prompt
+from .array_checks import explain_deleted
 
 _BATCH = 8  # texts that are read together, each padded to a power of two of tokens
 _BLOCK = 128  # tokens whose logits exist at a time
 
 
 def score(
-    model: RWKVForCausalLM, params: PyTree, prompts: Sequence[object], continuations: Sequence[object]
+    model: RWKVForCausalLM, params: PyTree, prompts: Sequence[np.ndarray], continuations: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """The log-probability of every token of each continuation, see `Generator.score`."""
+    """The log-probability of every token of each continuation, see `Generator.score`; checked tokens."""
     if len(prompts) != len(continuations):
         raise ValueError(
             f"continuations must be one for each of the {len(prompts)} prompts, got {len(continuations)}"
         )
-    vocab_size, texts, starts = model.config.vocab_size, [], []
-    for prompt, continuation in zip(prompts, continuations, strict=True):
-        before, after = check_prompt(prompt, vocab_size), check_prompt(continuation, vocab_size)
+    texts, starts = [], []
+    for before, after in zip(prompts, continuations, strict=True):
         texts.append(np.concatenate([before, after]))
         starts.append(len(before) - 1)
     found = [np.empty(0, np.float32)] * len(texts)
@@ -40,7 +39,8 @@ def score(
         for row, i in enumerate(rows):
             lengths[row] = len(texts[i])
             tokens[row, : len(texts[i])] = texts[i]
-        scores = np.asarray(_score(model, params, tokens, lengths))
+        with explain_deleted(params=params):
+            scores = np.asarray(_score(model, params, tokens, lengths))
         for row, i in enumerate(rows):
             found[i] = scores[row, starts[i] : len(texts[i]) - 1]
     return found

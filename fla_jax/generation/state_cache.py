@@ -21,7 +21,10 @@ class Prefix:
     Attributes:
         tokens: that were read.
         state: after them.
+        params: an object that stands for the parameters that read them.
         rest: tokens behind them that are not read yet: ``prefix + tokens``.
+
+    A generator with other parameters, also after `Generator.update_params`, reads all of its tokens again.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -38,6 +41,7 @@ class Prefix:
 
     tokens: np.ndarray
     state: GenerationState
+    params: object
     rest: tuple[int, ...] = ()
 
     def __add__(self, tokens: Sequence[int]) -> Self:

@@ -19,10 +19,14 @@ class TextDecoder:
     vocabularies write a space before every word but a text's first).
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        """Begins after the tokens of ``prompt``, whose text is not returned."""
         self._tokenizer = tokenizer
-        self._before: list[int] = []  # the last tokens of the last complete piece
-        self._known = 0  # characters of their text
+        last = [int(token) for token in prompt[-1:]]
+        text = tokenizer.decode(last)
+        is_text = bool(text) and _UNKNOWN not in text
+        self._before = last if is_text else []  # the last tokens of the last complete piece
+        self._known = len(text) if is_text else 0  # characters of their text
         self._waiting: list[int] = []  # the tokens after them, whose text may still change
         self._text, self._done = "", 0  # their text, and how much of it was returned
         self._unknown = 0  # U+FFFD between the two that will not change, but may end the text

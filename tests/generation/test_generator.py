@@ -268,6 +268,40 @@ def test_the_old_parameters_may_be_donated(setup):
     assert alive() is None
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_an_error_while_a_prompt_is_read_ends_nothing(setup, monkeypatch, kind):
+    """The prompt is read again by the next step, from its beginning."""
+    generator = Generator(*setup, slots=1)
+    (want,) = generator.generate([PROMPTS[0]], GREEDY, max_tokens=5)
+    request = generator.submit(PROMPTS[0], GREEDY, max_tokens=5)
+
+    def interrupted(*_):
+        raise kind
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fla_jax.generation.engine.prefill_chunks", interrupted)
+        for _ in range(2):
+            with pytest.raises(kind):
+                generator.step()
+    (got,) = generator.results()
+    assert got is request.completion and got.tokens.tolist() == want.tokens.tolist()
+
+
+def test_donated_parameters_can_be_replaced(setup):
+    model, params = setup
+    mine = jax.tree.map(jnp.copy, params)
+    generator = Generator(model, mine, slots=1)
+    jax.tree.map(lambda x: x.delete(), mine)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="params contains deleted arrays"):
+            generator.generate([PROMPTS[0]], GREEDY, max_tokens=5)
+    generator.update_params(params)
+    (want,) = generate(model, params, [PROMPTS[0]], GREEDY, max_tokens=5)
+    (got,) = generator.generate([PROMPTS[0]], GREEDY, max_tokens=5)
+    assert got.tokens.tolist() == want.tokens.tolist()
+
+
 def test_a_state_waits_for_other_parameters(setup):
     """A request without a prompt, added after them, does not begin with the old ones."""
     model, params = setup
@@ -287,6 +321,7 @@ def test_a_state_waits_for_other_parameters(setup):
     "prompt, options, error, message",
     [
         (1, {}, TypeError, "prompt must be a sequence of tokens, got 1"),
+        ([[1], [2, 3]], {}, ValueError, "prompt must be a sequence of tokens, got "),
         ("text", {}, TypeError, "prompt is text, which needs a tokenizer"),
         ([], {}, ValueError, "prompt must be a sequence of at least one token"),
         ([24], {}, ValueError, "prompt must hold tokens from 0 to 23, got 24"),
