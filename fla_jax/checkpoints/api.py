@@ -162,7 +162,7 @@ def save_checkpoint(
 
     Args:
         path: a file that ends in ``.pth``, a directory, created if necessary, or a path that another format
-            in `FORMATS` writes. A symbolic link to a file is replaced.
+            in `FORMATS` writes. A symbolic link to a file is replaced, one to a folder stays.
         model: `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
         params: its parameters, stacked layers (``scan_layers``) and boxed arrays included.
         format: None for ``"pth"`` or a format in `FORMATS` where the path's ending says so, else ``"orbax"``.

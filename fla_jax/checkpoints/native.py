@@ -47,11 +47,13 @@ def save_native(
 ) -> None:
     """Writes a checkpoint; in a run of several processes each of them calls this and writes its shards.
 
-    A checkpoint that is there is replaced when the new one, in ``PATH.new`` until then, is complete.
+    A checkpoint that is there is replaced when the new one, in ``PATH.new`` until then, is complete. A
+    symbolic link stays, and the folder that it names is replaced.
 
     Raises:
-        ValueError: parameters are not those of the model, the folder holds something else, or Orbax cannot
-            write. TypeError: see `tree.checked`. ImportError: orbax-checkpoint is not installed.
+        ValueError: parameters are not those of the model, the folder holds something else or is the current
+            one, or Orbax cannot write. TypeError: see `tree.checked`. ImportError: orbax-checkpoint is not
+            installed.
     """
     ocp, found = orbax(), find_tokenizer(tokenizer, names=True)
     items = {_PARAMS: unflatten_dict(tree.checked(params, config), sep="/")} | (
@@ -59,7 +61,10 @@ def save_native(
     )
     if path.exists() and not is_native(path) and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} holds something that is no checkpoint of fla_jax; save elsewhere")
-    first, new = jax.process_index() == 0, path.absolute().with_name(path.name + ".new")
+    real = Path(os.path.realpath(path))
+    if path.exists() and Path.cwd().is_relative_to(real):
+        raise ValueError(f"{path} is the current folder or one above it, and is replaced; save elsewhere")
+    first, new = jax.process_index() == 0, real.with_name(real.name + ".new")
     if first:
         shutil.rmtree(new, ignore_errors=True)  # of a save that was killed
         new.mkdir(parents=True)
@@ -79,11 +84,11 @@ def save_native(
         }
         found.copy(new)
         write_json(new / _DESCRIPTION, description)
-        old = path.with_name(path.name + ".old")
+        old = real.with_name(real.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
-        if path.exists():
-            path.rename(old)
-        new.rename(path)
+        if real.exists():
+            real.rename(old)
+        new.rename(real)
         shutil.rmtree(old, ignore_errors=True)
     sync_global_devices("fla_jax: complete checkpoint")
 

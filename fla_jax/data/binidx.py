@@ -179,7 +179,7 @@ def _check_documents(path: Path, documents: np.ndarray, count: int, at: int) -> 
 
 
 class BinIdxWriter:
-    """Writes a binidx pair of files, document by document; a context manager.
+    """Writes a binidx pair of files, document by document; a context manager, entered once.
 
     The files appear when the block ends. If it raises, earlier files stay.
 
@@ -212,9 +212,18 @@ class BinIdxWriter:
         self._lengths, self._open = array.array("i"), 0
         self._stack = contextlib.ExitStack()
         self._file: BinaryIO | None = None
+        self._was_entered = False
 
     def __enter__(self) -> BinIdxWriter:
+        """Starts the files.
+
+        Raises:
+            ValueError: the writer was entered before. OSError: the .bin file cannot be written.
+        """
+        if self._was_entered:
+            raise ValueError(f"a BinIdxWriter can be entered once: create another one to write {self._bin}")
         self._file = self._stack.enter_context(files.replacing(self._bin))
+        self._was_entered = True
         return self
 
     def add(self, tokens: ArrayLike, *, ends: bool = True) -> None:

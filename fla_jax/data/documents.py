@@ -105,5 +105,10 @@ class _Iterator(grain.DatasetIterator):
         lanes, number = self._dataset.lanes, len(state["document"])
         if number not in (len(lanes), self._dataset.num_lanes):
             raise ValueError(f"state must be of {len(lanes)} rows of a batch, got one of {number}")
-        chosen = lanes if number == self._dataset.num_lanes else range(number)
-        self._document, self._offset = ([state[name][b] for b in chosen] for name in ("document", "offset"))
+        # by the documents' numbers: a list of lanes may have any order, also one of all lanes
+        index = {document % self._dataset.num_lanes: i for i, document in enumerate(state["document"])}
+        if missing := sorted(set(lanes) - set(index)):
+            raise ValueError(f"state must be of the rows {lanes} of a batch, got none of row {missing[0]}")
+        self._document, self._offset = (
+            [state[name][index[lane]] for lane in lanes] for name in ("document", "offset")
+        )

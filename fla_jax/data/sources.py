@@ -21,6 +21,7 @@ from ..core.arguments import check_integer
 from .text import decoded
 
 _BLOCK = 1 << 24  # bytes in which line ends are looked for at a time
+_SPACES = np.frombuffer(b" \t\n\r\v\f", np.uint8)  # as bytes.strip has them
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -91,7 +92,11 @@ def _lines(path: Path) -> np.ndarray:
             ends.append(begin + 1 + np.flatnonzero(block == ord("\n")))
     edges = np.unique(np.concatenate([*ends, [size]]))
     spans = np.stack([edges[:-1], edges[1:]], 1)
-    return spans[np.diff(spans)[:, 0] > len("\r\n")]  # shorter ones have no text
+    if not size:  # which cannot be mapped
+        return spans
+    data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    indented = np.flatnonzero(np.isin(data[spans[:, 0]], _SPACES))  # only these may be without text
+    return np.delete(spans, [i for i in indented if not data[slice(*spans[i])].tobytes().strip()], 0)
 
 
 class ParquetRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import os
 import re
 import sys
@@ -112,19 +113,21 @@ class MetricWriter:
 
         Args:
             folder: of the run, which exists.
-            columns: names of the numbers, ``"step"`` first.
+            columns: names of the numbers, ``"step"`` first. Other columns of earlier rows stay behind them.
             last_step: the step that a run resumes from: rows of later steps are dropped.
 
         Raises:
             ImportError: tensorboardX is not installed.
             ValueError: metrics.csv of the earlier run cannot be read. OSError: a file cannot be written.
         """
-        self._path, self._columns = Path(folder) / "metrics.csv", tuple(columns)
-        self._writes = jax.process_index() == 0
+        self._path, self._writes = Path(folder) / "metrics.csv", jax.process_index() == 0
         if self._writes:
             rows = self._earlier_rows(last_step) if last_step else []
+            self._columns = tuple(dict.fromkeys(itertools.chain(columns, *rows[:1])))
             text = io.StringIO()
-            csv.writer(text).writerows([self._columns, *rows])
+            writer = csv.DictWriter(text, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
             with replacing(self._path) as file:
                 file.write(text.getvalue().encode())
             self._csv = open(self._path, "a", newline="")  # noqa: SIM115, close() closes it
@@ -159,16 +162,27 @@ class MetricWriter:
                     if name in row:
                         self._board.add_scalar(name, row[name], int(row["step"]))
 
-    def _earlier_rows(self, last_step: int) -> list[list[str]]:
-        """Complete rows up to a step: a killed run may have left a part of a later one."""
+    def _earlier_rows(self, last_step: int) -> list[dict[str, str]]:
+        """Rows up to a step, by column."""
         if not self._path.exists():
             return []
         try:
-            with open(self._path, newline="") as file:
-                rows = [row for row in list(csv.reader(file))[1:] if len(row) == len(self._columns)]
-            return [row for row in rows if int(row[0]) <= last_step]
+            rows = _complete_rows(self._path.read_bytes())
+            return [row for row in rows if int(row["step"]) <= last_step]
         except (OSError, ValueError, csv.Error) as error:
             raise ValueError(f"{self._path} cannot be read: {error}") from error
+
+
+def _complete_rows(data: bytes) -> Iterator[dict[str, str]]:
+    """Rows of a CSV file, by column, without the part of a row that a killed run may have left at the end."""
+    text = data[: data.rfind(b"\n") + 1].decode()
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    if "step" not in (reader.fieldnames or ["step"]):
+        raise ValueError(f"its columns must include step, got {reader.fieldnames}")
+    for row in reader:
+        if None in row or None in row.values():  # as DictReader marks surplus and missing values
+            raise ValueError(f"line {reader.line_num} must have a value for each column")
+        yield row
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ class RunFolder:
 
         Args:
             facts: a JSON object: whatever must stay the same when the run is resumed. Names that the run was
-                not begun with are new facts, and not compared.
+                not begun with are new facts, and not compared. Tuples are stored and compared as lists.
             init: makes the state of a new run.
             abstract: gives the shapes, dtypes and shardings of a state to restore, such as
                 `TrainStep.abstract_state`.
@@ -145,11 +145,11 @@ class RunFolder:
             The checkpoints, the state, and the JSON object that was saved with it, ``{}`` for a new run.
 
         Raises:
-            ValueError: facts differ, there is no checkpoint, or it cannot be read. A run that cannot begin
-                moves no earlier one.
+            ValueError: a fact is no JSON value, facts differ, there is no checkpoint, or it cannot be read. A
+                run that cannot begin moves no earlier one.
             OSError: the folder cannot be made or renamed; the error names it.
         """
-        checkpoints = self.path / "checkpoints"
+        facts, checkpoints = _json_facts(facts), self.path / "checkpoints"
         if not self._resume:
             state = init()
             if jax.process_index() == 0:  # last: a state that cannot be made moves nothing
@@ -188,7 +188,18 @@ class RunFolder:
 
     def _describe(self, facts: Mapping[str, PyTree]) -> None:
         with replacing(self._real / _FACTS) as file:
-            file.write((json.dumps(dict(facts), indent=2) + "\n").encode())
+            file.write((json.dumps(facts, indent=2) + "\n").encode())
+
+
+def _json_facts(facts: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """Facts as options.json returns them, which has lists for tuples."""
+    found: dict[str, PyTree] = {}
+    for name, value in facts.items():
+        try:
+            found |= json.loads(json.dumps({name: value}, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"facts: {name} must be a JSON value: {error}") from None
+    return found
 
 
 def run_description(folder: str | os.PathLike[str]) -> dict[str, PyTree]:

@@ -67,9 +67,12 @@ class StepMetrics(MetricWriter):
             step compiles, so a row for it alone has no speed.
 
         Raises:
+            ValueError: no step was added since the last call of `write_rows`.
             FloatingPointError: a number is NaN or infinite; the message names it and the step. The rows up to
                 that step are written.
         """
+        if not self._rows:
+            raise ValueError("no step to read: call add before read, and again after write_rows")
         rows = self._rows = jax.tree.map(lambda x: np.asarray(x).item(), self._rows)
         if rows[0]["step"] > self._first:
             rows[-1] |= self.throughput.measure(len(rows) * tokens)

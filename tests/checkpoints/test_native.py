@@ -104,6 +104,22 @@ def test_a_save_that_fails_leaves_the_last_one(model, params, tmp_path, monkeypa
     assert os.listdir(tmp_path) == ["model"] and load_extras(tmp_path / "model") == {}
 
 
+def test_symbolic_links_stay(model, params, tmp_path, monkeypatch):
+    """Each save replaces the folder that the link names, also where the folder does not exist yet."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "disk" / "real")
+    for factor in (1.0, 2.0, 3.0):
+        changed = jax.tree.map(lambda x, factor=factor: factor * x, params)
+        save_checkpoint(tmp_path / "model", model, changed)
+        same(load_checkpoint(tmp_path / "disk" / "real")[1], changed)
+    assert (tmp_path / "model").is_symlink() and os.listdir(tmp_path / "disk") == ["real"]
+    assert sorted(os.listdir(tmp_path)) == ["disk", "model"]
+    monkeypatch.chdir(tmp_path / "disk" / "real")
+    for path in (".", tmp_path / "model"):
+        with pytest.raises(ValueError, match=f"^{path} is the current folder or one above it"):
+            save_checkpoint(path, model, params, format="orbax")
+
+
 def test_tokenizers(model, params, tmp_path):
     """A name, or a file that is copied; `load_tokenizer` takes the folder."""
     save_checkpoint(tmp_path / "model", model, params, tokenizer="bytes")

@@ -114,13 +114,20 @@ def test_the_writer_refuses_and_leaves_nothing(tmp_path):
             writer.add([1, 2])
             writer.add(tokens)
     assert not list(tmp_path.iterdir())
-    with BinIdxWriter(tmp_path / "old") as writer:
-        writer.add([3, 4])
+    with BinIdxWriter(tmp_path / "old") as kept:
+        kept.add([3, 4])
     with pytest.raises(ValueError, match="tokens must be"), BinIdxWriter(tmp_path / "old") as writer:
         writer.add([-1])
     assert open_binidx(tmp_path / "old")[0].tolist() == [3, 4]  # what was there stays
     with pytest.raises(ValueError, match=r"dtype must be one of .*, got float32"):
         BinIdxWriter(tmp_path / "new", np.float32)
+    for used in (writer, kept):
+        with (
+            pytest.raises(ValueError, match=r"can be entered once: create another one to write .*old\.bin"),
+            used,
+        ):
+            pytest.fail("entered twice")
+    assert open_binidx(tmp_path / "old")[0].tolist() == [3, 4]
     for outside in (writer, BinIdxWriter(tmp_path / "new")):
         with pytest.raises(ValueError, match="inside the writer's with statement only"):
             outside.add([1])

@@ -119,13 +119,19 @@ def test_the_place_of_a_whole_batch():
         next(whole)
     place, want = whole.get_state(), [next(whole) for _ in range(3)]
     assert gather_state(place, 4, slice(None)) == place
-    for part in ([2, 3], [0], [1, 3]):
+    for part in ([2, 3], [0], [1, 3], [3, 1], [2, 0, 3, 1]):
         half = make(part)
         half.set_state(place)
         got = half.get_state()
         assert got == {name: [x[b] for b in part] for name, x in place.items()}
         for batch in want:
             np.testing.assert_equal(next(half), {name: x[part] for name, x in batch.items()})
+        own = half.get_state()
+        after = next(half)
+        half.set_state(own)
+        np.testing.assert_equal(next(half), after)
+    with pytest.raises(ValueError, match=r"state must be of the rows \[0, 2\] of a batch, got none of row 2"):
+        make([0, 2]).set_state({"document": [4, 5], "offset": [0, 0]})
     big = {"document": [2**40 + 3, 5], "offset": [1, 2**33 + 1]}
     assert gather_state(big, 2, [1, 0]) == {name: x[::-1] for name, x in big.items()}
 

@@ -37,6 +37,19 @@ def test_json_lines(lines, block, monkeypatch):
     assert len(JsonLines(paths[0])) == 3
 
 
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+def test_lines_of_spaces_are_no_documents(tmp_path, block, monkeypatch):
+    monkeypatch.setattr(sources, "_BLOCK", block)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b' \t\n{"n": 0}\n   \n\n  {"n": 1}  \r\n \r\n\t{"n": 2}\n{}')
+    source = JsonLines(path)
+    assert [source[i] for i in range(len(source))] == [{"n": 0}, {"n": 1}, {"n": 2}, {}]
+    for empty in (b"", b"   ", b" \n \n"):
+        path.write_bytes(empty)
+        with pytest.raises(ValueError, match="paths must contain a document"):
+            JsonLines(path)
+
+
 def test_json_lines_that_are_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     for line, message in (

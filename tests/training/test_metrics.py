@@ -76,12 +76,45 @@ def test_rows_after_a_kill(tmp_path):
     assert path.read_text().split() == ["step,loss,norm"]
 
 
+def test_other_columns_on_resumption(tmp_path):
+    """Numbers stay under their names: new columns are empty in earlier rows, old ones in later rows."""
+    path = tmp_path / "metrics.csv"
+    with MetricWriter(tmp_path, ("step", "loss", "norm")) as writer:
+        writer.write([{"step": 1, "loss": 0.5, "norm": 2.0}, {"step": 2, "loss": 0.25, "norm": 1.0}])
+    path.write_bytes(
+        path.read_bytes() + b"2,0.125,1."
+    )  # a part of a row, with as many numbers as a whole one
+    with MetricWriter(tmp_path, ("step", "rate", "loss"), last_step=2) as writer:
+        writer.write([{"step": 3, "rate": 8.0, "loss": 0.125}])
+    want = ["step,rate,loss,norm", "1,,0.5,2.0", "2,,0.25,1.0", "3,8.0,0.125,"]
+    assert path.read_text().split() == want
+    MetricWriter(tmp_path, ("step", "norm", "loss", "rate"), last_step=2).close()
+    assert path.read_text().split() == ["step,norm,loss,rate", "1,2.0,0.5,", "2,1.0,0.25,"]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("step,loss\n1,1,1\n2,1\n", "line 2 must have a value for each column"),
+        ("step,loss\n1\n2,1\n", "line 2 must have a value for each column"),
+        ("loss,norm\n1,1\n", r"its columns must include step, got \['loss', 'norm'\]"),
+    ],
+)
+def test_broken_metrics(tmp_path, text, message):
+    (tmp_path / "metrics.csv").write_text(text)
+    with pytest.raises(ValueError, match=rf"metrics\.csv cannot be read: {message}"):
+        MetricWriter(tmp_path, ("step", "loss"), last_step=2)
+    assert (tmp_path / "metrics.csv").read_text() == text
+
+
 def test_metrics_of_steps(tmp_path, monkeypatch):
     """The speed leaves out the first step, which compiles, and the time between `read` and `write_rows`."""
     now = iter([0.0, 2.0, 5.0, 6.0, 8.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     columns = ("step", "loss", "tokens_per_second", "evaluation_loss")
     with StepMetrics(tmp_path, columns, num_params=1) as metrics:
+        with pytest.raises(ValueError, match="no step to read: call add before read"):
+            metrics.read(tokens=10)
         metrics.add(1, loss=jnp.float32(4))
         assert metrics.read(tokens=10) == {"step": 1, "loss": 4.0}
         metrics.write_rows()  # at 2 s

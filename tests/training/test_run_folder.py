@@ -63,6 +63,29 @@ def test_a_state_that_cannot_be_made_moves_nothing(tmp_path):
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("value", [Path("x"), float("nan"), [{1, 2}]])
+def test_facts_that_are_not_json_move_nothing(tmp_path, value):
+    begin(tmp_path / "run", FACTS, 7)
+    before = tree(tmp_path)
+    for is_resumed in (False, True):
+        with (
+            pytest.raises(ValueError, match=r"^facts: data must be a JSON value: "),
+            RunFolder(tmp_path / "run", resume=is_resumed) as run,
+        ):
+            run.start(FACTS | {"data": value}, pytest.fail, zero)
+    assert tree(tmp_path) == before
+
+
+def test_the_same_facts_resume(tmp_path):
+    """Also those that JSON has in another form."""
+    facts = {"betas": (0.9, 0.99), "mesh": {1: ("data",)}}
+    begin(tmp_path / "run", facts, 7)
+    run, step, _ = resume(tmp_path / "run", facts)
+    assert (step, run.changes) == (7, {})
+    run, *_ = resume(tmp_path / "run", facts | {"betas": (0.9, 0.95)}, may_change={"betas"})
+    assert run.changes == {"betas": ([0.9, 0.99], [0.9, 0.95])}
+
+
 def test_resumption(tmp_path):
     """From the last checkpoint. Facts that may change are noted from then on, and new names are new facts."""
     begin(tmp_path / "run", FACTS | {"gone": 1}, 7)
