@@ -142,7 +142,11 @@ class JinjaTemplate:
     def _rendered(self, turns: Sequence[Turn], *, add_generation_prompt: bool) -> str:
         messages = [turn._asdict() for turn in turns]
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt)
+            # templates compare these with none, and an undefined name is not none
+            absent = {"tools": None, "documents": None}
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **absent
+            )
         except Exception as error:  # a template may compute anything from messages
             raise ValueError(f"the chat template refuses the messages: {error}") from None
 
@@ -164,7 +168,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)

@@ -80,11 +80,16 @@ def main(options: Options) -> None:
             f"Programs for prompts of up to {options.warm_up} tokens are ready after {took:.1f} s", flush=True
         )
     key = os.environ.get(options.api_key_env)
-    name, template = options.name or options.checkpoint.stem, chat_template(options.checkpoint)
+    name, template = options.name or _default_name(options.checkpoint), chat_template(options.checkpoint)
     app = create_app(generator, name, template=template, limits=options.limits, api_key=key)
     sys.setswitchinterval(_SWITCH_SECONDS)
     # uvloop keeps the interpreter's lock while it sends, and the generator's thread waits for it
     uvicorn.run(app, host=options.host, port=options.port, log_level="info", loop="asyncio")
+
+
+def _default_name(checkpoint: Path) -> str:
+    """The name of a folder, or of a file without its suffix."""
+    return checkpoint.resolve().name if checkpoint.is_dir() else checkpoint.stem
 
 
 if __name__ == "__main__":

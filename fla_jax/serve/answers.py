@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..generation import Completion, Event, Logprobs, Tokenizer
+from ..generation.text import TextDecoder
 from .protocol import JSON
 
 
@@ -37,16 +39,20 @@ class Answer:
     Attributes:
         model: the name under which the model is served.
         tokenizer: for the texts of tokens beside their log-probabilities.
+        prompts: their tokens.
+        n: completions of each prompt.
     """
 
     whole_kind = piece_kind = prefix = ""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, choices: int) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], n: int = 1
+    ) -> None:
+        self.model, self.tokenizer, self.prompts, self.n = model, tokenizer, prompts, n
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
-        self._begun = [False] * choices
-        self._lengths = [0] * choices
+        self._begun = [False] * (len(prompts) * n)
+        self._lengths = [0] * (len(prompts) * n)  # characters so far
 
     def whole(self, completions: Sequence[Completion]) -> JSON:
         """The answer without streaming; ``completions`` in the order of choices."""
@@ -89,9 +95,9 @@ class Answer:
         return None if not text or "\ufffd" in text else text
 
     def _name(self, token: int) -> str:
-        """The text of a token, or its number, so that no two tokens have one name."""
+        """The text of a token, or its number where it has none."""
         text = self._text(token)
-        return f"token_id:{token}" if text is None else text
+        return _numbered(token) if text is None else text
 
 
 class CompletionAnswer(Answer):
@@ -106,19 +112,36 @@ class CompletionAnswer(Answer):
     def _delta(self, index: int, text: str, first: bool) -> dict[str, JSON]:
         return {"text": text}
 
+    @functools.cached_property
+    def _decoders(self) -> list[TextDecoder]:
+        """Of each choice, as its text is decoded."""
+        return [TextDecoder(self.tokenizer, prompt) for prompt in self.prompts for _ in range(self.n)]
+
     def _logprobs(self, index: int, logprobs: Sequence[_TokenLogprob] | None) -> JSON:
         if logprobs is None:
             return None
-        offsets = []
+        offsets: list[JSON] = []
         for one in logprobs:
             offsets.append(self._lengths[index])
-            self._lengths[index] += len(self._text(one.token) or "")
+            self._lengths[index] += len(self._decoders[index].push([one.token]))
         return {
             "tokens": [self._name(one.token) for one in logprobs],
             "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [{self._name(token): value for token, value in one.top} for one in logprobs],
-            "text_offset": [*offsets],
+            "top_logprobs": [self._top(one) for one in logprobs],
+            "text_offset": offsets,
         }
+
+    def _top(self, one: _TokenLogprob) -> JSON:
+        """The most probable tokens by name. A text that several tokens have names the chosen one, in the list
+        or not, else the most probable one.
+        """
+        tokens = {self._name(one.token): one.token}
+        top: dict[str, JSON] = {}
+        for token, logprob in one.top:
+            name = self._name(token)
+            is_own = tokens.setdefault(name, token) == token
+            top[name if is_own else _numbered(token)] = logprob
+        return top
 
 
 class ChatAnswer(Answer):
@@ -148,6 +171,11 @@ class ChatAnswer(Answer):
         text = self._text(token)
         data: JSON = None if text is None else [*text.encode()]
         return {"token": self._name(token), "logprob": logprob, "bytes": data}
+
+
+def _numbered(token: int) -> str:
+    """The name of a token without a text of its own."""
+    return f"token_id:{token}"
 
 
 def usage(completions: Sequence[Completion]) -> JSON:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import TypeVar
 
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -141,9 +142,7 @@ class _Server:
     async def completions(self, http: HTTPRequest) -> Response:
         """``POST /v1/completions``."""
         request = parse(CompletionRequest, await self._body(http))
-        prompts = request.prompts()
-        answer = CompletionAnswer(self.name, self.tokenizer, len(prompts) * request.n)
-        return await self._answer(http, request, prompts, "prompt", answer)
+        return await self._answer(http, request, request.prompts(), "prompt", CompletionAnswer)
 
     async def chat(self, http: HTTPRequest) -> Response:
         """``POST /v1/chat/completions``."""
@@ -152,8 +151,7 @@ class _Server:
             prompt = self.template([Turn(one.role, one.text()) for one in request.messages])
         except ValueError as error:
             raise APIError(400, str(error), param="messages", code="invalid_value") from None
-        answer = ChatAnswer(self.name, self.tokenizer, request.n)
-        return await self._answer(http, request, [prompt], "messages", answer, self.template.stop)
+        return await self._answer(http, request, [prompt], "messages", ChatAnswer, self.template.stop)
 
     async def models(self, http: HTTPRequest) -> Response:
         """``GET /v1/models``."""
@@ -209,7 +207,7 @@ class _Server:
         request: Request,
         prompts: Sequence[str] | Sequence[list[int]],
         param: str,
-        answer: Answer,
+        kind: type[Answer],
         stop: Sequence[str] = (),
     ) -> Response:
         """Answers with completions of ``prompts``, which come from the request's ``param``."""
@@ -218,7 +216,8 @@ class _Server:
             rows = await asyncio.to_thread(self._tokens, prompts)  # long texts would hold up other clients
         else:
             rows = self._tokens(prompts)
-        sampling = request.sampling(self._check_lengths(request, rows, param), stop)
+        self._check_lengths(rows, request.n, param)
+        sampling = request.sampling(request.new_tokens(self.limits.new_tokens), stop)
         job = Job(rows, sampling, streams=request.stream)
         try:
             self.worker.submit(job)
@@ -227,7 +226,8 @@ class _Server:
             raise APIError(429, message, code="queue_full") from None
         except StoppedError as error:
             raise APIError(503, str(error), code="stopped") from None
-        events = self._counted(job)
+        events = self._counted(request, job)
+        answer = kind(self.name, self.tokenizer, rows, request.n)
         if not request.stream:
             completions = await self._unless_disconnected(http, _collect(events))
             for one in completions:
@@ -245,8 +245,8 @@ class _Server:
     def _tokens(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
         return [self.tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
 
-    def _check_lengths(self, request: Request, rows: Sequence[Sequence[int]], param: str) -> int:
-        """The largest number of new tokens a completion."""
+    def _check_lengths(self, rows: Sequence[Sequence[int]], n: int, param: str) -> None:
+        """Raises unless the prompts, with ``n`` completions each, are within the limits."""
         limits = self.limits
         if not rows or not all(rows):
             raise APIError(400, f"{param} must not be empty", param=param, code="invalid_value")
@@ -254,16 +254,11 @@ class _Server:
         if longest > limits.prompt_tokens:
             message = f"{param} has {longest} tokens; this server reads {limits.prompt_tokens} at most"
             raise APIError(400, message, param=param, code="context_length_exceeded")
-        if len(rows) * request.n > limits.choices:
-            message = f"{len(rows)} prompts with n = {request.n}: {limits.choices} completions at most"
+        if len(rows) * n > limits.choices:
+            message = f"{len(rows)} prompts with n = {n}: {limits.choices} completions at most"
             raise APIError(400, message, param="n", code="invalid_value")
-        wanted = request.limit()
-        if wanted is not None and wanted > limits.new_tokens:
-            message = f"max_tokens must be at most {limits.new_tokens} on this server, got {wanted}"
-            raise APIError(400, message, param="max_tokens", code="invalid_value")
-        return limits.new_tokens if wanted is None else wanted
 
-    async def _counted(self, job: Job) -> AsyncGenerator[list[tuple[int, Event]]]:
+    async def _counted(self, request: Request, job: Job) -> AsyncGenerator[list[tuple[int, Event]]]:
         """The job's events as they come; cancels the job when nobody listens any more."""
         started, metrics, first, over = time.monotonic(), self.metrics, True, False
         try:
@@ -279,7 +274,7 @@ class _Server:
             metrics.whole.observe(time.monotonic() - started)
         except (ValueError, TypeError) as error:
             over = True
-            raise APIError(400, str(error), code="invalid_value") from None
+            raise request.refusal(error) from None
         except StoppedError as error:
             over = True
             raise APIError(503, str(error), code="stopped") from None
@@ -296,7 +291,7 @@ class _Server:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 return work.result()
-            raise APIError(499, "The client disconnected", code="disconnected")
+            raise ClientDisconnect
         finally:
             gone.cancel()
             if not work.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,8 +42,18 @@ async def _http_error(http: HTTPRequest, error: Exception) -> Response:
     return JSONResponse(APIError(error.status_code, message).body(), error.status_code, error.headers)
 
 
+async def _disconnected(http: HTTPRequest, error: Exception) -> Response:
+    """Nobody reads the answer, but it is counted."""
+    return await _api_error(http, APIError(499, "The client disconnected", code="disconnected"))
+
+
 async def _unexpected(http: HTTPRequest, error: Exception) -> Response:
     return JSONResponse(APIError(500, "Internal error; see the server's log").body(), status_code=500)
 
 
-HANDLERS = {APIError: _api_error, HTTPException: _http_error, Exception: _unexpected}
+HANDLERS = {
+    APIError: _api_error,
+    HTTPException: _http_error,
+    ClientDisconnect: _disconnected,
+    Exception: _unexpected,
+}

@@ -8,18 +8,27 @@ Source: https://platform.openai.com/docs/api-reference (completions, chat, model
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError, PydanticUseDefault
 
 from ..generation import SamplingParams
 
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
-Token = Annotated[StrictInt, Field(ge=0)]
-Choice = Annotated[StrictInt, Field(ge=1, le=128)]
+Token = Annotated[int, Field(ge=0)]
+Choice = Annotated[int, Field(ge=1, le=128)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+TokenName = Annotated[int, Strict(False), Field(ge=0)]  # names in JSON are strings
+# Values that parameters of several types accept: pydantic's message would name the first type only.
+_ACCEPTED = {
+    "prompt": "a string, a list of strings, a list of token ids from 0, or a list of such lists",
+    "stop": "a string of 1 to 256 characters, or a list of at most 16 such strings",
+    "logit_bias": "an object of at most 1024 token ids with numbers from -100 to 100",
+    "content": "a string, or a list of parts of type text",
+}
 
 
 class APIError(Exception):
@@ -46,9 +55,19 @@ class APIError(Exception):
 
 
 class _Strict(BaseModel):
-    """A JSON object in which unknown names and numbers that are not finite are errors."""
+    """A JSON object in which unknown names, other types and numbers that are not finite are errors.
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    An optional parameter that is null has its default value.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _replace_null(cls, value: Any) -> Any:
+        if value is None:
+            raise PydanticUseDefault
+        return value
 
 
 class StreamOptions(_Strict):
@@ -58,10 +77,17 @@ class StreamOptions(_Strict):
 
 
 class Request(_Strict):
-    """Parameters that completions and chat share."""
+    """Parameters that completions and chat share.
+
+    Attributes:
+        default_tokens: largest number of new tokens of a request that does not say how many; None for the
+            server's limit.
+    """
+
+    default_tokens: ClassVar[int | None] = None
 
     model: str | None = None
-    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     n: Choice = 1
@@ -70,21 +96,33 @@ class Request(_Strict):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: (
-        Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None
-    ) = None
-    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     user: str | None = None
-    top_k: Annotated[StrictInt, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     penalty_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     ignore_eos: bool = False
 
-    def limit(self) -> int | None:
-        """Largest number of new tokens, None for the server's."""
-        return self.max_tokens
+    def wanted_tokens(self) -> tuple[str, int | None]:
+        """The parameter that limits the new tokens, and its value; None where the request does not say."""
+        return "max_tokens", self.max_tokens
+
+    def new_tokens(self, most: int) -> int:
+        """Largest number of new tokens a completion, of a server that allows ``most``.
+
+        Raises:
+            APIError: 400, the request wants more.
+        """
+        name, wanted = self.wanted_tokens()
+        if wanted is None:
+            return most if self.default_tokens is None else min(self.default_tokens, most)
+        if wanted > most:
+            message = f"{name} must be at most {most} on this server, got {wanted}"
+            raise APIError(400, message, param=name, code="invalid_value")
+        return wanted
 
     def top_logprobs(self) -> int | None:
         """Number of alternatives whose log-probabilities are wanted, None without log-probabilities."""
@@ -112,17 +150,39 @@ class Request(_Strict):
             ignore_eos=self.ignore_eos,
         )
 
+    def refusal(self, error: Exception) -> APIError:
+        """The answer where the generator raised ``error``, whose message begins with an argument's name."""
+        name, _, rest = str(error).partition(" ")
+        name = "stop_token_ids" if name == "stop_tokens" else name
+        param = name if name in type(self).model_fields else None
+        return APIError(400, f"{name} {rest}", param=param, code="invalid_value")
+
 
 class CompletionRequest(Request):
     """Body of ``POST /v1/completions``."""
 
+    default_tokens = 16
+
     prompt: str | list[str] | list[Token] | list[list[Token]]
-    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = 16
-    logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
-    # parameters that OpenAI's clients send with these values when they mean nothing
-    echo: Literal[False] = False
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # OpenAI's clients send these with values that mean nothing; others are errors
+    echo: bool = False
     suffix: None = None
-    best_of: None = None
+    best_of: int | None = None
+
+    @field_validator("echo")
+    @classmethod
+    def _check_echo(cls, echo: bool) -> bool:
+        if echo:
+            raise PydanticCustomError("echo", "Input should be false")
+        return echo
+
+    @field_validator("best_of")
+    @classmethod
+    def _check_best_of(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        if best_of not in (None, 1, info.data.get("n")):
+            raise PydanticCustomError("best_of", "Input should be 1 or equal to n")
+        return best_of
 
     def top_logprobs(self) -> int | None:
         """See `Request`."""
@@ -160,13 +220,15 @@ class ChatRequest(Request):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool = False
-    top_logprobs_: Annotated[StrictInt, Field(ge=0, le=20)] | None = Field(None, alias="top_logprobs")
+    top_logprobs_: Annotated[int, Field(ge=0, le=20)] | None = Field(None, alias="top_logprobs")
 
-    def limit(self) -> int | None:
+    def wanted_tokens(self) -> tuple[str, int | None]:
         """See `Request`."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.max_completion_tokens is None:
+            return super().wanted_tokens()
+        return "max_completion_tokens", self.max_completion_tokens
 
     def top_logprobs(self) -> int | None:
         """See `Request`."""
@@ -186,9 +248,13 @@ def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"][:2])
     if first["type"] == "json_invalid":
         raise APIError(400, f"The body is not valid JSON: {first['msg']}", code="invalid_json")
+    path = [str(part) for part in first["loc"]]
+    param, where = path[0] if path else None, ".".join(path) or "The body"
     if first["type"] == "extra_forbidden":
-        raise APIError(400, f"Unknown parameter: {where!r}", param=where, code="unknown_parameter")
-    raise APIError(400, f"{where or 'The body'}: {first['msg']}", param=where or None, code="invalid_value")
+        raise APIError(400, f"Unknown parameter: {where!r}", param=param, code="unknown_parameter")
+    message = f"{where}: {first['msg']}"
+    if depth := next((depth for depth, name in enumerate(path, 1) if name in _ACCEPTED), 0):
+        message = f"{'.'.join(path[:depth])} must be {_ACCEPTED[path[depth - 1]]}"
+    raise APIError(400, message, param=param, code="invalid_value")

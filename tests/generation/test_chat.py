@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 
 import pytest
@@ -79,6 +80,51 @@ def test_a_template_that_changes_the_prompt_is_refused():
         JinjaTemplate(refusing).answer([Turn("user", "How?")], "So.")
 
 
+@pytest.mark.parametrize(
+    "source, prompt",
+    [
+        ("{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }} {% endfor %}", "user "),
+        (
+            "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
+            "assistant",
+        ),
+        ("{% generation %}{{ messages[0].role }}{% endgeneration %}.", "user."),
+        ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
+        ("{{ messages[0].content | tojson }}", '"<é\'>"'),
+        ("{{ messages[0] | tojson(indent=1) }}", '{\n "role": "user",\n "content": "<é\'>"\n}'),
+        (
+            "{{ messages[1] | tojson(true, sort_keys=true, separators=(',', ':')) }}",
+            '{"content":"\\u00fc","role":"assistant"}',
+        ),
+        ("{% if tools is not none or documents is not none %}{{ tools[0] }}{% endif %}.", "."),
+    ],
+)
+def test_what_templates_may_use(source, prompt):
+    """Tags and filters beside jinja2's own."""
+    assert JinjaTemplate(source)([Turn("user", "<é'>"), Turn("assistant", "ü")]) == prompt
+
+
+def test_templates_may_write_the_date():
+    source = "{{ strftime_now('%Y-%m-%d') }}"
+    days = [datetime.date.today().isoformat()]
+    found = JinjaTemplate(source)([])
+    assert found in [*days, datetime.date.today().isoformat()]
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ 1 / (messages | length - 1) }}", "division by zero"),
+        ("{{ nothing | tojson }}", "Undefined is not JSON serializable"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_any_error_of_a_template_is_a_refusal(source, message):
+    with pytest.raises(ValueError, match=f"the chat template refuses the messages: .*{message}"):
+        JinjaTemplate(source)([Turn("user", "?")])
+
+
 def test_special_tokens_of_a_checkpoint(tmp_path):
     """Its own end of text comes before those of common vocabularies; templates get the texts by name."""
     library = pytest.importorskip("tokenizers")
@@ -94,9 +140,10 @@ def test_special_tokens_of_a_checkpoint(tmp_path):
 def test_templates_cannot_reach_python(tmp_path):
     """They come with checkpoints of others, and may refuse a chat."""
     path = tmp_path / "chat_template.jinja"
-    path.write_text("{% for")
-    with pytest.raises(ValueError, match="source is not a chat template"):
-        chat_template(tmp_path)
+    for source in ("{% for", "{% break %}", "{% generation %}"):
+        path.write_text(source)
+        with pytest.raises(ValueError, match="source is not a chat template"):
+            chat_template(tmp_path)
     for source in ("{{ messages.__class__.__mro__ }}", "{{ raise_exception('no system messages') }}"):
         path.write_text(source)
         with pytest.raises(ValueError, match="the chat template refuses the messages"):
