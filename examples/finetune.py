@@ -59,7 +59,7 @@ class Options:
     dropout: float = 0.0
     """of LoRA's inputs"""
     base_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """of the frozen weights; --method full trains float32"""
+    """of the frozen weights; --method full trains float32 and saves the checkpoint's dtype"""
     seed: int = 0
     """of LoRA, dropout and the order of the data"""
 
@@ -78,8 +78,9 @@ def build_step(options: Options, model: Any, params: Any, max_segments: int, ste
     of_states = lambda states, batch, *, frozen: training.state_loss(model, frozen, states, *batch, **packing)
     of_lora = lambda lora, batch, *, frozen, key=None: of_model(frozen, batch, lora, key)
     common: Any = {"weight": lambda batch: batch[1].sum()}
-    if options.method == "full":
-        loss, trained = of_model, params
+    if options.method == "full":  # in float32: most of its steps would be rounded away in bfloat16
+        model = model.clone(config=dataclasses.replace(model.config, param_dtype="float32"))
+        loss, trained = of_model, jax.tree.map(lambda x: x.astype("float32"), params)
     elif options.method == "state":
         loss, trained = of_states, training.zero_states(model)
     else:
@@ -96,7 +97,7 @@ def build_step(options: Options, model: Any, params: Any, max_segments: int, ste
 
 
 def save(options: Options, model: Any, params: Any, trained: Any) -> Path:
-    """Writes what was trained, alone or merged."""
+    """Writes what was trained, alone or merged; a whole model in the dtypes of ``params``."""
     is_whole = options.merged or options.method == "full"
     # a .pth file has no place for the template in whose format the model was tuned
     is_world = isinstance(chat_template(options.checkpoint), WorldTemplate)
@@ -108,9 +109,11 @@ def save(options: Options, model: Any, params: Any, trained: Any) -> Path:
         training.save_states(path, trained)
     elif options.method == "state":
         save_checkpoint(path, model, params, states=trained, tokenizer=tokenizer)
+    elif options.method == "full":
+        rounded = jax.tree.map(lambda x, like: x.astype(like.dtype), trained, params)
+        save_checkpoint(path, model, rounded, tokenizer=tokenizer)
     else:
-        merged = trained if options.method == "full" else training.merge_lora(params, trained)
-        save_checkpoint(path, model, merged, tokenizer=tokenizer)
+        save_checkpoint(path, model, training.merge_lora(params, trained), tokenizer=tokenizer)
     return path
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from flax.traverse_util import flatten_dict
+from jaxtyping import Array, Float, PyTree
 
 from ..core.mesh import is_explicit, shard_like, spec_of
 from .sharding import ActivationSharding, Axes
@@ -73,6 +76,23 @@ def add_lora(
     kernel = nn.meta.unbox(layer.get_variable("params", name))["kernel"]
     norms = jax.lax.stop_gradient(_merged_norms(sharding.unshard_for_dot(x, kernel, axes), lora))
     return y * sharding.unshard(lora.magnitude / norms, axes[1:]).astype(y.dtype)
+
+
+def projection_paths(params: PyTree) -> list[str]:
+    """The paths of the layers' dense projections in a model's parameters, such as "blocks_0/att/key"."""
+    paths = (path for path in flatten_dict(params, sep="/") if path.startswith("blocks"))
+    return [path.removesuffix("/kernel") for path in paths if path.endswith("/kernel")]
+
+
+def check_lora(lora: PyTree, paths: Collection[str]) -> None:
+    """Raises ValueError for a pair beside none of the projections at ``paths``: nothing would read it."""
+    for path in flatten_dict(lora, sep="/"):
+        if path in paths:
+            continue
+        is_stacked, hint = any(other.startswith("blocks/") for other in paths), ""
+        if is_stacked != path.startswith("blocks/"):
+            hint = f": use {'' if is_stacked else 'un'}stack_layers(lora)"
+        raise ValueError(f"lora must have pairs for projections of the model, got one for {path}{hint}")
 
 
 def _merged_norms(kernel: jax.Array, lora: LoRA) -> jax.Array:

@@ -15,6 +15,7 @@ from ..core.names import remat_policy
 from ..layers import RWKVState
 from ..layers.base import LAYER_NORM_EPS, check_lengths, with_axes, zero_beyond
 from ..layers.fp8 import FP8_SCALES, save_all_but_rounded
+from ..layers.lora import check_lora, projection_paths
 from ..layers.norm import Norm
 from ..layers.sharding import (
     TOKEN_AXES,
@@ -136,7 +137,10 @@ class RWKVForCausalLM(nn.Module):
         config = self.config
         read = _check_tokens(tokens, embeddings, segment_ids, lengths, config.hidden_size)
         if not self.is_initializing():
-            check_params(self.variables.get("params", {}), config)
+            params = self.variables.get("params", {})
+            check_params(params, config)
+            if lora := self.variables.get("lora"):
+                check_lora(lora, {*projection_paths(params)})
         zeros = self.init_state(read.shape[0])
         if state is None:
             state = zeros

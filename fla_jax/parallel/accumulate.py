@@ -50,8 +50,9 @@ def accumulated_value_and_grad(
     """`jax.value_and_grad` of a loss that is a weighted mean, in ``count`` microbatches.
 
     Only one microbatch's activations are in memory at a time. ``weight`` weighs losses and gradients,
-    so that value and gradient are those of the whole batch; gradients are summed in at least float32. Scales
-    of FP8 products are the largest of all microbatches. Aux outputs of several are stacked, [count, ...].
+    so that value and gradient are those of the whole batch; gradients are summed in at least float32. Where
+    a weight is 0, the loss is the undivided sum (see `divisor`). Scales of FP8 products are the largest of
+    all microbatches. Aux outputs of several are stacked, [count, ...].
 
     Args:
         loss: of parameters and scales, a batch, and a key of random numbers or None; each microbatch gets
@@ -65,12 +66,11 @@ def accumulated_value_and_grad(
         return value_and_grad
 
     def accumulated(trained: Trained, batch: PyTree, key: jax.Array | None) -> tuple[PyTree, Trained]:
-        total = weight(batch)
-        total = jnp.where(total != 0, total, 1)
+        total = divisor(weight(batch))
 
         def add(sums: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
             microbatch, key = xs
-            share = weight(microbatch) / total
+            share = divisor(weight(microbatch)) / total
             (value, aux), (grads, scales) = value_and_grad(trained, microbatch, key)
             grads = jax.tree.map(lambda total, x: total + share * x, sums[0], grads)
             return (constrain(grads), jax.tree.map(jnp.maximum, sums[1], scales)), (share * value, aux)
@@ -92,14 +92,19 @@ def weighted_losses(
     """Sums of weighted losses and of weights over ``count`` microbatches; aux outputs, stacked if several."""
 
     def one(microbatch: PyTree) -> tuple[jax.Array, PyTree]:
-        share = weight(microbatch)
+        total = weight(microbatch)
         value, aux = loss(trained, microbatch, None)
-        return jnp.stack([value * share, share]), aux
+        return jnp.stack([value * divisor(total), total]), aux
 
     if count == 1:
         return one(batch)
     sums, aux = jax.lax.map(one, microbatches(batch, count))
     return sums.sum(0), aux
+
+
+def divisor(total: jax.Array) -> jax.Array:
+    """The divisor of a loss whose weights sum to ``total``: 1 for 0, a sum that negative weights can have."""
+    return jnp.where(total != 0, total, 1)
 
 
 def num_sequences(batch: PyTree) -> jax.Array:

@@ -223,6 +223,14 @@ def check_parameter_shapes(model: nn.Module, params: PyTree) -> None:
             raise ValueError(f"params: {name} must have shape {list(want)}, got {list(shape)}")
 
 
+def check_dtypes(params: PyTree, wanted: PyTree, hint: str) -> None:
+    """Raises unless the arrays have the wanted dtypes."""
+    for (path, x), want in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(wanted)):
+        if (dtype := jnp.result_type(x)) != jnp.result_type(want.dtype):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(f"params: {name} must have dtype {want.dtype}, got {dtype}; {hint}")
+
+
 def _boxed(model: nn.Module) -> PyTree:
     """The parameters' shapes, boxed with the names of their axes."""
     return _variables(model)["params"]

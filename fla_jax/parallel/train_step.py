@@ -30,6 +30,7 @@ from .mesh import check_batch_size, is_explicit_mesh
 from .rules import (
     axis_rules,
     batch_sharding,
+    check_dtypes,
     check_parameter_shapes,
     initial_fp8_scales,
     optimizer_shardings,
@@ -100,7 +101,8 @@ class TrainStep:
             loss: ``loss(params, batch) -> scalar``, a mean over the whole batch, written as for a single
                 device; None for `fla_jax.training.next_token_loss`. With a model's ``fp8=True`` a step calls
                 ``loss(params, batch, fp8_scales=scales)`` (see `FP8TrainState`); `evaluate` does not.
-            weight: ``weight(batch) -> scalar``, the divisor of the mean, which weighs several batches. None:
+            weight: ``weight(batch) -> scalar``, the divisor of the mean, which weighs several batches; where
+                it is 0, the loss must be the undivided sum, as `fla_jax.training.cross_entropy` is. None:
                 ``loss.weight`` if the loss has one, as that of `fla_jax.training.next_token_loss` (the sum of
                 the mask, or the number of labels), else the number of sequences.
             accumulate: number of microbatches that a batch is computed in, to save memory.
@@ -117,7 +119,8 @@ class TrainStep:
                 microbatch, for dropout; it follows from ``rng`` and ``state.step``, so that a resumed run
                 repeats it. `evaluate` passes none.
             params: what is trained: a pytree of arrays, or of `jax.ShapeDtypeStruct`, stored as their
-                shardings on the mesh say, without one on every device. None: the model's parameters.
+                shardings on the mesh say, without one on every device. None: the model's parameters, in its
+                ``param_dtype``; to train a checkpoint's parameters in the dtypes of its file, pass them.
             frozen: arrays, which the loss gets as ``loss(params, batch, frozen=frozen)``.
             donate: whether the memory of a step's input state is reused.
             compiler_options: of XLA, for the step's program alone, such as `overlap_options`.
@@ -189,14 +192,18 @@ class TrainStep:
         """A new state from existing parameters, such as a checkpoint's, which are copied.
 
         Raises:
-            ValueError: a parameter is missing, surplus, or has another shape than the model's (or than the
-                argument ``params`` of `__init__`); the message names it.
+            ValueError: a parameter is missing, surplus, or has another shape or dtype than the model's (or
+                than the argument ``params`` of `__init__`); the message names it.
         """
         params = unfreeze(nn.meta.unbox(params))
         if self._trains_model:
             check_parameter_shapes(self.model, params)
+            dtype = self.model.config.param_dtype
+            hint = f"use load_checkpoint(..., param_dtype={dtype!r}), or TrainStep(..., params=params)"
         else:
             chex.assert_trees_all_equal_shapes(params, self._shapes, exception_type=ValueError)
+            hint = "the dtypes are those of TrainStep's argument params"
+        check_dtypes(params, self._shapes, hint)  # else `abstract_state` would differ from the state
         params = jax.device_put(params, self.shardings.params, may_alias=False)
         with jax.set_mesh(self.mesh):
             return jax.jit(self._state, out_shardings=self.shardings)(params)

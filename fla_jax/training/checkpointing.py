@@ -74,15 +74,18 @@ class TrainingCheckpoints:
         """Starts to write a checkpoint, and returns once ``state`` may be donated. Waits for the one before.
 
         Args:
-            step: its number.
+            step: its number, above that of the last checkpoint.
             state: a pytree of arrays.
             data: a JSON object; None for an empty one.
 
         Raises:
-            ValueError: this checkpoint, or the one before, cannot be written; the message names the last one
-                that is complete.
+            ValueError: ``step`` is not above the last checkpoint's, or this checkpoint, or the one before,
+                cannot be written; the message names the last one that is complete.
         """
         self.wait()
+        last = self._manager.latest_step()
+        if last is not None and step <= last:  # Orbax would write nothing
+            raise ValueError(f"step must be above {last}, the last checkpoint in {self.folder}, got {step}")
         self._step = step
         items = {"state": self._args.StandardSave(state), "data": self._args.JsonSave(dict(data or {}))}
         self._written(lambda: self._manager.save(step, args=self._args.Composite(**items)))
@@ -112,8 +115,8 @@ class TrainingCheckpoints:
             ``(state, data)``.
 
         Raises:
-            ValueError: there is no checkpoint, it cannot be read, or its arrays have other names or shapes
-                than ``state``; the message names the first.
+            ValueError: there is no checkpoint, it cannot be read, or its arrays have other names, shapes or
+                dtypes than ``state``; the message names the first.
         """
         self.wait()
         step = self._manager.latest_step()
@@ -125,8 +128,8 @@ class TrainingCheckpoints:
             "data": self._args.JsonRestore(),
         }
         try:
-            saved = _shapes(self._manager.item_metadata(step)["state"].tree)
-            difference = None if state is None else mismatch(saved, _shapes(state))
+            saved = self._manager.item_metadata(step)["state"].tree
+            difference = None if state is None else _difference(saved, state)
             if difference is None:
                 found = self._manager.restore(step, args=self._args.Composite(**items))
                 return found["state"], found["data"]
@@ -157,8 +160,20 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return Path(folder) / str(max(steps)) if steps else None
 
 
-def _shapes(tree: PyTree) -> dict[str, list[int]]:
-    """The shape of every array by its name, parameters first."""
+def _difference(saved: PyTree, wanted: PyTree) -> str | None:
+    """A message about the first array of another name, shape or dtype than wanted; None if there is none."""
+    found, arrays = _arrays(saved), _arrays(wanted)
+    shapes = ({name: list(x.shape) for name, x in of.items()} for of in (found, arrays))
+    if text := mismatch(*shapes):
+        return text
+    for name, x in arrays.items():
+        if found[name].dtype != x.dtype:  # Orbax would cast it, and the resumed run differ from the first
+            return f"{name} must have dtype {x.dtype}, got {found[name].dtype}"
+    return None
+
+
+def _arrays(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every array, or its shape and dtype, by its name, parameters first."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): list(x.shape) for path, x in leaves}
-    return dict(sorted(shapes.items(), key=lambda item: not item[0].startswith("params/")))
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    return dict(sorted(arrays.items(), key=lambda item: not item[0].startswith("params/")))

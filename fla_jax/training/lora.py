@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
 from ..core.arguments import check_integer, check_number
-from ..layers.lora import LoRA
+from ..layers.lora import LoRA, projection_paths
 from .next_token import NextTokenLoss
 
 
@@ -158,11 +158,7 @@ def lora_pairs(lora: PyTree) -> dict[str, LoRA]:
 def projections(params: PyTree) -> dict[str, jax.Array]:
     """The kernels of the layers' dense projections by the paths of these."""
     flat = flatten_dict(nn.meta.unbox(params), sep="/")
-    return {
-        path.removesuffix("/kernel"): x
-        for path, x in flat.items()
-        if path.startswith("blocks") and path.endswith("/kernel")
-    }
+    return {path: flat[f"{path}/kernel"] for path in projection_paths(params)}
 
 
 def _matching(pattern: str, kernels: dict[str, jax.Array]) -> list[str]:

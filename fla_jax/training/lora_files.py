@@ -25,7 +25,7 @@ from ..checkpoints.formats.pth import read_pth, write_pth
 from ..checkpoints.param_maps import map_for
 from ..checkpoints.tensors import quoted
 from ..core.arguments import check_number
-from ..layers.lora import LoRA
+from ..layers.lora import LoRA, check_lora
 from ..models import family_of
 from .lora import lora_pairs, projections
 
@@ -63,8 +63,8 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module, lora: PyTree) -> N
         lora: from `init_lora`, trained.
 
     Raises:
-        ValueError: the pairs differ in rank, scale, dropout or kind (PEFT has one of each), or a ``.pth``
-            file should store DoRA's magnitudes.
+        ValueError: the pairs differ in rank, scale, dropout or kind (PEFT has one of each), one is for no
+            projection of the model, or a ``.pth`` file should store DoRA's magnitudes.
 
     Example:
         >>> import jax, tempfile, jax.numpy as jnp
@@ -88,6 +88,7 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module, lora: PyTree) -> N
     if is_dora and is_pth:
         raise ValueError(f"path must be a directory for DoRA, which .pth files of RWKV-PEFT lack, got {path}")
     places = _places(model, "official" if is_pth else "fla")
+    check_lora(lora, {place.path for place in places.values()})
     tensors = {}
     for name, place in places.items():
         if place.path not in pairs:

@@ -25,6 +25,10 @@ def _check_labels(name: str, x: jax.Array, labels: jax.Array, mask: jax.Array | 
                 f"{what} must have shape {list(x.shape[:-1])}, that of {name} without the last axis, got "
                 f"{list(y.shape)}"
             )
+    _check_integers(labels)
+
+
+def _check_integers(labels: jax.Array) -> None:
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be integers, got {labels.dtype}")
 
@@ -34,6 +38,10 @@ def label_mask(
 ) -> Shaped[Array, "*B"] | None:
     """``mask`` with zeros where the label is ``ignore_index``; None for all labels."""
     if ignore_index is None:
+        return mask
+    _check_integers(labels)
+    limits = jnp.iinfo(labels.dtype)
+    if not limits.min <= ignore_index <= limits.max:  # no label is: jax would cast it, -100 to 156 for uint8
         return mask
     return mask_where(labels != ignore_index, mask)
 
@@ -112,7 +120,8 @@ def cross_entropy(
             ``logits[:, :-1]``. Ignored where the mask is 0; elsewhere a label that is no token makes the loss
             NaN.
         mask: [...] booleans, or weights of the positions, which may be negative; None for all. The loss
-            is the sum of weighted losses divided by the sum of weights. L2Wrap skips positions of weight 0.
+            is the sum of weighted losses divided by the sum of weights, or by 1 where that is 0. L2Wrap skips
+            positions of weight 0.
         l2wrap: strength, a Python number; 0 for none.
         ignore_index: labels of this value are left out, as if their mask were 0; -100 is PyTorch's. None:
             the mask alone decides.

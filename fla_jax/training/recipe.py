@@ -102,7 +102,7 @@ def rwkv_optimizer(
         An optax transformation; its ``update`` needs ``params``.
 
     Raises:
-        ValueError: ``kind`` is another.
+        ValueError: ``kind`` is another. ``init`` raises it for float16 parameters.
 
     Example:
         >>> import jax.numpy as jnp
@@ -115,13 +115,28 @@ def rwkv_optimizer(
     scale = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
     if kind == "muon":
         scale = optax.partition({"muon": _scale_by_muon(), "adam": scale}, _muon_labels)
-    return optax.chain(
+    optimizer = optax.chain(
         optax.identity() if clip_norm is None else _clip_by_global_norm(clip_norm),
         scale,
         optax.add_decayed_weights(weight_decay, mask=matrix_mask),
         optax.masked(optax.scale(2.0), _is_decay_base),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+    def init(params: PyTree) -> PyTree:
+        _refuse_float16(params)
+        return optimizer.init(params)
+
+    return optimizer._replace(init=init)
+
+
+def _refuse_float16(params: PyTree) -> None:
+    """Raises ValueError for float16: squares of small gradients and epsilon are 0 in it, and updates NaN."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.result_type(x) == jnp.float16:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            why = "Adam's second moments underflow in it"
+            raise ValueError(f"params must not be float16, got {name}: {why}; train in float32")
 
 
 def _names(path: PyTree) -> list[str]:

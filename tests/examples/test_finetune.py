@@ -65,6 +65,19 @@ def test_methods(files, tmp_path, capsys, method, rate):
         assert np.abs(states).max() > 0.01
 
 
+def test_full_trains_float32_and_saves_the_dtype_of_the_file(tmp_path):
+    model = small.model(7, vocab_size=256, num_layers=1, param_dtype="bfloat16")
+    params = jax.tree.map(lambda x: x.astype("bfloat16"), small.params(model))
+    options = finetune.Options(tmp_path / "base.pth", tmp_path / "data.jsonl", "full", tmp_path)
+    save_checkpoint(options.checkpoint, model, params)
+    step, trained = finetune.build_step(options, model, params, 2, 10)
+    state = step.start(trained)
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
+    tuned = jax.tree.map(lambda x: x + 1e-2, state.params)
+    _, saved = load_checkpoint(finetune.save(options, model, params, tuned))
+    jax.tree.map(np.testing.assert_array_equal, saved, jax.tree.map(lambda x: x.astype("bfloat16"), tuned))
+
+
 def test_dialogues_are_as_the_server_reads_them():
     """The prompt of `fla_jax.serve`, and the answer as later prompts repeat it; bytes are tokens."""
     given = load_tokenizer("bytes"), WorldTemplate()

@@ -54,6 +54,9 @@ def test_other_arrays_are_named(folder):
         checkpoints.restore(wide)
     with pytest.raises(ValueError, match=r"30: step must have shape none, got \[\]"):
         checkpoints.restore({"params": SHAPES["params"]})
+    half = {**SHAPES, "params": {"weight": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}}
+    with pytest.raises(ValueError, match="30: params/weight must have dtype bfloat16, got float32"):
+        checkpoints.restore(half)
 
 
 def test_saved_on_a_device_that_is_not_here(folder):
@@ -75,6 +78,17 @@ def test_what_cannot_be_read(folder, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="checkpoints cannot be opened: Not a directory"):
         TrainingCheckpoints(tmp_path / "file" / "checkpoints")
+
+
+def test_steps_must_rise(tmp_path):
+    """A run that goes on in the folder of a later one would save nothing."""
+    with TrainingCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(10, STATE)
+        for step in (5, 10):
+            with pytest.raises(ValueError, match=rf"step must be above 10, the last .* got {step}$"):
+                checkpoints.save(step, STATE)
+        checkpoints.save(11, STATE)
+    assert last_checkpoint(tmp_path) == tmp_path / "11"
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])

@@ -161,3 +161,22 @@ def test_errors():
     lora = init_lora(params, jax.random.key(0), targets=("blocks_1/att/key",))
     with pytest.raises(ValueError, match="got one for blocks_1/att/key"):
         merge_lora({"blocks_0": params["blocks_0"]}, lora)
+
+
+def test_pairs_that_nothing_reads_are_refused():
+    """Those of the other layout of layers, of layers that the model lacks, and of the head."""
+    separate, stacked = small.model(7), small.model(7, scan_layers=True)
+    params = small.params(separate)
+    lora = init_lora(params, jax.random.key(0), targets=("*/att/key",))
+    beyond = {"blocks_2": lora["blocks_0"]}
+    head = {"head": lora["blocks_0"]["att"]["key"]}
+    for model, pairs, message in (
+        (stacked, lora, r"blocks_0/att/key: use stack_layers\(lora\)"),
+        (separate, stack_layers(lora), r"blocks/att/key: use unstack_layers\(lora\)"),
+        (separate, beyond, "blocks_2/att/key"),
+        (separate, head, "head"),
+    ):
+        frozen = stack_layers(params) if model is stacked else params
+        with pytest.raises(ValueError, match=f"lora must have pairs for .*, got one for {message}"):
+            jax.eval_shape(lora_loss(model), pairs, TOKENS, frozen=frozen)
+        jax.eval_shape(lora_loss(model), {}, TOKENS, frozen=frozen)

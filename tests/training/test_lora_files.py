@@ -94,6 +94,12 @@ def test_errors(tmp_path):
     mixed = lora | {"blocks_1": made(rank=4)[1]["blocks_1"]}
     with pytest.raises(ValueError, match="lora must have pairs of one rank"):
         save_lora(path, model, mixed)
+    for other, name in (
+        (small.model(7, scan_layers=True), "blocks_0"),
+        (small.model(7, num_layers=1), "blocks_1"),
+    ):
+        with pytest.raises(ValueError, match=f"projections of the model, got one for {name}/att/receptance"):
+            save_lora(folder, other, lora)
     tensors = dict(read_pth(path))
     for change, match in (
         ({"blocks.0.ln1.weight": np.ones(32, np.float32)}, "'blocks.0.ln1.weight' is no LoRA"),

@@ -152,6 +152,18 @@ def test_labels_of_a_narrow_dtype(loss):
     jax.tree.map(np.testing.assert_array_equal, grads, run(hidden, kernel, labels.astype(jnp.int32))[1])
 
 
+@BOTH
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+def test_ignored_labels_of_any_dtype(loss, dtype):
+    """Cast to uint8, -100 is the token 156, which is no ignored label; the same for NumPy's labels."""
+    hidden, kernel = jnp.ones((1, 3, 1)), jnp.zeros((1, 200)).at[0, 156].set(5.0)
+    is_ignored, unlikely = np.issubdtype(dtype, np.signedinteger), np.log(199 + np.exp(5.0))
+    labels = np.array([[1, -100 if is_ignored else 156, 3]], dtype)
+    for given in (labels, jnp.asarray(labels)):
+        found = loss(hidden, kernel, given, l2wrap=0.0, ignore_index=-100)
+        assert found == pytest.approx(unlikely - (0 if is_ignored else 5 / 3), rel=1e-6)
+
+
 def test_memory():
     """Compiled gradient: the plain loss needs all logits, the chunked one a block of them."""
     shapes = ((2, 256, 16), jnp.float32), ((16, 2048), jnp.float32), ((2, 256), jnp.int32)

@@ -57,6 +57,14 @@ def test_optimizer_steps():
         np.testing.assert_allclose(float(value.ravel()[0]), want, rtol=1e-6, err_msg=str(path))
 
 
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_float16_is_refused(kind):
+    """Its first update is NaN where a gradient is 0."""
+    params = {"a": jnp.zeros(2), "emb": {"embedding": jnp.zeros(2, jnp.float16)}}
+    with pytest.raises(ValueError, match=r"not be float16, got emb/embedding: .*; train in float32"):
+        rwkv_optimizer(1.0, kind=kind).init(params)
+
+
 def test_clipping_by_the_global_norm():
     """Two steps tell, since Adam forgets the gradient's scale: the clipped one is smaller by 1 / 50."""
     tx = rwkv_optimizer(1.0, weight_decay=0.0)

@@ -55,6 +55,28 @@ def test_evaluation_weighs_batches(make, accumulate):
     assert step(accumulate).evaluate(state, []) == 0
 
 
+@pytest.mark.parametrize("weights", [[1, 0.5, -1, 2], [1, 2, -1, -2], [0, 1, 0, 2]])
+def test_weights_that_cancel(make, weights):
+    """The weights of a microbatch, of a batch or of all sum to 0, though single ones do not."""
+    model, mesh, x, weights = make[0](1).model, make[0](1).mesh, ROWS[:4], np.float32(weights)
+
+    def weighted(vector, batch):
+        total = batch[1].sum()
+        return jnp.sum(jnp.tanh(batch[0] @ vector) * batch[1]) / jnp.where(total != 0, total, 1)
+
+    vector = jnp.float32([1, 2, 3])
+    want, grad = jax.value_and_grad(weighted)(vector, (x, weights))
+    options = dict(params=vector, weight=lambda batch: jnp.sum(batch[1]), accumulate=2)
+    step = TrainStep(model, optax.sgd(1.0), mesh, weighted, **options)
+    state = step.start(vector)
+    assert step.evaluate(state, [(x, weights)]) == pytest.approx(float(want), rel=1e-5)
+    halves = [(x[at::2], weights[at::2]) for at in (0, 1)]  # each a batch of two microbatches
+    assert step.evaluate(state, halves) == pytest.approx(float(want), rel=1e-5)
+    state, value = step(state, (x, weights))
+    assert value == pytest.approx(float(want), rel=1e-5)
+    np.testing.assert_allclose(vector - state.params, grad, rtol=1e-4, atol=1e-6)
+
+
 def test_shapes_and_rows(make):
     step, _ = make
     shapes, state = step(1).abstract_state(), step(1).init(jax.random.key(0))
@@ -69,6 +91,22 @@ def test_shapes_and_rows(make):
         step(0)
     with pytest.raises(ValueError, match="metrics must be of loss, grad_norm, tokens, got 'speed'"):
         TrainStep(step(1).model, optax.sgd(1.0), step(1).mesh, metrics=("speed",))
+
+
+def test_dtypes_are_the_models_or_those_of_params(make):
+    """The state is always that of `abstract_state`, which a resumed run restores."""
+    step, params = make[0](1), make[1]
+    mixed = {**params, "head": {"kernel": params["head"]["kernel"].astype(jnp.bfloat16)}}
+    with pytest.raises(
+        ValueError, match=r"head/kernel must have dtype float32, got bfloat16; use .*float32'"
+    ):
+        step.start(mixed)
+    step = TrainStep(step.model, optax.adam(1.0), step.mesh, params=mixed)
+    state = step.start(mixed)
+    assert small.kinds(step.abstract_state()) == small.kinds(state)
+    assert state.params["head"]["kernel"].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"head/kernel must have dtype bfloat16, got float32; .* params$"):
+        step.start(params)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
