@@ -31,6 +31,11 @@ def map_kernel(
         results: the axes of the results.
     """
 
+    if n == 0:  # no kernel runs on nothing
+        one = lambda x, is_mapped: jax.ShapeDtypeStruct(x.shape[1:] if is_mapped else x.shape, x.dtype)
+        shapes = jax.eval_shape(run, *jax.tree.map(one, args, mapped))
+        return jax.tree.map(lambda y: jnp.zeros((0, *y.shape), y.dtype), shapes)
+
     def is_split(axes: str, is_mapped: bool) -> bool:
         return not is_mapped or BATCH in axes.split()
 

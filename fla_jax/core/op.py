@@ -155,13 +155,17 @@ def _refuse_forward_mode(op: str, x: X) -> None:
 
     Inside a jitted function JAX's error comes, with `jax.linearize` when the linear function is called.
     """
+    # without it, reverse mode starts as jvp
+    direct = getattr(jax.config, "jax_use_direct_linearize", True)
+    is_forward = is_reverse = False
     for array in jax.tree.leaves(x):
         trace = getattr(array, "_trace", None)
-        linearize = type(trace).__name__ == "LinearizeTrace" and not getattr(trace, "is_vjp", True)
-        # without it, reverse mode starts as jvp
-        direct = getattr(jax.config, "jax_use_direct_linearize", True)
-        if linearize or (type(trace).__name__ == "JVPTrace" and direct):
-            raise TypeError(
-                f"{op} can be differentiated in reverse mode only (jax.grad, jax.vjp), not by "
-                "forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd)"
-            )
+        is_linearized = type(trace).__name__ == "LinearizeTrace"
+        is_vjp = is_linearized and getattr(trace, "is_vjp", True)
+        is_reverse |= is_vjp
+        is_forward |= (is_linearized and not is_vjp) or (type(trace).__name__ == "JVPTrace" and direct)
+    if is_forward and not is_reverse:  # both: forward mode over jax.grad, each of other arrays
+        raise TypeError(
+            f"{op} can be differentiated in reverse mode only (jax.grad, jax.vjp), not by "
+            "forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd)"
+        )

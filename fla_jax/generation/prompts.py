@@ -205,13 +205,10 @@ def check_prompts(prompts: Any, vocab_size: int) -> list[np.ndarray]:
     return [row.astype(np.int32) for row in rows]
 
 
-def check_prompt(prompt: Any, vocab_size: int, name: str = "prompt") -> np.ndarray:
+def check_prompt(prompt: object, vocab_size: int, name: str = "prompt") -> np.ndarray:
     """A single prompt as an int32 array; raises as `check_prompts` does, with the argument's ``name``."""
-    try:
-        is_one = isinstance(prompt, str | bytes) or np.ndim(prompt) == 0
-    except ValueError:  # lists of several lengths
-        is_one = False
-    if is_one:
+    is_one = not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) == 0
+    if is_one or isinstance(prompt, str | bytes):
         raise TypeError(f"{name} must be a sequence of tokens, got {shown(prompt)}")
     try:
         (row,) = check_prompts([prompt], vocab_size)

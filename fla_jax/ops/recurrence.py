@@ -252,6 +252,9 @@ def _is_less(x: object, y: object) -> bool:
 
 
 def _check_cu_seqlens(cu: jax.Array, B: int, T: int) -> None:
+    if not all(isinstance(size, int) for size in cu.shape):
+        shape = list(cu.shape)
+        raise ValueError(f"cu_seqlens has a symbolic shape {shape}: only B, the batch, may be symbolic")
     if cu.ndim != 1 or cu.shape[0] < 2:
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {list(cu.shape)}")
     if B != 1:

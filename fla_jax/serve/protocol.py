@@ -8,7 +8,7 @@ Source: https://platform.openai.com/docs/api-reference (completions, chat, model
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, PydanticUseDefault
@@ -64,7 +64,7 @@ class _Strict(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _replace_null(cls, value: Any) -> Any:
+    def _replace_null(cls, value: object) -> object:
         if value is None:
             raise PydanticUseDefault
         return value

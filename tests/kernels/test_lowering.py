@@ -20,6 +20,7 @@ import pytest
 from harness import cases, lowering, processes
 
 from fla_jax.core.names import remat_policy
+from fla_jax.ops.layer import norm_shift_mix
 
 pytest.importorskip("triton", reason="Triton is not installed (it exists for Linux only)")
 
@@ -247,6 +248,19 @@ def pallas_kernels(op: str, gradient: bool = True, dtype: str = "bfloat16", layo
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     found = re.findall(r'stablehlo.custom_call @__gpu\$xla.gpu.triton\(.*?name = "(\w+)"', text)
     return dict(collections.Counter(name.removeprefix(f"{op}_") for name in found))
+
+
+def mixed(dtype: str) -> list[lowering.Launch] | str:
+    """The launches of a mix of tokens with segment ids of a dtype, or why it cannot be lowered."""
+    run = lambda x, mu, ids: norm_shift_mix(x, (mu,), segment_ids=ids, implementation="triton").mixed[0]
+    arrays = lowering.array(1, 8, 64), lowering.array(64), lowering.array(1, 8, dtype=dtype)
+    return lowering.cannot_lower() or lowering.launches((run, arrays))[0]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+def test_segment_ids_of_any_integers(dtype):
+    (launch,) = result(processes.compilers().submit(mixed, dtype))
+    assert launch.kernel == "mix_fwd_kernel"
 
 
 @pytest.mark.parametrize("op", cases.OPS)

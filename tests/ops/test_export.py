@@ -35,6 +35,14 @@ def test_a_symbolic_batch(op, form, T):
 
 
 @each_op
+def test_a_symbolic_number_of_sequences_is_refused(op):
+    cu = jax.ShapeDtypeStruct(export.symbolic_shape("n"), jnp.int32)
+    run = lambda arrays, cu: cases.call(op, arrays, {"cu_seqlens": cu})
+    with pytest.raises(ValueError, match=r"^cu_seqlens has a symbolic shape \[n\]"):
+        export.export(jax.jit(run))(symbolic(op, B=1), cu)
+
+
+@each_op
 def test_a_symbolic_number_of_tokens_says_why_not(op):
     arrays = symbolic(op, B=2, T="t")
     with pytest.raises(ValueError, match=r"^r has a symbolic T = t: the number of tokens decides"):

@@ -199,5 +199,17 @@ def test_forward_mode_is_refused(op, implementation):
             run()
     with pytest.raises(TypeError, match=rf"chunk_{op} can be differentiated in reverse mode only"):
         jax.linearize(f, x)  # at once, not when the linear function is called
-    # forward over reverse stays possible
+    # forward over reverse stays possible, also if each concerns other arrays
     jax.linearize(jax.grad(lambda arrays: jnp.sum(f(arrays)["o"])), x)
+    loss = lambda w, r: jnp.sum(f(x | {"w": w, "r": r})["o"])
+    jax.linearize(lambda r: jax.grad(loss)(x["w"], r), x["r"])
+
+
+@each_implementation
+@each_op
+def test_vmap_over_nothing(op, implementation):
+    x = cases.build(Case(op, **SMALL)).arrays
+    v = jnp.zeros((0, *x["v"].shape))
+    f = lambda v: cases.call(op, x | {"v": v}, implementation=implementation)["o"]
+    assert jax.vmap(f)(v).shape == v.shape
+    assert jax.vmap(jax.grad(lambda v: jnp.sum(f(v))))(v).shape == v.shape
