@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from ..core.arguments import check_chunk_size
 from ..core.context import Context, X
 from ..core.implementation import Implementation, Unsupported
+from ..core.mesh import is_explicit, shard_like, vary_alike
 from ..core.names import FINAL, OUT, STATES
 from ..core.op import Op
 from ..core.types import Outputs, Recurrence, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
@@ -188,6 +189,9 @@ def checked_inputs(
         h0 = h0.astype(config.compute)
     elif T == 0 or B == 0:
         h0 = jnp.zeros((N, H, K, V), config.compute)
+    elif is_explicit():
+        h0, batch = jnp.zeros((N, H, K, V), config.compute), None if "cu_seqlens" in x else 0
+        h0 = vary_alike(shard_like(h0, x["r"], batch, 2, None, None), x["r"], x["v"])
     else:  # sharded like the batch and the heads of r and v
         r, v = x["r"], x["v"]
         first = r[:, 0, :, :, None] * v[:, 0, :, None, :].astype(r.dtype)
@@ -253,8 +257,7 @@ def _is_less(x: object, y: object) -> bool:
 
 def _check_cu_seqlens(cu: jax.Array, B: int, T: int) -> None:
     if not all(isinstance(size, int) for size in cu.shape):
-        shape = list(cu.shape)
-        raise ValueError(f"cu_seqlens has a symbolic shape {shape}: only B, the batch, may be symbolic")
+        raise ValueError(f"cu_seqlens must have a known shape, got {list(cu.shape)}: only B may be symbolic")
     if cu.ndim != 1 or cu.shape[0] < 2:
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {list(cu.shape)}")
     if B != 1:

@@ -206,6 +206,15 @@ def test_an_explicit_axis_of_one_device(op, implementation):
     assert {kind for kind, _ in found} <= {"all-reduce"}, found
 
 
+@pytest.mark.parametrize("op, implementation", PAIRS)
+def test_zeros_on_explicit_meshes(op, implementation):
+    """The initial state where none is given: over tokens as over heads, and of packed sequences."""
+    tokens = Case(op, B=4, T=128, H=1, K=4, V=3)
+    packed = Case(op, B=1, H=2, K=4, V=4, chunk_size=8, layout="packed", lengths=(5, 11))
+    for case, over in ((tokens, {"b": "data", "t": "model"}), (packed, {"h": "model"})):
+        run(program(case, implementation, "explicit", over, without="initial_state"))
+
+
 def refused(case: Case, implementation: str, over: dict[str, str], cp: str | None = "sequence") -> Program:
     variants = ("splits",) if implementation == "triton" else ()
     return program(case, implementation, "auto", over, (("sequence", 8),), cp=cp, variants=variants)
