@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def as_path(path: object) -> Path:
-    """The argument ``path``, of this machine.
+    """The argument ``path``, a local one.
 
     Raises:
         TypeError: it is no path. ValueError: it names a repository.
@@ -40,7 +40,7 @@ def as_path(path: object) -> Path:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path must be a str or an os.PathLike of str, got {type(path).__name__}")
     if os.fspath(path).startswith(HUB_PREFIX):
-        raise ValueError(f"path must be of this machine: only models are read from {HUB_PREFIX}, got {path}")
+        raise ValueError(f"path must be local, {HUB_PREFIX} is for loading models, got {path}")
     return Path(path)
 
 

@@ -110,7 +110,7 @@ class Engine:
         state: RWKVState | GenerationState | None = None,
         keep_state: bool = False,
         stepwise: bool = False,
-        known: np.ndarray | None = None,
+        all_tokens: np.ndarray | None = None,
     ) -> list[Row]:
         """Adds a prompt; starts nothing.
 
@@ -119,7 +119,7 @@ class Engine:
             sampling: its ``stop`` and ``ignore_eos`` are `Generator`'s. None for `SamplingParams`'s defaults.
             keep_state: whether the row has its state when it is over.
             stepwise: whether it has its state at every event; then calls have one step.
-            known: all tokens of the prompt, where ``state`` is a cached one after the first of them.
+            all_tokens: all tokens of the prompt, where ``state`` is a cached one after the first of them.
 
         Returns:
             A row for each completion. ValueError or TypeError where an argument does not fit.
@@ -137,7 +137,7 @@ class Engine:
         if prompt is None and start is None:
             raise ValueError("prompt must hold at least one token unless state is a GenerationState")
         tokens = None if prompt is None else check_prompt(prompt, self._model.config.vocab_size)
-        waiting = Prompt(tokens, initial, start if tokens is None else None, [], known)
+        waiting = Prompt(tokens, initial, start if tokens is None else None, [], all_tokens)
         seed = self._next if sampling.seed is None else sampling.seed
         for i in range(sampling.n):
             waiting.rows.append(
@@ -185,7 +185,7 @@ class Engine:
             The rows that begin again.
         """
         self._next_params = params, decoder
-        cached = [prompt for prompt in self._ready if prompt.tokens is None and prompt.known is not None]
+        cached = [one for one in self._ready if one.tokens is None and one.all_tokens is not None]
         self._ready = collections.deque(prompt for prompt in self._ready if prompt not in cached)
         self._waiting.extendleft(reversed(cached))
         for prompt in self._waiting:

@@ -114,7 +114,7 @@ class Generator:
         self._events: collections.deque[Event] = collections.deque()  # that were not returned yet
         self._claimed = weakref.WeakSet[Request]()  # of `generate`, whose events nobody else gets
         self._number = 0
-        self._params = object()  # stands for the parameters, see `Prefix`
+        self._params_key = object()  # another one for other parameters, see `Prefix`
 
     @property
     def busy(self) -> bool:
@@ -156,7 +156,7 @@ class Generator:
         stepwise: bool,
     ) -> Request:
         sampling = rules_of_request(sampling, max_tokens, self.tokenizer)
-        tokens, state, known, cached = self._cached(prompt, state)
+        tokens, state, all_tokens, cached = self._cached(prompt, state)
         # a state after a stop string is that of its last token
         stepwise = stepwise or (keep_state and bool(sampling.stop))
         rows = self.engine.submit(
@@ -165,12 +165,12 @@ class Generator:
             state=state,
             keep_state=keep_state,
             stepwise=stepwise,
-            known=known if cached else None,
+            all_tokens=all_tokens if cached else None,
         )
         request = Request(self._number, rows, self.engine.finish)
         self._number += 1
-        last = [] if known is None else known[-1:].tolist()
-        usage = Usage(0 if known is None else len(known), cached, 0)
+        last = [] if all_tokens is None else all_tokens[-1:].tolist()
+        usage = Usage(0 if all_tokens is None else len(all_tokens), cached, 0)
         for index, row in enumerate(rows):
             self._collectors[row] = Collector(request, index, usage, self.tokenizer, last)
         return request
@@ -189,8 +189,9 @@ class Generator:
         elif state is not None:
             raise ValueError("state must be None with a Prefix, which has its own")
         else:
-            tokens = self._tokens([*prompt.tokens, *prompt.rest])
-            if prompt.params is self._params:
+            rest = self._tokens(prompt.rest) if prompt.rest else prompt.tokens[:0]
+            tokens = np.concatenate([prompt.tokens, rest])
+            if prompt.params_key is self._params_key:
                 found = len(prompt.tokens), prompt.state
         if found is None and state is None:
             found = self.cache.longest(tokens)
@@ -220,7 +221,7 @@ class Generator:
         (read,) = self.generate([tokens], rule, keep_state=True)
         assert read.state is not None
         self.cache.put(tokens, read.state)
-        return Prefix(tokens, read.state, self._params)
+        return Prefix(tokens, read.state, self._params_key)
 
     def score(self, prompts: Sequence[object], continuations: Sequence[object]) -> list[np.ndarray]:
         """The model's log-probabilities of given continuations, with the parameters of the last
@@ -348,7 +349,7 @@ class Generator:
         return Stream(request, events, self._advance, functools.partial(self._streams.pop, request, None))
 
     def update_params(self, params: PyTree, *, in_flight: Literal["finish", "restart"] = "finish") -> None:
-        """Replaces the parameters; nothing is compiled again. What was cached is read again, also a `Prefix`.
+        """Replaces the parameters; nothing is compiled again. Cached prefixes are read again.
 
         Args:
             params: of the same shapes.
@@ -364,7 +365,7 @@ class Generator:
             raise ValueError("params must have the names, shapes and dtypes of those that they replace")
         name = self.engine.decoder.implementation
         self.cache.clear()
-        self._params = object()
+        self._params_key = object()
         again = self.engine.update(
             params, self._make_decoder(params=params, implementation=name), restart=in_flight == "restart"
         )

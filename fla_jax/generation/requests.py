@@ -257,7 +257,7 @@ class Collector:
             finish_reason=reason,
             error=self.row.error,
             usage=self._usage._replace(
-                cached_tokens=0 if self.row.prompt.known is None else self._usage.cached_tokens,
+                cached_tokens=0 if self.row.prompt.all_tokens is None else self._usage.cached_tokens,
                 completion_tokens=len(tokens),
             ),
             state=self.row.state if self.row.keep_state else None,

@@ -67,19 +67,20 @@ class Prompt:
         initial: state before the tokens; None for zeros.
         start: state after the tokens, once they are read.
         rows: that wait for a slot.
-        known: all tokens, if ``initial`` or ``start`` is a cached state after the first of them; else None.
+        all_tokens: of the prompt, if ``initial`` or ``start`` is a cached state after the first of them, else
+            None.
     """
 
     tokens: np.ndarray | None
     initial: RWKVState | None
     start: GenerationState | None
     rows: list[Row]
-    known: np.ndarray | None = None
+    all_tokens: np.ndarray | None = None
 
     def forget_cached(self) -> None:
         """Reads all tokens: the cached state is of other parameters."""
-        if self.known is not None:
-            self.tokens, self.initial, self.start, self.known = self.known, None, None, None
+        if self.all_tokens is not None:
+            self.tokens, self.initial, self.start, self.all_tokens = self.all_tokens, None, None, None
 
     def waiting(self) -> list[Row]:
         """Rows that were not cancelled."""

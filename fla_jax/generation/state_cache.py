@@ -21,7 +21,7 @@ class Prefix:
     Attributes:
         tokens: that were read.
         state: after them.
-        params: an object that stands for the parameters that read them.
+        params_key: identifies the parameters that read them.
         rest: tokens behind them that are not read yet: ``prefix + tokens``.
 
     A generator with other parameters, also after `Generator.update_params`, reads all of its tokens again.
@@ -41,7 +41,7 @@ class Prefix:
 
     tokens: np.ndarray
     state: GenerationState
-    params: object
+    params_key: object
     rest: tuple[int, ...] = ()
 
     def __add__(self, tokens: Sequence[int]) -> Self:

@@ -187,9 +187,7 @@ def checked_inputs(
     )
     if h0 is not None:
         h0 = h0.astype(config.compute)
-    elif T == 0 or B == 0:
-        h0 = jnp.zeros((N, H, K, V), config.compute)
-    elif is_explicit():
+    elif T == 0 or B == 0 or is_explicit():
         h0, batch = jnp.zeros((N, H, K, V), config.compute), None if "cu_seqlens" in x else 0
         h0 = vary_alike(shard_like(h0, x["r"], batch, 2, None, None), x["r"], x["v"])
     else:  # sharded like the batch and the heads of r and v

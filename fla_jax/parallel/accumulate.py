@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from ..core.mesh import spec_of
 from ..layers.sharding import out_sharding
+from ..training.losses import divisor
 
 Trained = tuple[PyTree, PyTree]  # parameters, and the scales of FP8 products or None
 LossAndAux = Callable[[Trained, PyTree, jax.Array | None], tuple[jax.Array, PyTree]]
@@ -100,11 +101,6 @@ def weighted_losses(
         return one(batch)
     sums, aux = jax.lax.map(one, microbatches(batch, count))
     return sums.sum(0), aux
-
-
-def divisor(total: jax.Array) -> jax.Array:
-    """The divisor of a loss whose weights sum to ``total``: 1 for 0, a sum that negative weights can have."""
-    return jnp.where(total != 0, total, 1)
 
 
 def num_sequences(batch: PyTree) -> jax.Array:

@@ -16,7 +16,7 @@ from ..core.mesh import is_explicit, reshard, vary_alike
 from ..layers.state import RWKVState, check_state
 from ..models import head_kernel
 from .carry import batch_first, kept
-from .losses import chunked_cross_entropy
+from .losses import chunked_cross_entropy, divisor
 from .next_token import check_segment_ids
 
 
@@ -146,8 +146,7 @@ def _scan_chunks(
         found: PyTree = model.apply({"params": params}, tokens, state, ids, method="hidden")
         hidden, state = found
         mean = chunked_cross_entropy(hidden, head_kernel(params), labels, weights, l2wrap)
-        local = jnp.sum(weights)
-        return mean * (jnp.where(local != 0, local, 1) / total), state
+        return mean * (divisor(jnp.sum(weights)) / total), state
 
     def step(carry: tuple[jax.Array, RWKVState], chunk: _Chunks) -> tuple[tuple[jax.Array, RWKVState], None]:
         loss, state = carry
@@ -214,6 +213,5 @@ def _split(
         same = segment_ids[:, 1:] == segment_ids[:, :-1]
         weights, ids = jnp.where(same, weights, 0), cut(segment_ids[:, :-1])
         continues = jnp.concatenate([jnp.ones((1, B), bool), ids[1:, :, 0] == ids[:-1, :, -1]])
-    total = jnp.sum(weights)
     chunks = _Chunks(cut(tokens[:, :-1]), cut(tokens[:, 1:]), cut(weights), ids, continues)
-    return chunks, jnp.where(total != 0, total, 1)
+    return chunks, divisor(jnp.sum(weights))

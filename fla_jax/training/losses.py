@@ -46,6 +46,11 @@ def label_mask(
     return mask_where(labels != ignore_index, mask)
 
 
+def divisor(total: jax.Array) -> jax.Array:
+    """The divisor of a loss whose weights sum to ``total``: 1 for 0, a sum that negative weights can have."""
+    return jnp.where(total != 0, total, 1)
+
+
 def mask_where(counts: Bool[Array, "*B"], mask: Shaped[Array, "*B"] | None) -> Shaped[Array, "*B"]:
     """``mask``, or None for all positions, with zeros where a position does not count."""
     return counts if mask is None else jnp.where(counts, mask, jnp.zeros_like(mask))
@@ -149,8 +154,7 @@ def cross_entropy(
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
     losses = _nan_unless_token(losses, labels, logits.shape[-1])
     weights = jnp.ones_like(losses) if mask is None else mask.astype(losses.dtype)
-    total = jnp.sum(weights)
-    weights = weights / jnp.where(total != 0, total, 1)
+    weights = weights / divisor(jnp.sum(weights))
     loss = jnp.sum(losses * weights)
     return _l2wrap(loss, logits, l2wrap * weights) if l2wrap else loss
 
@@ -313,9 +317,9 @@ def chunked_cross_entropy(
     B, T, _ = hidden.shape
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
     weights = jax.lax.stop_gradient(jnp.ones((B, T), dtype) if mask is None else mask.astype(dtype))
-    total = jnp.sum(weights)
+    total = divisor(jnp.sum(weights))
     batch_parts, sequence_parts = token_blocks(hidden)
     block = max(1, min(T // sequence_parts, block_tokens * batch_parts // max(B, 1)))
     # a custom gradient wants inputs and gradients that vary over the same axes of a checked shard_map
     arrays = vary_alike((hidden, kernel, labels, weights))
-    return _sum_of_losses(*arrays, l2wrap, block) / jnp.where(total != 0, total, 1)
+    return _sum_of_losses(*arrays, l2wrap, block) / total

@@ -110,7 +110,9 @@ def test_what_is_not_there_is_named(offline, name, error, message):
 def test_models_are_not_written_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = RWKV7ForCausalLM(RWKV7Config(vocab_size=8, hidden_size=16, num_layers=1, head_dim=16))
-    with pytest.raises(ValueError, match=r"path must be of this machine: .*got hf://owner/name"):
+    with pytest.raises(
+        ValueError, match=r"path must be local, hf:// is for loading models, got hf://owner/name"
+    ):
         save_checkpoint("hf://owner/name", model, initial_params(model, jax.random.key(0)))
     assert not list(tmp_path.iterdir())
 

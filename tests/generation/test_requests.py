@@ -29,7 +29,7 @@ def test_events_of_any_length_stop_at_the_same_token(stop, most):
         tokens = np.concatenate([list(x.encode()) for x in rng.choice(["a", "b", "c", "d", "é", "\n"], 60)])
         tokens = tokens[rng.random(len(tokens)) > 0.05].astype(np.int32)  # some characters are broken
         row = types.SimpleNamespace(sampling=SamplingParams(stop=stop, logprobs=0), finish_reason=None)
-        row.error, row.keep_state, row.prompt = None, False, types.SimpleNamespace(known=None)
+        row.error, row.keep_state, row.prompt = None, False, types.SimpleNamespace(all_tokens=None)
         request = types.SimpleNamespace(number=0, rows=[row])
         collector = Collector(request, 0, Usage(1, 0, 0), load_tokenizer("bytes"))
         said, end, stopped = "", 0, False

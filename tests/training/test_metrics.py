@@ -81,9 +81,8 @@ def test_other_columns_on_resumption(tmp_path):
     path = tmp_path / "metrics.csv"
     with MetricWriter(tmp_path, ("step", "loss", "norm")) as writer:
         writer.write([{"step": 1, "loss": 0.5, "norm": 2.0}, {"step": 2, "loss": 0.25, "norm": 1.0}])
-    path.write_bytes(
-        path.read_bytes() + b"2,0.125,1."
-    )  # a part of a row, with as many numbers as a whole one
+    part = b"2,0.125,1."  # of a row, with as many numbers as a whole one
+    path.write_bytes(path.read_bytes() + part)
     with MetricWriter(tmp_path, ("step", "rate", "loss"), last_step=2) as writer:
         writer.write([{"step": 3, "rate": 8.0, "loss": 0.125}])
     want = ["step,rate,loss,norm", "1,,0.5,2.0", "2,,0.25,1.0", "3,8.0,0.125,"]
