@@ -16,6 +16,9 @@ from .chunk import program_split
 from .gate import UNSAFE_GATE, load_gate
 
 TARGET_EXPONENT = tl.constexpr(14)
+LOWEST_V_EXPONENT = tl.constexpr(-24)  # values that no sample has may be larger: about 2^40 more overflow
+MAX_SAMPLES = tl.constexpr(256)  # the most tokens of a split that are all read
+STEP = tl.constexpr(16)  # tokens of longer ones for each that is read
 TILE_ELEMENTS = tl.constexpr(4096)  # of a tile of `max_abs`
 
 
@@ -50,25 +53,33 @@ def exponent_of_max(x):
 
 
 @triton.jit
-def max_abs(x, top, split, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, c: tl.constexpr):
-    """The maximum of ``top`` [tokens, BLOCK] and the absolute values of every ``STEP``-th token's ``SIZE``
-    numbers, elementwise over tiles.
+def max_abs(x, top, split, step, SIZE: tl.constexpr, BLOCK: tl.constexpr, c: tl.constexpr):
+    """The maximum of ``top`` [tokens, BLOCK] and the absolute values of one token in ``step``, a power of
+    two up to 16, elementwise over tiles.
+
+    Which of ``step`` tokens it is follows no period that data may have.
     """
     N: tl.constexpr = TILE_ELEMENTS // BLOCK
-    token, value = tl.arange(0, N) * STEP, tl.arange(0, BLOCK)
+    value = tl.arange(0, BLOCK)
     x += (split.first * c.H + tl.program_id(1)) * SIZE
-    for start in tl.range(0, split.length, N * STEP, num_stages=4):
-        mask = (start + token < split.length)[:, None] & (value < SIZE)[None, :]
-        at = (start + token).to(tl.int64)[:, None] * (c.H * SIZE) + value[None, :]
+    for start in tl.range(0, tl.cdiv(split.length, step), N, num_stages=4):
+        sample = start + tl.arange(0, N)
+        mixed = (sample.to(tl.uint32) * 0x9E3779B1) >> 28  # the golden ratio's bits: evenly spread
+        token = sample * step + (mixed.to(tl.int32) & (step - 1))
+        mask = (token < split.length)[:, None] & (value < SIZE)[None, :]
+        at = token.to(tl.int64)[:, None] * (c.H * SIZE) + value[None, :]
         top = tl.maximum(top, tl.abs(tl.load(x + at, mask=mask, other=0.0).to(tl.float32)))
     return top
 
 
 @triton.jit
 def sampled_exponent(x, split, SIZE: tl.constexpr, BLOCK: tl.constexpr, c: tl.constexpr):
-    """`exponent_of_max` of every 16th token, which may be too low by a few powers of two."""
+    """`exponent_of_max`; of a split of more than `MAX_SAMPLES` tokens from one token in `STEP`, which may be
+    too low.
+    """
+    step = tl.where(split.length > MAX_SAMPLES, STEP, 1)
     zero = tl.full([TILE_ELEMENTS // BLOCK, BLOCK], 0.0, tl.float32)
-    return exponent_of_max(max_abs(x, zero, split, STEP=16, SIZE=SIZE, BLOCK=BLOCK, c=c))
+    return exponent_of_max(max_abs(x, zero, split, step, SIZE=SIZE, BLOCK=BLOCK, c=c))
 
 
 @triton.jit
@@ -79,9 +90,10 @@ def cotangent_scale_kernel(x, index, out, c: tl.constexpr):
     if gate < 0:
         split = program_split(index, c)
         top = tl.full([TILE_ELEMENTS // c.BV, c.BV], 0.0, tl.float32) + tl.load(x.dht_max + at)
-        top = max_abs(x.do, top, split, STEP=1, SIZE=c.V, BLOCK=c.BV, c=c)
+        top = max_abs(x.do, top, split, 1, SIZE=c.V, BLOCK=c.BV, c=c)
         # gradients of A are products of cotangents with values, or with reads of the state
-        n = TARGET_EXPONENT - exponent_of_max(top) - sampled_exponent(x.v, split, c.V, c.BV, c)
+        n = TARGET_EXPONENT - exponent_of_max(top)
+        n -= tl.maximum(sampled_exponent(x.v, split, c.V, c.BV, c), LOWEST_V_EXPONENT)
         n -= tl.maximum(sampled_exponent(x.r, split, c.K, c.BK, c), 0)
         n -= tl.maximum(sampled_exponent(x.k, split, c.K, c.BK, c), 0)
         gate = UNSAFE_GATE + tl.minimum(tl.maximum(n, -120), 120)
