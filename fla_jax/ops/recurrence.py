@@ -17,13 +17,12 @@ from jaxtyping import Array, Float, Int
 
 from ..core.arguments import check_chunk_size
 from ..core.context import Context, X
-from ..core.implementation import Implementation, Unsupported
+from ..core.implementation import Implementation
 from ..core.mesh import is_explicit, shard_like, vary_alike
 from ..core.names import FINAL, OUT, STATES
 from ..core.op import Op
-from ..core.types import Outputs, Recurrence, RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
+from ..core.types import Outputs, Recurrence, RecurrenceConfig
 from ..core.varlen import zeros
-from ..pallas.backend import triton
 from .array_checks import check_shape, floating, integers
 
 AXES = {name: "b t h k" for name in "rwkab"} | {
@@ -100,22 +99,6 @@ def recurrence_op(
         check=check,
         empty=_without_tokens,
     )
-
-
-def triton_supports(
-    ctx: Context[RWKV6Inputs, RecurrenceConfig] | Context[RWKV7Inputs, RecurrenceConfig],
-) -> Unsupported | None:
-    """None where the chunked Triton kernels can run a call, else the reason."""
-    refused, size = triton.supports(ctx), ctx.cp.size
-    if refused is not None or size == 1:
-        return refused
-    _, T, _, K = ctx.shapes.r.shape
-    if T % (16 * size):
-        wanted = f"of sequences that {size} devices split it takes {16 * size} tokens, or any multiple"
-        return Unsupported(f"{wanted}, got T = {T}", fixable=triton.preferred(ctx))
-    if K > 128:
-        return Unsupported(f"for sequences that devices split it takes K up to 128, got {K}")
-    return None
 
 
 def _without_tokens(x: Recurrence) -> Outputs:

@@ -1,8 +1,8 @@
-"""The static half of a Triton call: what lowering and the interpreter read."""
+"""The static half of a call of a kernel: what lowering and the interpreter read."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -11,6 +11,14 @@ from jaxtyping import PyTree
 from .types import Kernel
 
 Leaf = TypeVar("Leaf")
+MAX_GRID = 65535  # programs along the second and third axis of a CUDA grid
+
+
+def check_grid(grid: Sequence[int]) -> None:
+    """Raises ValueError: more programs than a CUDA grid has."""
+    if max(grid[1:], default=0) > MAX_GRID:
+        most = f"kernels take at most {MAX_GRID} heads, and as many sequences (times the axes of jax.vmap)"
+        raise ValueError(f"{most}, got a grid of {tuple(grid)}: split the batch")
 
 
 class Launch(NamedTuple):

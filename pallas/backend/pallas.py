@@ -20,6 +20,7 @@ from ...core.context import Context
 from ...core.gpu import gpu_missing
 from ...core.implementation import Unsupported, unfit_inputs
 from ...core.mesh import vary, varying_axes
+from .call import check_grid
 
 
 def is_interpreting() -> bool:
@@ -70,7 +71,10 @@ def pallas_call(
         num_warps: warps per program.
         aliases: inputs, by position, whose memory an output takes over.
 
+    Raises:
+        ValueError: see `check_grid`.
     """
+    check_grid(grid)
     from jax.experimental import pallas as pl  # half a second that only a call of a kernel should cost
     from jax.experimental.pallas import triton as pltriton
 

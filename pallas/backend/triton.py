@@ -19,7 +19,7 @@ import jax
 from ...core.context import Context
 from ...core.gpu import current_gpu, gpu_missing
 from ...core.implementation import Unsupported, unfit_inputs
-from .call import Launch, TritonCall
+from .call import Launch, TritonCall, check_grid
 from .types import Group, Kernel
 from .versions import why_not_compiled
 
@@ -54,7 +54,9 @@ def triton_call(
     Raises:
         TypeError: the kernel has another number of parameters.
         KeyError: ``aliases`` names an operand or output that does not exist.
+        ValueError: see `check_grid`.
     """
+    check_grid(grid)
     names = kernel.arg_names
     if len(names) != len(groups) + 2:
         raise TypeError(f"{kernel.__name__} has {len(names)} parameters, got {len(groups) + 2}")

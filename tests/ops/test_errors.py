@@ -188,3 +188,31 @@ def test_everything_is_keyword_only_after_the_arrays(op, form):
     x = cases.build(Case(op, **SHAPE)).arrays
     with pytest.raises(TypeError, match="positional"):
         getattr(ops, f"{form}_{op}")(*(x[n] for n in INPUTS[op][:-1]), 1.0)
+
+
+@each_op
+@pytest.mark.parametrize(
+    "form, implementation, B, T, said",
+    [
+        ("chunk", "triton", 65536, 1, "65536: split the batch"),
+        ("fused_recurrent", "triton", 65536, 1, "65536: split the batch"),
+        ("fused_recurrent", "pallas", 65536, 1, "65536: split the batch"),
+        ("fused_recurrent", "triton", 2, 1 << 19, "B = 2, T = 524288: split the batch"),
+        ("fused_recurrent", "pallas", 2, 1 << 19, "B = 2, T = 524288: split the batch"),
+    ],
+)
+def test_more_programs_than_a_grid_of_cuda_has(op, form, implementation, B, T, said, monkeypatch):
+    monkeypatch.setenv("FLA_JAX_PALLAS_INTERPRET", "1")
+    token, K = jax.ShapeDtypeStruct((B, T, 1, 16), jnp.float32), jax.ShapeDtypeStruct((1, 16), jnp.float32)
+    arrays = {name: token for name in TOKENS[op]} | ({"u": K} if op == "rwkv6" else {})
+    call = lambda x: cases.call(op, x, form=form, implementation=implementation)["o"].sum()
+    with pytest.raises(ValueError, match=said):
+        jax.eval_shape(jax.grad(call), arrays)
+
+
+@each_op
+def test_more_programs_than_a_grid_of_cuda_has_under_vmap(op):
+    x = cases.build(Case(op, **SHAPE)).arrays
+    call = lambda r: cases.call(op, x | {"r": r}, implementation="triton")["o"]
+    with pytest.raises(ValueError, match="65535 heads, and as many sequences"):
+        jax.eval_shape(jax.vmap(call), jax.ShapeDtypeStruct((40000, *x["r"].shape), jnp.float32))

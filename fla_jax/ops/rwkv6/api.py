@@ -23,10 +23,10 @@ from ..recurrence import (
     allows_tf32,
     checked_inputs,
     recurrence_op,
-    triton_supports,
 )
 from ..recurrence_checks import rwkv6 as rwkv6_checks
 from ..recurrence_cp import ContextParallelRule
+from ..recurrence_support import token_by_token, triton_supports
 
 _Rule: TypeAlias = Rule[RWKV6Inputs, Outputs, RecurrenceConfig]
 
@@ -77,8 +77,8 @@ XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
     "triton", _triton, triton_supports, triton.preferred, _variant, opaque=True, context_parallel=True
 )
-SCAN = Implementation("triton", _scan, triton.supports, _has_several_tokens, opaque=True)
-PALLAS = Implementation("pallas", _pallas, pallas.supports, pallas.preferred, opaque=True)
+SCAN = Implementation("triton", _scan, token_by_token(triton.supports), _has_several_tokens, opaque=True)
+PALLAS = Implementation("pallas", _pallas, token_by_token(pallas.supports), pallas.preferred, opaque=True)
 
 
 # Chunked forms are parallel within a chunk, recurrent ones go token by token.

@@ -1,0 +1,54 @@
+"""Which calls of the recurrences the kernels can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..core.context import Context
+from ..core.implementation import Unsupported
+from ..core.types import RecurrenceConfig, RWKV6Inputs, RWKV7Inputs
+from ..pallas.backend import triton
+from ..pallas.backend.call import MAX_GRID
+
+Ctx = Context[RWKV6Inputs, RecurrenceConfig] | Context[RWKV7Inputs, RecurrenceConfig]
+
+INTERVAL = 16  # tokens of a program of gradients from pairs of tokens, at least
+
+
+def triton_supports(ctx: Ctx) -> Unsupported | None:
+    """None where the chunked Triton kernels can run a call, else the reason."""
+    refused, size = triton.supports(ctx) or _too_many_sequences(ctx), ctx.cp.size
+    if refused is not None or size == 1:
+        return refused
+    _, T, _, K = ctx.shapes.r.shape
+    if T % (16 * size):
+        wanted = f"of sequences that {size} devices split it takes {16 * size} tokens, or any multiple"
+        return Unsupported(f"{wanted}, got T = {T}", fixable=triton.preferred(ctx))
+    if K > 128:
+        return Unsupported(f"for sequences that devices split it takes K up to 128, got {K}")
+    return None
+
+
+def token_by_token(supports: Callable[[Ctx], Unsupported | None]) -> Callable[[Ctx], Unsupported | None]:
+    """What the recurrent kernels of a backend support: ``supports`` and the size of their grids."""
+    return lambda ctx: supports(ctx) or _too_many_sequences(ctx) or _too_many_tokens(ctx)
+
+
+def _too_many_sequences(ctx: Ctx) -> Unsupported | None:
+    N = ctx.shapes.initial_state.shape[0]
+    if N <= MAX_GRID:
+        return None
+    return Unsupported(f"a call takes at most {MAX_GRID} sequences, got {N}: split the batch", fixable=True)
+
+
+def _too_many_tokens(ctx: Ctx) -> Unsupported | None:
+    """Of gradients from pairs of tokens; RWKV-7's chunked kernel computes those of inputs of 16 bits."""
+    x = ctx.shapes
+    by_chunks = isinstance(x, RWKV7Inputs) and all(y.dtype.itemsize == 2 for y in (x.r, x.w, x.k, x.a, x.b))
+    B, T = x.r.shape[:2]
+    if not ctx.save_residuals or by_chunks or B * -(-T // INTERVAL) <= MAX_GRID:
+        return None
+    wanted = f"gradients token by token take at most {MAX_GRID * INTERVAL} tokens a call"
+    return Unsupported(
+        f"{wanted}, got B = {B}, T = {T}: split the batch, or use the chunked op", fixable=True
+    )
