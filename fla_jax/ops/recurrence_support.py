@@ -1,4 +1,4 @@
-"""Which calls of the recurrences the kernels can run."""
+"""Calls of the recurrences that the kernels can run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def triton_supports(ctx: Ctx) -> Unsupported | None:
 
 
 def token_by_token(supports: Callable[[Ctx], Unsupported | None]) -> Callable[[Ctx], Unsupported | None]:
-    """What the recurrent kernels of a backend support: ``supports`` and the size of their grids."""
+    """The `supports` of a backend's recurrent kernels: those of the backend itself, and the size of grids."""
     return lambda ctx: supports(ctx) or _too_many_sequences(ctx) or _too_many_tokens(ctx)
 
 
@@ -42,7 +42,7 @@ def _too_many_sequences(ctx: Ctx) -> Unsupported | None:
 
 
 def _too_many_tokens(ctx: Ctx) -> Unsupported | None:
-    """Of gradients from pairs of tokens; RWKV-7's chunked kernel computes those of inputs of 16 bits."""
+    """Gradients from pairs of tokens have a limit, RWKV-7's chunked kernel for 16-bit inputs has none."""
     x = ctx.shapes
     by_chunks = isinstance(x, RWKV7Inputs) and all(y.dtype.itemsize == 2 for y in (x.r, x.w, x.k, x.a, x.b))
     B, T = x.r.shape[:2]
