@@ -182,8 +182,8 @@ def fused_recurrent_rwkv6(
     """RWKV-6 token by token: for decoding, short sequences, and exact checks.
 
     The same op as `chunk_rwkv6`, which documents every argument, result and error; only the choice that
-    ``implementation=None`` makes differs. Gradients of its kernels take at most 1,048,560 tokens a call, B and
-    T multiplied.
+    ``implementation=None`` makes differs. Gradients of its kernels take at most 1,048,560 tokens a call,
+    B times T.
 
     Example:
         >>> import jax, jax.numpy as jnp

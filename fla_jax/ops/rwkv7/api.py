@@ -151,8 +151,8 @@ def chunk_rwkv7(
             by token, `jax.lax.scan`) and ``"xla"`` (chunked, plain JAX). On NVIDIA GPUs of compute capability
             8.0 and up, not for float64: ``"triton"`` (chunked, fastest where all inputs but w have 16 bits;
             of `fused_recurrent_rwkv7` token by token) and ``"pallas"`` (token by token, on a lowering that
-            JAX has deprecated), each with at most 65535 sequences a call. Inside `jax.jit`, None goes by JAX's
-            default device.
+            JAX has deprecated), each with at most 65535 sequences a call. Inside `jax.jit`, None goes by
+            JAX's default device.
         sequence_axis: the mesh axis that splits T evenly over devices; None for whole sequences. Required
             inside `jax.shard_map`, where every device would otherwise start from ``initial_state``, and on
             meshes without explicit axes. States are those of whole sequences. Not with cu_seqlens.
@@ -221,8 +221,8 @@ def fused_recurrent_rwkv7(
     """RWKV-7 token by token: for decoding, short sequences, and exact checks.
 
     The same op as `chunk_rwkv7`, which documents every argument, result and error; only the choice that
-    ``implementation=None`` makes differs. Gradients of its kernels take at most 1,048,560 tokens a call, B and
-    T multiplied, unless r, w, k, a and b have 16 bits.
+    ``implementation=None`` makes differs. Gradients of its kernels take at most 1,048,560 tokens a call,
+    B times T, unless r, w, k, a and b have 16 bits.
 
     Example:
         >>> import jax, jax.numpy as jnp
