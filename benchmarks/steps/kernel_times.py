@@ -1,4 +1,4 @@
-"""A profile of some steps: the time of their kernels, summed by name."""
+"""A profile of some steps: the time of their kernels by name, and what nothing hides."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ KINDS = {
 }
 
 
+class Event(NamedTuple):
+    """A kernel that ran: its name without XLA's numbers, and when, in milliseconds."""
+
+    device: int
+    name: str
+    begin: float
+    end: float
+
+
 class Kernel(NamedTuple):
     """All calls of the kernels of one name."""
 
@@ -33,8 +42,8 @@ class Kernel(NamedTuple):
     calls: int
 
 
-def kernels(folder: Path) -> list[Kernel]:
-    """The kernels of the newest profile of a folder, by name without XLA's numbers, the longest first.
+def events_of(folder: Path) -> list[Event]:
+    """The kernels of the newest profile of a folder.
 
     Raises:
         FileNotFoundError: the folder has no ``*.trace.json.gz``.
@@ -55,12 +64,47 @@ def kernels(folder: Path) -> list[Kernel]:
         for (what, pid, tid), name in names.items()
         if what == "thread_name" and pid in devices and name.startswith("Stream")
     }
+    return [
+        Event(
+            event["pid"],
+            re.sub(r"([._]\d+)+$", "", event["name"]),
+            event["ts"] / 1e3,
+            (event["ts"] + event["dur"]) / 1e3,
+        )
+        for event in events
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams
+    ]
+
+
+def kernels(events: Iterable[Event]) -> list[Kernel]:
+    """The events by name, the longest first."""
     times: dict[str, list[float]] = defaultdict(list)
     for event in events:
-        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
-            times[re.sub(r"([._]\d+)+$", "", event["name"])].append(event["dur"] / 1e3)
+        times[event.name].append(event.end - event.begin)
     found = [Kernel(name, sum(each), len(each)) for name, each in times.items()]
     return sorted(found, key=lambda kernel: -kernel.ms)
+
+
+def not_hidden(events: Iterable[Event]) -> dict[str, float]:
+    """Milliseconds, summed over devices, in which only collectives ran, and in which nothing did."""
+    by_device: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        by_device[event.device].append(event)
+    alone = idle = 0.0
+    for ran in by_device.values():
+        busy = _covered(ran)
+        alone += busy - _covered(x for x in ran if not re.search(KINDS["collectives"], x.name, re.I))
+        idle += max(x.end for x in ran) - min(x.begin for x in ran) - busy
+    return {"collectives alone": alone, "idle": idle}
+
+
+def _covered(events: Iterable[Event]) -> float:
+    """Milliseconds in which at least one event ran."""
+    total, until = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event.begin):
+        total += max(0.0, event.end - max(event.begin, until))
+        until = max(until, event.end)
+    return total
 
 
 def by_kind(found: Iterable[Kernel]) -> dict[str, float]:
@@ -86,12 +130,14 @@ def table(found: list[Kernel], steps: int) -> str:
 
 
 def profiled(folder: Path, step: Callable[[], object], devices: int = 1) -> dict[str, float]:
-    """Profiles steps into a folder; returns milliseconds a step and device by kind of kernel."""
+    """Profiles steps into a folder; returns milliseconds a step and device by kind, and `not_hidden`."""
     import jax
 
     jax.profiler.start_trace(str(folder))
     jax.block_until_ready([step() for _ in range(STEPS)])
     jax.profiler.stop_trace()
-    found, steps = kernels(folder), STEPS * devices
-    (folder / "kernels.txt").write_text(table(found, steps) + "\n")
-    return {kind: round(ms / steps, 3) for kind, ms in by_kind(found).items()}
+    events, steps = events_of(folder), STEPS * devices
+    found, alone = kernels(events), not_hidden(events)
+    lines = [f"{what}: {ms / steps:.3f} ms a step" for what, ms in alone.items()]
+    (folder / "kernels.txt").write_text("\n".join([*lines, table(found, steps)]) + "\n")
+    return {kind: round(ms / steps, 3) for kind, ms in (by_kind(found) | alone).items()}

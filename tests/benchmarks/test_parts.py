@@ -128,12 +128,23 @@ def test_kernels_are_summed_by_name(module, tmp_path):
     (tmp_path / "deep").mkdir()
     with gzip.open(tmp_path / "deep" / "host.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
-    found = times.kernels(tmp_path)
+    found = times.kernels(times.events_of(tmp_path))
     assert found[:2] == [("nvjet_tst", 3.0, 1), ("loop_fusion", 1.5, 2)]
     sums = {"products": 3.0, "other fusions": 1.5, "layer operations": 0.25, "recurrences": 0.25}
     assert times.by_kind(found) == sums and "nvjet_tst" in times.table(found, 1)
     with pytest.raises(FileNotFoundError, match="has no profile"):
-        times.kernels(tmp_path / "nowhere")
+        times.events_of(tmp_path / "nowhere")
+
+
+def test_time_that_nothing_hides(module):
+    """On one device a collective ends 2 ms after the product beside it, and 1 ms later a fusion follows; on
+    the other a collective runs beside a fusion.
+    """
+    times = module("steps.kernel_times")
+    ran = [("nvjet", 0, 4), ("ncclDevKernel_AllGather", 1, 6), ("loop_fusion", 7, 8)]
+    events = [times.Event(1, *one) for one in ran]
+    events += [times.Event(2, "loop_fusion", 0, 3), times.Event(2, "ncclDevKernel_AllGather", 1, 2)]
+    assert times.not_hidden(events) == {"collectives alone": 2, "idle": 1}
 
 
 def test_efficiency(module):
