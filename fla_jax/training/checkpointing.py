@@ -40,7 +40,8 @@ class TrainingCheckpoints:
         Args:
             folder: for checkpoints alone, shared by all hosts.
             keep: number of checkpoints; older ones are deleted.
-            read_only: changes nothing: for the folder of a run that may still be training.
+            read_only: changes nothing, and `save` is an error: for the folder of a run that may still be
+                training.
 
         Raises:
             ImportError: orbax-checkpoint is not installed.
@@ -48,6 +49,7 @@ class TrainingCheckpoints:
         """
         ocp = orbax()
         self.folder, self._args, self._step = Path(folder), ocp.args, 0
+        self._read_only = read_only
         handlers = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
         try:
             self._manager = ocp.CheckpointManager(
@@ -79,9 +81,12 @@ class TrainingCheckpoints:
             data: a JSON object; None for an empty one.
 
         Raises:
-            ValueError: ``step`` is not above the last checkpoint's, or this checkpoint, or the one before,
-                cannot be written; the message names the last one that is complete.
+            ValueError: the folder was opened with ``read_only=True``; ``step`` is not above the last
+                checkpoint's; or this checkpoint, or the one before, cannot be written, and the message names
+                the last one that is complete.
         """
+        if self._read_only:  # Orbax would write nothing
+            raise ValueError(f"read_only must be False to save, got True for {self.folder}")
         self.wait()
         last = self._manager.latest_step()
         if last is not None and step <= last:  # Orbax would write nothing

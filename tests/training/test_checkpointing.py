@@ -91,6 +91,17 @@ def test_steps_must_rise(tmp_path):
     assert last_checkpoint(tmp_path) == tmp_path / "11"
 
 
+def test_a_reader_cannot_save(tmp_path):
+    """It would return as if the checkpoint were written."""
+    with TrainingCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(10, STATE)
+    with TrainingCheckpoints(tmp_path, read_only=True) as reader:
+        with pytest.raises(ValueError, match=f"^read_only must be False to save, got True for {tmp_path}$"):
+            reader.save(20, STATE)
+        assert reader.restore()[0]["step"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["10"]
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
 @pytest.mark.parametrize("form", ["Error: [OS error {}: x]\nmore", "Failed [os_error_code='{}' x]", OSError])
 def test_what_cannot_be_written(tmp_path, monkeypatch, code, form):
