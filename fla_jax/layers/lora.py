@@ -49,9 +49,11 @@ class LoRA(struct.PyTreeNode):
 
     def merge(self, kernel: Float[Array, "*L I O"]) -> Float[Array, "*L I O"]:
         """The kernel whose product is that of W and this pair, in the kernel's dtype."""
-        merged = kernel.astype(self.a.dtype) + self.update()
-        if self.magnitude is not None:
-            merged = merged * (self.magnitude / jnp.linalg.norm(merged, axis=-2))[..., None, :]
+        dtype = jnp.promote_types(kernel.dtype, self.a.dtype)
+        pair = jax.tree.map(lambda x: x.astype(dtype), self)
+        merged = kernel.astype(dtype) + pair.update()
+        if pair.magnitude is not None:
+            merged = merged * (pair.magnitude / jnp.linalg.norm(merged, axis=-2))[..., None, :]
         return merged.astype(kernel.dtype)
 
 

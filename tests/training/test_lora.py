@@ -55,6 +55,22 @@ def test_against_merged_weights(version, options):
     small.assert_close(merge_lora(params, filled(lora)), want)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_merging_with_float64(dora):
+    """The sum is rounded as float64, though the pairs are float32."""
+    with jax.enable_x64(True):
+        kernel = np.random.default_rng(0).normal(size=(32, 16))
+        params = {"blocks_0": {"att": {"key": {"kernel": jnp.asarray(kernel)}}}}
+        lora = filled(init_lora(params, jax.random.key(0), rank=2, alpha=3.0, dora=dora))
+        got = merge_lora(params, lora)["blocks_0"]["att"]["key"]["kernel"]
+    pair = jax.tree.map(np.float64, lora["blocks_0"]["att"]["key"])
+    want = kernel + 1.5 * pair.a @ pair.b
+    if dora:
+        want *= pair.magnitude / np.sqrt((want**2).sum(0))
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-14)
+
+
 @pytest.mark.slow
 def test_stacked_layers():
     """A loop over layers that recomputes them has the numbers of separate ones."""
