@@ -30,8 +30,8 @@ from ..models import family_of
 from .lora import lora_pairs, projections
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_TENSOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
+_PREFIX, _MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
+_TENSOR = re.compile(rf"(.+)\.(lora_A|lora_B|{_MAGNITUDE})(?:\.weight)?")
 _FIXED = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -96,7 +96,7 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module, lora: PyTree) -> N
         pair, at = pairs[place.path], ... if place.layer is None else place.layer
         of_pair = {"lora_A": pair.a[at].T, "lora_B": pair.b[at].T}
         if pair.magnitude is not None:
-            of_pair["lora_magnitude_vector"] = pair.magnitude[at]
+            of_pair[_MAGNITUDE] = pair.magnitude[at]
         for kind, x in of_pair.items():
             end = "" if is_pth or x.ndim == 1 else ".weight"
             full = f"{'' if is_pth else _PREFIX}{name}.{kind}{end}"
@@ -126,9 +126,9 @@ def load_lora(
         A tree as from `init_lora`, in float32, for the layout of the model's layers.
 
     Raises:
-        ValueError: the files have other tensors than pairs for the model's projections, or need what is not
-            supported (ranks that differ, trained biases, modules that are saved whole); ``alpha`` is missing.
-            The message names the tensor. ImportError: safetensors is not installed.
+        ValueError: the files have other tensors than pairs for the model's projections, lack one, or need
+            what is not supported (ranks that differ, trained biases, modules that are saved whole); ``alpha``
+            is missing. The message names the tensor. ImportError: safetensors is not installed.
 
     Example:
         >>> import jax, tempfile, jax.numpy as jnp
@@ -144,11 +144,11 @@ def load_lora(
     path = as_path(path)
     if path.is_dir():
         tensors = {name: tensor.read() for name, tensor in read_safetensors(path / _WEIGHTS).items()}
-        options = _options(path / _CONFIG)
-        alpha = options[0] if alpha is None else alpha
-        rslora, dropout = options[1:]
+        stored_alpha, rslora, dropout, is_dora = _options(path / _CONFIG)
+        alpha = stored_alpha if alpha is None else alpha
     else:
         tensors, rslora, dropout = read_pth(path), False, 0.0
+        is_dora = any(_MAGNITUDE in name for name in tensors)
         if alpha is None:
             raise ValueError(f"alpha must be given for {path}: a .pth file does not store it")
     places = _places(model, "official") | _places(model, "fla")
@@ -160,19 +160,21 @@ def load_lora(
         found.setdefault(places[match[1]], {})[match[2]] = x.astype(np.float32)
     made: dict[str, dict[int | None, LoRA]] = {}
     for place, of_pair in found.items():
-        pair = _pair(path, place, of_pair)
+        pair = _pair(path, place, of_pair, is_dora)
         rank = pair.a.shape[1]
         scale = check_number("alpha", alpha, 0) / (rank**0.5 if rslora else rank)
         made.setdefault(place.path, {})[place.layer] = pair.replace(scale=scale, dropout=dropout)
     return unflatten_dict({place: _stacked(path, place, model, of) for place, of in made.items()}, sep="/")
 
 
-def _pair(path: Path, place: _Place, tensors: Mapping[str, np.ndarray]) -> LoRA:
+def _pair(path: Path, place: _Place, tensors: Mapping[str, np.ndarray], is_dora: bool) -> LoRA:
     """The pair of a projection; raises ValueError unless the tensors are one."""
-    for name in ("lora_A", "lora_B"):
-        if name not in tensors:
+    for name, is_needed in (("lora_A", True), ("lora_B", True), (_MAGNITUDE, is_dora)):
+        if is_needed and name not in tensors:
             raise ValueError(f"{path}: {name} of {place.path} is missing")
-    a, b, magnitude = tensors["lora_A"].T, tensors["lora_B"].T, tensors.get("lora_magnitude_vector")
+        if not is_needed and name in tensors:
+            raise ValueError(f"{path}: use_dora must be True for {name} of {place.path}, got False")
+    a, b, magnitude = tensors["lora_A"].T, tensors["lora_B"].T, tensors.get(_MAGNITUDE)
     inner, out = place.shape
     rank = a.shape[-1]
     if a.shape != (inner, rank) or b.shape != (rank, out):
@@ -180,6 +182,9 @@ def _pair(path: Path, place: _Place, tensors: Mapping[str, np.ndarray]) -> LoRA:
             f"{path}: lora_A and lora_B of {place.path} must have shapes {[rank, inner]} and {[out, rank]}, "
             f"got {list(a.shape[::-1])} and {list(b.shape[::-1])}"
         )
+    if magnitude is not None and magnitude.shape != (out,):
+        must = f"{_MAGNITUDE} of {place.path} must have shape {[out]}"
+        raise ValueError(f"{path}: {must}, got {list(magnitude.shape)}")
     return LoRA(jnp.asarray(a), jnp.asarray(b), None if magnitude is None else jnp.asarray(magnitude))
 
 
@@ -195,8 +200,8 @@ def _stacked(path: Path, name: str, model: nn.Module, layers: Mapping[int | None
     return jax.tree.map(lambda *xs: jnp.stack(xs), *(layers[i] for i in range(L)))
 
 
-def _options(path: Path) -> tuple[float, bool, float]:
-    """Alpha, whether the scale is alpha / sqrt(rank), and dropout of an ``adapter_config.json``."""
+def _options(path: Path) -> tuple[float, bool, float, bool]:
+    """Alpha, whether the scale is alpha / sqrt(rank), dropout and whether it is DoRA of a configuration."""
     config = load_json(path)
     for name, wanted in {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}.items():
         if config.get(name, wanted) != wanted:
@@ -206,7 +211,7 @@ def _options(path: Path) -> tuple[float, bool, float]:
             raise ValueError(f"{path}: {name} must be empty, got {quoted(config[name])}")
     numbers = {"lora_alpha": 8, "lora_dropout": 0.0}  # PEFT's default values
     alpha, dropout = (check_number(name, config.get(name, value), 0) for name, value in numbers.items())
-    return alpha, bool(config.get("use_rslora")), dropout
+    return alpha, bool(config.get("use_rslora")), dropout, bool(config.get("use_dora"))
 
 
 def _places(model: nn.Module, scheme: str) -> dict[str, _Place]:

@@ -82,6 +82,43 @@ def test_rank_stabilised_scale_and_either_names(tmp_path):
     np.testing.assert_array_equal(found["blocks_0"]["ffn"]["key"].b, lora["blocks_0"]["ffn"]["key"].b)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_magnitudes_must_be_complete(tmp_path, stacked):
+    """Pairs are DoRA's where the configuration says so: without a magnitude they mean another matrix."""
+    model, lora = made(stacked=stacked, dora=True)
+    save_lora(tmp_path, model, lora)
+    weights, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    tensors, options = load_file(weights), json.loads(config.read_text())
+    one = "base_model.model.model.layers.1.ffn.key.lora_magnitude_vector"
+    path = "blocks/ffn/key" if stacked else "blocks_1/ffn/key"
+
+    def refuses(tensors, use_dora, said):
+        save_file(tensors, weights)
+        config.write_text(json.dumps(options | {"use_dora": use_dora}))
+        with pytest.raises(ValueError, match=said):
+            load_lora(tmp_path, model)
+
+    without = {name: x for name, x in tensors.items() if "magnitude" not in name}
+    refuses(without, True, "lora_magnitude_vector of blocks.*/att/receptance is missing")
+    rest = {name: x for name, x in tensors.items() if name != one}
+    refuses(rest, True, f"lora_magnitude_vector of {path} is missing")
+    refuses(rest, False, "use_dora must be True for lora_magnitude_vector of blocks.*/att/receptance")
+    refuses({**tensors, one: tensors[one][None]}, True, rf"{path} must have shape \[128\], got \[1, 128\]")
+    official = {
+        f"blocks.{i}.{name}.{end}": tensors[f"base_model.model.model.layers.{i}.{name}.{end}{suffix}"]
+        for i, name in ((0, "ffn.key"), (1, "ffn.key"))
+        for end, suffix in (("lora_A", ".weight"), ("lora_B", ".weight"), ("lora_magnitude_vector", ""))
+    }
+    write_pth(tmp_path / "lora.pth", official)
+    found = load_lora(tmp_path / "lora.pth", model, alpha=6)
+    assert_equal(found, {block: {"ffn": {"key": of["ffn"]["key"]}} for block, of in lora.items()})
+    write_pth(
+        tmp_path / "lora.pth", {name: x for name, x in official.items() if "1.ffn.key.lora_m" not in name}
+    )
+    with pytest.raises(ValueError, match=f"lora_magnitude_vector of {path} is missing"):
+        load_lora(tmp_path / "lora.pth", model, alpha=6)
+
+
 def test_errors(tmp_path):
     model, lora = made()
     path, folder = tmp_path / "lora.pth", tmp_path / "adapter"
