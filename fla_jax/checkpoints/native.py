@@ -8,6 +8,7 @@ version; ``params`` and, if there are any, ``extras`` are checkpoints of `orbax.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -129,10 +130,21 @@ def load_native(
         head = params.pop("head")["kernel"]
         tree.check_same(path, tree.HEAD, head.T, params["emb"]["embedding"])
     if bool(config.scan_layers) != bool(saved.scan_layers):
-        convert = stack_layers if config.scan_layers else unstack_layers
+        convert = functools.partial(_stacked, config=config) if config.scan_layers else unstack_layers
         out = None if shardings is None else shardings(wanted)
         params = jax.jit(convert, out_shardings=out)(params)
     return wanted, params
+
+
+def _stacked(params: dict[str, PyTree], config: RWKVConfig) -> dict[str, PyTree]:
+    """`stack_layers`, also of a single layer of RWKV-7, which has no v0, v1, v2 that show their shapes."""
+    flat = flatten_dict(params, sep="/")
+    if config.num_layers == 1:
+        dtype = flat[tree.EMBEDDING].dtype
+        shapes = {path: shape[1:] for path, shape in tree.model_shapes(config).items() if "blocks/" in path}
+        zeros = {tree.layer_path(path, 0): jnp.zeros(shape, dtype) for path, shape in shapes.items()}
+        flat = zeros | flat
+    return stack_layers(unflatten_dict(flat, sep="/"))
 
 
 def load_native_extras(path: Path) -> dict[str, np.ndarray]:

@@ -223,13 +223,13 @@ def read(
 ) -> dict[str, PyTree]:
     """The parameters in ``dtype``, None for the file's, each put where ``shardings`` says, a tree like them.
 
-    Layers that a file lacks are zero.
+    Layers that a file lacks are zero, of the embedding's dtype where it has none.
     """
-    params = {}
+    params, usual = {}, planned[EMBEDDING].layers[0][0].dtype
     where = {} if shardings is None else flatten_dict(shardings, sep="/")
     values = read_ahead(tensor for parameter in planned.values() for tensor, _ in parameter.layers.values())
     for path, (shape, layers) in planned.items():
-        dtypes = [tensor.dtype for tensor, _ in layers.values()] or [np.dtype(np.float32)]
+        dtypes = [tensor.dtype for tensor, _ in layers.values()] or [usual]
         x = np.zeros(shape, functools.reduce(jnp.promote_types, dtypes) if dtype is None else dtype)
         target = x if path.startswith("blocks/") else x[None]
         for i, (_, transform) in layers.items():

@@ -145,8 +145,7 @@ def test_scanned(case, tmp_path):
     if version == 7:
         assert not any(np.any(np.asarray(stacked["blocks"]["att"][name][0])) for name in ("v0", "v1", "v2"))
     shapes = small.shapes(got, jnp.zeros((1, 1), jnp.int32))
-    if model.config.num_layers > 1:
-        assert small.kinds(shapes) == small.kinds(stacked)
+    assert small.kinds(shapes) == small.kinds(stacked)
     save_checkpoint(tmp_path / "b.pth", got, stacked)
     same(read_pth(tmp_path / "b.pth"), z)
 

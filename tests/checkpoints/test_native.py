@@ -77,6 +77,22 @@ def test_options(model, params, tmp_path):
         load_checkpoint(tmp_path / "model", rate_scale=1.0)
 
 
+@pytest.mark.parametrize("version", small.VERSIONS)
+def test_one_layer_is_stacked(version, tmp_path):
+    """Where layer 0 of RWKV-7 lacks v0, v1, v2, and no other layer has them, they are zero."""
+    model = small.model(version, num_layers=1, param_dtype="bfloat16")
+    params = small.params(model)
+    save_checkpoint(tmp_path / "model", model, params)
+    got, stacked = load_checkpoint(tmp_path / "model", scan_layers=True)
+    want = small.shapes(got, jnp.zeros((1, 1), jnp.int32))
+    assert small.kinds(stacked) == small.kinds(want)
+    att = stacked["blocks"]["att"]
+    added = {name: att.pop(name) for name in want["blocks"]["att"] if name not in params["blocks_0"]["att"]}
+    assert {*added} == ({"v0", "v1", "v2"} if version == 7 else set())
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(added))
+    same(jax.tree.map(lambda x: x[0], stacked["blocks"]), params["blocks_0"])
+
+
 def test_no_device_gets_more_than_its_shards(tmp_path):
     """On eight devices, whatever the mesh that the parameters come from."""
     found = processes.report("checkpoints/native_run.py", str(tmp_path))
