@@ -132,15 +132,15 @@ class CompletionAnswer(Answer):
         }
 
     def _top(self, one: _TokenLogprob) -> JSON:
-        """The most probable tokens by name. A text that several tokens have names the chosen one, in the list
-        or not, else the most probable one.
+        """The most probable tokens by name, and the chosen one. A text that several tokens have names the
+        chosen one, else the most probable one.
         """
         tokens = {self._name(one.token): one.token}
         top: dict[str, JSON] = {}
-        for token, logprob in one.top:
+        for token, logprob in (*one.top, (one.token, one.logprob)):
             name = self._name(token)
             is_own = tokens.setdefault(name, token) == token
-            top[name if is_own else _numbered(token)] = logprob
+            top.setdefault(name if is_own else _numbered(token), logprob)
         return top
 
 

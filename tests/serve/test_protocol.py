@@ -316,10 +316,13 @@ def test_tokens_of_one_text_have_different_names(token, names):
     assert found["top_logprobs"][0][found["tokens"][0]] == -token
 
 
-def test_the_text_of_the_chosen_token_names_no_other():
-    """Also where the chosen one is not among the most probable ones."""
-    piece = CompletionAnswer("m", Words(), [[1]]).piece(0, event([1], [0, 2]))
-    assert logprobs_of(piece)["top_logprobs"] == [{"token_id:0": 0, "e": -1}]
+@pytest.mark.parametrize(("top", "others"), [([0, 2], {"token_id:0": 0, "e": -1}), ([], {})])
+def test_the_chosen_token_is_listed_beside_the_most_probable_ones(top, others):
+    """OpenAI's API has up to ``logprobs + 1`` of them. Its text names no other."""
+    one = event([1], top)
+    one.logprobs.chosen[:] = -7
+    found = logprobs_of(CompletionAnswer("m", Words(), [[1]]).piece(0, one))
+    assert found["top_logprobs"] == [{**others, "h": -7}] and found["token_logprobs"] == [-7]
 
 
 def test_a_client_that_disconnects_in_its_body(caplog):
