@@ -32,6 +32,8 @@ from .lora import lora_pairs, projections
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 _TENSOR = re.compile(rf"(.+)\.(lora_A|lora_B|{_MAGNITUDE})(?:\.weight)?")
+# PiSSA, OLoRA, CorDA and LoftQ change the base weights, beside which their pairs belong
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _FIXED = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -127,8 +129,9 @@ def load_lora(
 
     Raises:
         ValueError: the files have other tensors than pairs for the model's projections, lack one, or need
-            what is not supported (ranks that differ, trained biases, modules that are saved whole); ``alpha``
-            is missing. The message names the tensor. ImportError: safetensors is not installed.
+            what is not supported (ranks that differ, trained biases, modules that are saved whole, changed
+            base weights as of PiSSA); ``alpha`` is missing. The message names the tensor or the option.
+            ImportError: safetensors is not installed.
 
     Example:
         >>> import jax, tempfile, jax.numpy as jnp
@@ -209,6 +212,9 @@ def _options(path: Path) -> tuple[float, bool, float, bool]:
     for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
         if config.get(name):
             raise ValueError(f"{path}: {name} must be empty, got {quoted(config[name])}")
+    if (init := config.get("init_lora_weights", True)) not in _INITS:
+        known = ", ".join(map(repr, _INITS))
+        raise ValueError(f"{path}: init_lora_weights must be one of {known}, got {quoted(init)}")
     numbers = {"lora_alpha": 8, "lora_dropout": 0.0}  # PEFT's default values
     alpha, dropout = (check_number(name, config.get(name, value), 0) for name, value in numbers.items())
     return alpha, bool(config.get("use_rslora")), dropout, bool(config.get("use_dora"))

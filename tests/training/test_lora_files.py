@@ -151,7 +151,13 @@ def test_errors(tmp_path):
     with pytest.raises(ValueError, match="in each of the 2 layers"):
         load_lora(tmp_path / "few.pth", small.model(7, scan_layers=True), alpha=1)
     config = json.loads((folder / "adapter_config.json").read_text())
-    for field, value in (("peft_type", "IA3"), ("bias", "all"), ("rank_pattern", {"key": 2})):
+    wrong = {
+        "peft_type": "IA3",
+        "bias": "all",
+        "rank_pattern": {"key": 2},
+        "init_lora_weights": "pissa_niter_4",
+    }
+    for field, value in wrong.items():
         (folder / "adapter_config.json").write_text(json.dumps(config | {field: value}))
         with pytest.raises(ValueError, match=f"{field} must be"):
             load_lora(folder, model)
