@@ -215,6 +215,8 @@ def save_checkpoint(
     if form is None:
         _check_extras("a checkpoint", param_map, extras, config)
         return save_native(path, config, params, extras, tokenizer)
+    if is_native(path):  # which `load_checkpoint` would read instead
+        raise ValueError(f"{path} already holds a checkpoint in the library's own format; save elsewhere")
     for name, want in family_of(config).not_in_checkpoints.items():
         if (got := getattr(config, name)) != want:
             what = f"must be {want:g}, that of official models, got {got}: {form.name} does not store it"

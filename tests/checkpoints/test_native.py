@@ -167,7 +167,11 @@ def test_refusals(model, params, tmp_path):
         save_checkpoint(tmp_path / "a.pth", small.model(7), params, tokenizer="bytes")
     with pytest.raises(ValueError, match="params lack blocks_1/"):
         save_checkpoint(path, model, {name: x for name, x in params.items() if name != "blocks_1"})
-    shutil.rmtree(path, ignore_errors=True)
+    save_checkpoint(path, small.model(7), params)
+    with pytest.raises(ValueError, match="model already holds a checkpoint in the library's own format"):
+        save_checkpoint(path, small.model(7), params, format="huggingface")
+    assert sorted(os.listdir(path)) == ["fla_jax.json", "params"]
+    shutil.rmtree(path)
     path.mkdir()
     (path / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match="model holds something that is no checkpoint of fla_jax"):
