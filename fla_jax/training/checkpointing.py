@@ -11,6 +11,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..checkpoints.native import mismatch, orbax, reason
+from ..core.arguments import check_integer
 
 Result = TypeVar("Result")
 
@@ -39,15 +40,15 @@ class TrainingCheckpoints:
 
         Args:
             folder: for checkpoints alone, shared by all hosts.
-            keep: number of checkpoints; older ones are deleted.
+            keep: number of checkpoints, at least 1; older ones are deleted.
             read_only: changes nothing, and `save` is an error: for the folder of a run that may still be
                 training.
 
         Raises:
             ImportError: orbax-checkpoint is not installed.
-            ValueError: the folder cannot be opened.
+            ValueError: the folder cannot be opened, or ``keep`` is not a positive integer.
         """
-        ocp = orbax()
+        ocp, keep = orbax(), check_integer("keep", keep, 1)
         self.folder, self._args, self._step = Path(folder), ocp.args, 0
         self._read_only = read_only
         handlers = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
@@ -124,6 +125,8 @@ class TrainingCheckpoints:
                 dtypes than ``state``; the message names the first.
         """
         self.wait()
+        if self._read_only:  # the run may have written and deleted some since Orbax listed them
+            self._manager.reload()
         step = self._manager.latest_step()
         if step is None:
             raise ValueError(f"{self.folder} contains no checkpoint yet")

@@ -91,6 +91,23 @@ def test_steps_must_rise(tmp_path):
     assert last_checkpoint(tmp_path) == tmp_path / "11"
 
 
+def test_a_reader_follows_the_run(tmp_path):
+    """Also where the checkpoint that was the last one is deleted."""
+    with TrainingCheckpoints(tmp_path, keep=1) as checkpoints:
+        reader = TrainingCheckpoints(tmp_path, read_only=True)
+        for step in (10, 20):
+            checkpoints.save(step, STATE, {"next_index": step})
+            checkpoints.wait()
+            assert reader.restore(SHAPES)[1] == {"next_index": step}
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5])
+def test_at_least_one_is_kept(tmp_path, keep):
+    with pytest.raises((ValueError, TypeError), match=f"keep must be an integer >= 1, got {keep}"):
+        TrainingCheckpoints(tmp_path / "run", keep=keep)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_reader_cannot_save(tmp_path):
     """It would return as if the checkpoint were written."""
     with TrainingCheckpoints(tmp_path) as checkpoints:
