@@ -7,7 +7,6 @@ iterators. A source only says how many documents there are and reads one of them
 from __future__ import annotations
 
 import collections
-import json
 import os
 import threading
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from jaxtyping import PyTree
 
 from ..checkpoints import files
 from ..core.arguments import check_integer
-from .text import decoded
+from .text import parsed
 
 _BLOCK = 1 << 24  # bytes in which line ends are looked for at a time
 _SPACES = np.frombuffer(b" \t\n\r\v\f", np.uint8)  # as bytes.strip has them
@@ -73,10 +72,7 @@ class JsonLines:
         with open(path, "rb") as file:
             file.seek(begin)
             line = file.read(end - begin)
-        try:
-            value = json.loads(decoded(path, begin, line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: the line at offset {begin} is not JSON: {error}") from None
+        value = parsed(path, begin, line)
         if not isinstance(value, dict):
             raise ValueError(f"{path}: the line at offset {begin} must be a JSON object")
         return value

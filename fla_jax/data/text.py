@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
 from ..checkpoints import files as regular
 from ..core.arguments import check_integer
@@ -175,18 +176,30 @@ def _texts(block: _Block, data: bytes, field: str) -> Iterator[tuple[int, str]]:
     at = block.begin
     for line in io.BytesIO(data):  # unlike splitlines, it cuts at b"\n" alone
         if line.strip():
-            text = decoded(block.path, at, line)
-            try:
-                value = json.loads(text)
-            except ValueError as error:
-                raise ValueError(f"{block.path}: the line at offset {at} is not JSON: {error}") from None
+            value = parsed(block.path, at, line)
             if not isinstance(value, dict) or not isinstance(value.get(field), str):
                 raise ValueError(
                     f"{block.path}: the line at offset {at} must be a JSON object with the text field "
                     f"{field!r}"
                 )
+            try:
+                value[field].encode()
+            except UnicodeEncodeError as error:  # JSON can escape half of a pair of UTF-16
+                raise ValueError(
+                    f"{block.path}: the line at offset {at} must have text of Unicode characters, got a "
+                    f"lone surrogate at character {error.start} of the field {field!r}"
+                ) from None
             yield at, value[field]
         at += len(line)
+
+
+def parsed(path: Path, at: int, line: bytes) -> PyTree:
+    """The value of a line of JSON; an error has its offset."""
+    text = decoded(path, at, line)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also numbers of too many digits, brackets too deep
+        raise ValueError(f"{path}: the line at offset {at} is not JSON: {error}") from None
 
 
 def decoded(path: Path, at: int, data: bytes) -> str:

@@ -56,6 +56,8 @@ def test_json_lines_that_are_refused(tmp_path):
         (b"not json", "the line at offset 11 is not JSON: "),
         (b"[1, 2]", "the line at offset 11 must be a JSON object"),
         (b'{"x": "\xff"}', "is not UTF-8 at offset 18"),
+        (b'{"x": ' + b"9" * 5000 + b"}", "the line at offset 11 is not JSON: "),
+        (b"[" * 200_000, "the line at offset 11 is not JSON: "),
     ):
         path.write_bytes(b'{"x": "y"}\n' + line)
         source = JsonLines(path)

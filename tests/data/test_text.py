@@ -65,6 +65,17 @@ def test_processes_change_nothing(files, tmp_path, monkeypatch):
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl: the line at offset 14 is not JSON"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl is not UTF-8 at offset 24"),
         ("a.txt", b"abc\n\xffd", r"a\.txt is not UTF-8 at offset 4"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"n": ' + b"9" * 5000 + b"}\n",
+            r"a\.jsonl: the line at offset 14 is not JSON",
+        ),
+        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, r"a\.jsonl: the line at offset 14 is not JSON"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "b\\ud83d"}\n',
+            r"a\.jsonl: the line at offset 14 .* surrogate at character 1",
+        ),
         ("a.txt", b"", "paths must contain text, got 1 files"),
     ],
 )
