@@ -92,9 +92,7 @@ def tokenize(
     found = [Path(path) for path in paths]
     for path in found:
         regular.check_regular(path)
-    total, done = sum(path.stat().st_size for path in found), 0
-    if total == 0:
-        raise ValueError(f"paths must contain text, got {len(found)} files without any")
+    total, done, count = sum(path.stat().st_size for path in found), 0, 0
     tasks = (_Task(block, tokenizer, vocab_size, text_field) for path in found for block in _blocks(path))
     if processes == 1 or total < _SMALL:
         encoded: Iterator[_Encoded] = map(_encode, tasks)
@@ -104,9 +102,11 @@ def tokenize(
         for block, documents in encoded:
             for document in documents:
                 writer.add(document, ends=block.last or _is_lines(block.path))
-            done += block.end - block.begin
+            count, done = count + len(documents), done + block.end - block.begin
             if progress is not None:
                 progress(done, total)
+        if not count:  # inside the block: an error leaves no files
+            raise ValueError(f"paths must contain text, got {len(found)} files without any")
     return open_binidx(out)
 
 

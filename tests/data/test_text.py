@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fla_jax.data import text
+from fla_jax.data import open_binidx, text
 from fla_jax.data.text import tokenize
 
 TEXTS = ["Hello, world.\n", "Grüße\r\nvon hier — 你好!", "line\n" * 40, "a\rb"]
@@ -76,6 +76,7 @@ def test_processes_change_nothing(files, tmp_path, monkeypatch):
             b'{"text": "a"}\n{"text": "b\\ud83d"}\n',
             r"a\.jsonl: the line at offset 14 .* surrogate at character 1",
         ),
+        ("a.jsonl", b" \n\n", "paths must contain text, got 1 files"),
         ("a.txt", b"", "paths must contain text, got 1 files"),
     ],
 )
@@ -84,6 +85,15 @@ def test_files_that_are_not_right(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message):
         tokenize([tmp_path / name], tmp_path / "out", vocab_size=256)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_without_text_earlier_tokens_stay(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    tokenize([tmp_path / "a.txt"], tmp_path / "out", vocab_size=256)
+    with pytest.raises(ValueError, match="paths must contain text, got 1 files without any"):
+        tokenize([tmp_path / "empty.jsonl"], tmp_path / "out", vocab_size=256)
+    assert lists(open_binidx(tmp_path / "out")) == wanted(["abc"])
 
 
 def test_a_vocabulary_that_is_too_small(tmp_path):
