@@ -52,7 +52,7 @@ class JsonLines:
         """
         self._paths = _as_paths(paths)
         spans = [_lines(path) for path in self._paths]
-        self._spans = np.concatenate(spans)
+        self._spans = np.concatenate([np.empty((0, 2), np.int64), *spans])
         self._ends = np.cumsum([len(span) for span in spans])
         if not len(self):
             raise ValueError(f"paths must contain a document, got {len(self._paths)} files without any")

@@ -69,6 +69,8 @@ def test_json_lines_that_are_refused(tmp_path):
     path.write_bytes(b"\n\n")
     with pytest.raises(ValueError, match="paths must contain a document, got 1 files without any"):
         JsonLines(path)
+    with pytest.raises(ValueError, match="paths must contain a document, got 0 files without any"):
+        JsonLines([])
     with pytest.raises(ValueError, match="must be a regular file, got a directory"):
         JsonLines(tmp_path)
 
