@@ -26,10 +26,20 @@ def read(
         fields = [lines[int(i)] for i in np.random.default_rng(seed).permutation(len(lines))]
     if lost := next((name for one in fields for name in ("prompt", "answer") if name not in one), None):
         raise ValueError(f"--data: every line must have prompt and answer, got one without {lost}")
+    for one in fields:
+        for name in ("prompt", "answer"):
+            if not isinstance(one[name], str):
+                raise ValueError(f"--data: every {name} must be text, got {one[name]!r}")
     if (held := len(fields) // 10) == 0:
         raise ValueError(f"--data: {len(fields)} dialogues are too few: a tenth of them is held out")
     dialogues = [tokenized(tokenizer, template, one["prompt"], one["answer"], size) for one in fields]
-    return dialogues[:held], dialogues[held:]
+    parts = dialogues[:held], dialogues[held:]
+    for name, part in zip(("held-out", "training"), parts, strict=True):
+        if not any(sum(learned) for _, learned in part):
+            raise ValueError(
+                f"--sequence {size - 1} cuts off the answers of all {len(part)} {name} dialogues"
+            )
+    return parts
 
 
 def tokenized(tokenizer: Any, template: Any, prompt: str, answer: str, size: int) -> Dialogue:

@@ -149,6 +149,9 @@ def test_refusals(files, tmp_path):
     for text, message in (
         ('{"prompt": "a"}\n' * 20, "got one without answer"),
         ('{"prompt": "a", "answer": "b"}', "too few"),
+        ('{"prompt": "a", "answer": 12}\n' * 20, "--data: every answer must be text, got 12"),
     ):
         (tmp_path / "data.jsonl").write_text(text)
         assert message in refusal(finetune.main, *arguments, tmp_path / "data.jsonl")
+    message = "--sequence 12 cuts off the answers of all 6 held-out dialogues"
+    assert message in refusal(finetune.main, *arguments, files / "data.jsonl", "--sequence", "12")
