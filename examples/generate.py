@@ -92,7 +92,7 @@ def run(options: Options) -> None:
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
     given |= {"banned": options.ban, "stop_tokens": options.stop or (), "max_tokens": options.tokens}
     given |= {"uncounted": uncounted(tokenizer, vocab_size), "ignore_eos": options.stop is not None}
-    if not all(options.prompt):
+    if not options.prompt or not all(options.prompt):
         raise ValueError("--prompt must not be empty")
     state = None
     if options.states is not None:

@@ -68,6 +68,7 @@ def test_generate_from_train_lm(tmp_path, capsys):
     [
         (["--checkpoint", "nowhere", "--prompt", "a"], "nowhere"),
         (["--prompt", ""], "--prompt must not be empty"),
+        (["--prompt"], "--prompt must not be empty"),
         (["--prompt", "a", "--top-p", "2"], "top_p must be from 0 to 1"),
         (["--prompt", "a", "--tokenizer", "nowhere"], "nowhere"),
         (["--prompt", "a", "--stop", "256"], "stop_tokens must hold tokens"),
