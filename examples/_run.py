@@ -123,7 +123,8 @@ class Metrics(StepMetrics):
         """The last lines of a run."""
         if not math.isnan(self.evaluation_loss):
             self._console.print(f"held-out loss     {self.evaluation_loss:.4f} nats per token{more}")
-        self._console.print(f"speed             {self.throughput.rate:,.0f} tokens/s")
+        if not math.isnan(self.throughput.rate):  # no step was timed
+            self._console.print(f"speed             {self.throughput.rate:,.0f} tokens/s")
         self._console.print(f"checkpoint        {last_checkpoint(self._checkpoints.folder)}")
 
 

@@ -64,6 +64,13 @@ def test_interrupted_and_resumed_equals_straight(straight, text, tmp_path):
     assert_same(out, straight)
 
 
+def test_an_ended_run_that_is_resumed_has_no_speed(straight, text, tmp_path, capsys):
+    out = shutil.copytree(straight, tmp_path / "run")
+    train_lm.main(arguments(text, out, "--resume", "--sample-bytes", 0))
+    printed = capsys.readouterr().out
+    assert f"checkpoint        {out}/checkpoints/60" in printed and "nan tokens/s" not in printed
+
+
 # in a process of its own: background writes would go on here
 NO_DISK = """
 import resource, sys
