@@ -33,6 +33,24 @@ def test_half_precision_is_no_worse_than_operation_by_operation(dtype):
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["", "jitted"])
+def test_small_numbers_of_float16(jit):
+    """Those below 6e-5 have fewer digits, in sums and in gradients, and are not 0."""
+    x, y, dy = (1e-5 * np.random.default_rng(0).standard_normal((3, 1, 9, 16))).astype(np.float16)
+    mu = np.full(16, 0.5, np.float32)
+
+    def run(x, y, dy):
+        made, pull = jax.vjp(lambda x, y: norm_shift_mix(x, [mu], y=y, implementation="xla"), x, y)
+        return made, pull(jax.tree.map(jnp.zeros_like, made)._replace(x=dy))
+
+    made, grads = (jax.jit(run) if jit else run)(x, y, dy)
+    total = (x.astype(np.float64) + y.astype(np.float64)).astype(np.float16)
+    np.testing.assert_array_equal(made.x, total)
+    before = np.pad(total.astype(np.float64), ((0, 0), (1, 0), (0, 0)))
+    np.testing.assert_allclose(made.mixed[0], (before[:, :-1] + before[:, 1:]) / 2, atol=2.0**-25, rtol=0)
+    chex.assert_trees_all_equal(grads, (dy, dy))
+
+
 @pytest.mark.parametrize("cut", [1, 5])
 def test_a_text_in_two_calls(cut):
     """The second call begins with the first one's ``last``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -23,10 +25,26 @@ def shift(h: jax.Array, last: jax.Array | None, segment_ids: jax.Array | None) -
 def summed(x: jax.Array, y: jax.Array | None, wide: jnp.dtype) -> jax.Array:
     """``x + y`` in ``wide``, rounded as the result x is."""
     h = x.astype(wide)
-    if y is None:
-        return h
-    info = jnp.finfo(x.dtype)  # XLA would drop a cast there and back
-    return jax.lax.reduce_precision(h + y.astype(wide), info.nexp, info.nmant)
+    return h if y is None else _rounded(h + y.astype(wide), x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded(h: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """``h`` with the values that it has in ``dtype``. Its derivative rounds nothing."""
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(h, info.nexp, info.nmant)  # XLA would drop a cast there and back
+    step = info.smallest_subnormal
+    if step < jnp.finfo(h.dtype).tiny:
+        return rounded
+    # float16's numbers below 6e-5, for which reduce_precision gives 0, are multiples of the smallest one
+    return jnp.where(jnp.abs(h) < info.tiny, jnp.round(h / step) * step, rounded)
+
+
+@_rounded.defjvp
+def _rounded_jvp(
+    dtype: jnp.dtype, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return _rounded(*primals, dtype), tangents[0]
 
 
 def norm(h: jax.Array, scale: jax.Array | None, bias: jax.Array | None, eps: float) -> jax.Array:
