@@ -191,11 +191,11 @@ def allows_tf32(precision: object) -> bool:
     chosen = default if precision is None else precision
     if chosen is None:
         return False
-    if chosen in jax.lax.DotAlgorithmPreset.__members__:  # JAX's default may be an algorithm
+    if isinstance(chosen, str) and chosen in jax.lax.DotAlgorithmPreset.__members__:  # so may JAX's default
         return chosen == jax.lax.DotAlgorithmPreset.TF32_TF32_F32.name
     try:
         return jax.lax.Precision(chosen) is not jax.lax.Precision.HIGHEST
-    except ValueError:
+    except (TypeError, ValueError):
         wanted = ", ".join(one.name.lower() for one in jax.lax.Precision)
         raise ValueError(
             f"precision must be None or a jax.lax.Precision or its name ({wanted}, tensorfloat32, float32), "
@@ -256,7 +256,7 @@ def _check_cu_seqlens(cu: jax.Array, B: int, T: int) -> None:
 
 
 def _checked_scale(scale: object) -> float:
-    number = _static_float("scale", scale)
+    number = _static_float("scale", scale, "; multiply o by it instead")
     if not math.isfinite(number):
         raise ValueError(f"scale must be a finite number, got {number}")
     return number
@@ -273,15 +273,17 @@ def _checked_bound(lower_bound: object) -> float | None:
     return number
 
 
-def _static_float(name: str, x: object) -> float:
+def _static_float(name: str, x: object, if_traced: str = "") -> float:
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
-            f"{name} must be a Python number, known when the function is traced, got a traced value; "
-            "multiply o by it instead"
+            f"{name} must be a Python number, known when the function is traced, got a traced value"
+            f"{if_traced}"
         )
     if isinstance(x, str | bytes | bool | np.bool_):  # which float() would take
         raise TypeError(f"{name} must be a Python number, got {type(x).__name__} {x!r}")
     try:
         return float(x)  # type: ignore[arg-type]
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a Python number, got {type(x).__name__}") from None

@@ -62,7 +62,7 @@ def test_default_algorithm(algorithm, allowed):
         assert allows_tf32(None) is allowed
 
 
-@pytest.mark.parametrize("precision", ["tf31", 3, ("high", "high")])
+@pytest.mark.parametrize("precision", ["tf31", 3, ("high", "high"), ["high"]])
 def test_bad_precision(precision):
     with pytest.raises(ValueError, match=r"precision must be None or a jax\.lax\.Precision"):
         case = Case("rwkv7", **SHAPE)

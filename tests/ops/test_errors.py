@@ -158,12 +158,13 @@ def test_static_arguments(op):
     power = "^chunk_size must be a power of two from 1 to 256 or None, got"
     for bad in (0, 3, 512, -4, 16.0, "16"):
         refused(ValueError, f"{power} {re.escape(repr(bad))}", op, chunk_size=bad)
-    for bad in (0.1, -np.inf, np.nan):
+    for bad in (0.1, -np.inf, np.nan, -(10**400)):
         refused(ValueError, "^lower_bound must be a finite number <= 0", op, lower_bound=bad)
     refused(TypeError, "^lower_bound must be a Python number, got str", op, lower_bound="low")
     for form in FORMS:
         refused(TypeError, "^scale must be a Python number, got NoneType", op, form=form, scale=None)
         refused(ValueError, "^scale must be a finite number, got nan", op, form=form, scale=np.nan)
+        refused(ValueError, "^scale must be a finite number, got inf", op, form=form, scale=10**400)
         for bad in ("fast", "", 3, ["xla"]):
             message = rf"{form}_{op}: implementation must be one of .* got {re.escape(repr(bad))}"
             for case in (None, Case(op, **{**SHAPE, "T": 0})):  # where nothing runs, too
@@ -172,6 +173,11 @@ def test_static_arguments(op):
     message = "^scale must be a Python number, known when the function is traced.*multiply o by it instead"
     with pytest.raises(TypeError, match=message):
         jax.jit(lambda s: cases.call(op, x, scale=s))(2.0)
+    message = r"^lower_bound must be a Python number, known .*, got a traced value(?!;)"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda s: cases.call(op, x, lower_bound=s))(-2.0)
+    with pytest.raises(ValueError, match=r"^precision must be None or .*, got .*Tracer"):
+        jax.jit(lambda s: cases.call(op, x, precision=s))(2)
 
 
 @each_op
