@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+FLOATS = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
+
 
 def _is_array(x: object) -> TypeGuard[jax.Array | np.ndarray]:
     return hasattr(x, "shape") and hasattr(x, "dtype")
@@ -23,7 +25,7 @@ def floating(name: str, x: object) -> jax.Array:
         raise TypeError(f"{name} must be a floating-point array, got {type(x).__name__}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
-    if jnp.dtype(x.dtype).itemsize < 2:
+    if x.dtype not in FLOATS:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
     return jnp.asarray(x)
 

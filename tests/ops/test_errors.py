@@ -111,10 +111,11 @@ def test_dtypes(op, form):
             (a.astype(np.int32), "must have a floating-point dtype, got int32"),
             (a.astype(np.complex64), "must have a floating-point dtype, got complex64"),
             (float8, f"must be {floats}, got float8_e4m3fn"),
+            (a.astype(">f4"), f"must be {floats}, got >f4"),  # a file's byte order
             (a.tolist(), "must be a floating-point array, got list"),
             (None, "must be a floating-point array, got NoneType"),
         ]
-        for value, message in wrong[: 3 if name == "initial_state" else 5]:
+        for value, message in wrong[: 4 if name == "initial_state" else 6]:
             refused(TypeError, f"^{name} {message}", op, {name: value}, form)
 
 
