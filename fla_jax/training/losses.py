@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from ..core.arguments import check_number
+from ..core.arguments import check_integer, check_number
 from ..core.mesh import is_explicit, reshard, shard_like, spec_of, vary_alike
 from ..layers.sharding import ActivationSharding, constrain, out_sharding
 from ..layers.token_blocks import join_tokens, split_tokens, token_blocks
@@ -59,7 +59,7 @@ def mask_where(counts: Bool[Array, "*B"], mask: Shaped[Array, "*B"] | None) -> S
 def blocks_of_tokens(x: Shaped[Array, "B T ..."], size: int) -> Shaped[Array, "n B size ..."]:
     """[B, T, ...] in blocks of ``size`` tokens, the last one filled up with zeros."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *((0, 0),) * (x.ndim - 2)))
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
 
 
 def _strength(l2wrap: object) -> float:
@@ -246,7 +246,7 @@ def _scan_blocks(
     )
     if d_kernel is None:
         return total, None, None
-    d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])
+    d_hidden = jax.lax.collapse(jnp.moveaxis(d_hidden, 0, 1), 1, 3)
     return total, d_hidden[:, :T], d_kernel
 
 
@@ -295,7 +295,7 @@ def chunked_cross_entropy(
         A scalar, 0 where the mask is all 0: float32, or float64 where ``hidden`` is.
 
     Raises:
-        ValueError, TypeError: as `cross_entropy`; ValueError also where ``block_tokens`` is not positive.
+        ValueError, TypeError: as `cross_entropy`; ValueError also where ``block_tokens`` is no integer >= 1.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -311,8 +311,7 @@ def chunked_cross_entropy(
             f"{list(kernel.shape)}"
         )
     _check_labels("hidden", hidden, labels, mask)
-    if block_tokens < 1:
-        raise ValueError(f"block_tokens must be positive, got {block_tokens}")
+    block_tokens = check_integer("block_tokens", block_tokens, 1)
     l2wrap, mask = _strength(l2wrap), label_mask(labels, mask, ignore_index)
     B, T, _ = hidden.shape
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)

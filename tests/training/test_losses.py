@@ -164,6 +164,14 @@ def test_ignored_labels_of_any_dtype(loss, dtype):
         assert found == pytest.approx(unlikely - (0 if is_ignored else 5 / 3), rel=1e-6)
 
 
+@BOTH
+@pytest.mark.parametrize("sizes", [(0, T), (B, 0), (0, 0)])
+def test_no_tokens(loss, sizes):
+    hidden, labels = jnp.zeros((*sizes, C)), jnp.zeros(sizes, jnp.int32)
+    value, grads = jax.value_and_grad(loss, (0, 1))(hidden, jnp.ones((C, V)), labels)
+    assert value == 0 and grads[0].shape == hidden.shape and not grads[1].any()
+
+
 def test_memory():
     """Compiled gradient: the plain loss needs all logits, the chunked one a block of them."""
     shapes = ((2, 256, 16), jnp.float32), ((16, 2048), jnp.float32), ((2, 256), jnp.int32)
@@ -207,5 +215,6 @@ def test_errors_of_the_chunked_loss():
     hidden, kernel, labels = inputs()
     with pytest.raises(ValueError, match="hidden must have shape"):
         chunked_cross_entropy(hidden, kernel.T, labels)
-    with pytest.raises(ValueError, match="block_tokens"):
-        chunked_cross_entropy(hidden, kernel, labels, block_tokens=0)
+    for bad in (0, 2.5, "4", None):
+        with pytest.raises(ValueError, match=f"block_tokens must be an integer >= 1, got {bad!r}"):
+            chunked_cross_entropy(hidden, kernel, labels, block_tokens=bad)
