@@ -193,7 +193,9 @@ REFUSED = [
     (dict(w0=np.zeros(48, F32)), ValueError, r"w0 must have shape \[H, N\] = \[3, 16\], got \[48\]"),
     (dict(a0=np.zeros((3, 16), "int32")), TypeError, "a0 must have a floating-point dtype, got int32"),
     (dict(v0=None), ValueError, "mix, v_first and v0 belong together: .* got v0 = None"),
-    (dict(rate_scale=-1), ValueError, "rate_scale must be a Python number >= 0, got -1"),
+    (dict(rate_scale=-1), ValueError, "rate_scale must be >= 0, got -1"),
+    (dict(rate_scale="1"), ValueError, "rate_scale must be a finite number, got '1'"),
+    (dict(rate_scale=np.ones(2)), ValueError, "rate_scale must be a finite number, got array"),
     (dict(decay_dtype="int8"), ValueError, "decay_dtype must be bfloat16, float16, .* got int8"),
     (dict(implementation="cuda"), ValueError, "must be one of .*'triton', 'xla'.* or None, got 'cuda'"),
 ]

@@ -75,6 +75,7 @@ REFUSED = [
     (dict(x=x[:, :0]), ValueError, "x must have at least one token"),
     (dict(x=x.astype(np.int32)), TypeError, "x must have a floating-point dtype, got int32"),
     (dict(mixes=()), ValueError, "mixes must have at least one array"),
+    (dict(mixes=[c, None]), TypeError, r"mixes\[1\] must be a floating-point array, got NoneType"),
     (dict(mixes=[c, c[:3]]), ValueError, r"mixes\[1\] must have shape \[C\] = \[4\], got \[3\]"),
     (dict(y=x[:1]), ValueError, r"y must have shape \[B, T, C\] = \[2, 3, 4\], got \[1, 3, 4\]"),
     (dict(y=x.astype(np.float16)), TypeError, "y must have the dtype of x, float32, got float16"),

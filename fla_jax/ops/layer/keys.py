@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from ...core.arguments import check_number
 from ...core.implementation import Definition, Implementation, Rule
 from ...core.op import Op
 from ...core.types import Keys, KeysInputs, KeysSettings
@@ -198,8 +197,9 @@ def rwkv7_keys(
         raise ValueError(
             f"mix, v_first and v0 belong together: give all or none of them, got {absent[0]} = None"
         )
-    if isinstance(rate_scale, jax.core.Tracer) or not 0 <= rate_scale < math.inf:
+    if isinstance(rate_scale, jax.core.Tracer):
         raise ValueError(f"rate_scale must be a Python number >= 0, got {rate_scale!r}")
+    rate_scale = check_number("rate_scale", rate_scale, 0)
     more_tokens: dict[str, object] = dict(mix=mix, v_first=v_first)
     more_vectors: dict[str, object] = dict(v0=v0)
     if absent or residual is False:
@@ -217,7 +217,7 @@ def rwkv7_keys(
     if decay_name not in ("bfloat16", "float16", "float32", compute):
         raise ValueError(f"decay_dtype must be bfloat16, float16, float32 or None, got {decay_name}")
     settings = KeysSettings(
-        float(rate_scale),
+        rate_scale,
         decay_name,
         jnp.dtype(x.k.dtype).name if rate_scale <= 1 else compute,
         compute,

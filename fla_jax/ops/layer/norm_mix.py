@@ -167,23 +167,22 @@ def _check(x: MixInputs) -> MixInputs:
     if (x.scale is None) != (x.bias is None):
         raise ValueError("scale and bias of the norm must be given together, got one of them")
 
-    def array(name: str, given: object, shape: tuple[int, ...], axes: str) -> jax.Array | None:
-        if given is None:
-            return None
-        given = floating(name, given)
-        check_shape(name, given, shape, axes)
-        return given
+    def array(name: str, given: object, shape: tuple[int, ...], axes: str) -> jax.Array:
+        checked = floating(name, given)
+        check_shape(name, checked, shape, axes)
+        return checked
 
-    for n, mu in enumerate(x.mixes):
-        array(f"mixes[{n}]", mu, (C,), "[C]")
+    def optional(name: str, given: object, shape: tuple[int, ...], axes: str) -> jax.Array | None:
+        return None if given is None else array(name, given, shape, axes)
+
     checked = MixInputs(
         x=tokens,
-        mixes=tuple(map(jnp.asarray, x.mixes)),
-        y=array("y", x.y, (B, T, C), "[B, T, C]"),
-        scale=array("scale", x.scale, (C,), "[C]"),
-        bias=array("bias", x.bias, (C,), "[C]"),
-        last=array("last", x.last, (B, C), "[B, C]"),
-        mix_delta=array("mix_delta", x.mix_delta, (len(x.mixes), B, T, C), "[M, B, T, C]"),
+        mixes=tuple(array(f"mixes[{n}]", mu, (C,), "[C]") for n, mu in enumerate(x.mixes)),
+        y=optional("y", x.y, (B, T, C), "[B, T, C]"),
+        scale=optional("scale", x.scale, (C,), "[C]"),
+        bias=optional("bias", x.bias, (C,), "[C]"),
+        last=optional("last", x.last, (B, C), "[B, C]"),
+        mix_delta=optional("mix_delta", x.mix_delta, (len(x.mixes), B, T, C), "[M, B, T, C]"),
         segment_ids=None if x.segment_ids is None else integers("segment_ids", x.segment_ids),
     )
     if checked.y is not None and checked.y.dtype != tokens.dtype:
