@@ -122,6 +122,7 @@ class ParquetRows:
 
         Raises:
             ImportError: pyarrow is not installed.
+            TypeError: ``columns`` is one string.
             ValueError: a file is no Parquet file, lacks a column, or there is no row.
             OSError: a file cannot be read.
         """
@@ -131,6 +132,8 @@ class ParquetRows:
         except ImportError as error:
             what = "Parquet files are read by the package pyarrow"
             raise ImportError(f"{what}: pip install 'fla-jax[data]'") from error
+        if isinstance(columns, str):
+            raise TypeError(f"columns must be a sequence of names, got the string {columns!r}")
         self._columns = None if columns is None else list(columns)
         self._limit = check_integer("cached_groups", cached_groups, 1)
         self._groups: list[tuple[Path, int]] = []

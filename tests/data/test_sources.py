@@ -94,6 +94,8 @@ def test_parquet_rows(tmp_path):
     assert ParquetRows(paths[1], ["n"])[0] == {"n": 10}
     with pytest.raises(ValueError, match="index must be an integer from 0 to 22, got 23"):
         source[23]
+    with pytest.raises(TypeError, match="columns must be a sequence of names, got the string 'text'"):
+        ParquetRows(tmp_path / "a.parquet", columns="text")
     with pytest.raises(ValueError, match=r"columns must be of text, n in .*a\.parquet, got 'url'"):
         ParquetRows(paths, ["url"])
     parquet.write_table(pyarrow.table({"n": pyarrow.array([], "int64")}), paths[0])

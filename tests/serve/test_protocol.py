@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -353,3 +355,11 @@ def test_default_names_of_models(tmp_path, monkeypatch):
     assert _default_name(folder / "rwkv7-0.1B.pth") == "rwkv7-0.1B"
     monkeypatch.chdir(folder)
     assert _default_name(type(folder)(".")) == folder.name
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    code = "import sys; sys.modules['starlette'] = None; import fla_jax.serve"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip().endswith(
+        "fla_jax.serve needs the package starlette: pip install 'fla-jax[serve]'"
+    )
