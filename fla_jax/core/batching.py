@@ -15,22 +15,21 @@ T = TypeVar("T")  # a pytree
 
 
 def map_kernel(
-    run: Callable[..., PyTree], n: int, mapped: PyTree, args: PyTree, operands: PyTree, results: PyTree
+    run: Callable[..., PyTree], mapped: PyTree, args: PyTree, operands: PyTree, results: PyTree
 ) -> PyTree:
-    """``run(*args)`` for each of the ``n`` entries of the mapped axis, which every result gets in front.
+    """``run(*args)`` for each entry of the mapped axis, which every result gets in front, on one device.
 
     The mapped axis is merged into the batch where every result and every mapped operand has a batch axis;
     operands without one are shared by all. Else the entries run one by one, by `jax.lax.map`.
 
     Args:
         run: a kernel's function.
-        n: size of the mapped axis.
         mapped: which of ``args`` have it, as their axis 0.
         args: a tuple of trees of arrays.
         operands: the axes of ``args``.
         results: the axes of the results.
     """
-
+    n = next(x.shape[0] for x, is_mapped in zip(*map(jax.tree.leaves, (args, mapped))) if is_mapped)
     if n == 0:  # no kernel runs on nothing
         one = lambda x, is_mapped: jax.ShapeDtypeStruct(x.shape[1:] if is_mapped else x.shape, x.dtype)
         shapes = jax.eval_shape(run, *jax.tree.map(one, args, mapped))

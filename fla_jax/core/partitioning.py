@@ -3,7 +3,8 @@
 Without this, a kernel under `jax.jit` on several devices is run by each of them on everything, after
 gathering it. Axes are named, einsum-like: ``"b t h k"`` are batch, tokens, heads and keys. Devices may split
 the axes that an op calls shardable; every other axis is whole, apart from `SEQUENCE_AXES` where ``ctx.cp``
-names the mesh axis that splits the tokens. Differentiation happens outside (core/vjp.py).
+names the mesh axis that splits the tokens. First derivatives are defined outside (core/vjp.py); plain
+functions can be differentiated again.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import TypeVar
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from .batching import map_kernel
 from .context import Context, S, X, Y
-from .mesh import Entry, devices_in_mesh, mesh_axes, vary_alike
+from .mesh import Entry, devices_in_mesh, is_explicit, is_manual, mesh_axes, vary_alike
 from .op_spec import SEQUENCE_AXES, TOKENS, OpSpec
 
 T = TypeVar("T")  # a pytree
@@ -49,26 +50,48 @@ def per_shard(
         shardable: axes that devices may split; None for those of the op.
     """
     axes = tuple(op.shardable if shardable is None else shardable)
-    run = jax.custom_batching.custom_vmap(_partitioned(op, ctx, fn, operands, results, axes))
+    split = _partitioned(op, ctx, fn, operands, results, axes)
+    if not is_opaque and (is_manual() or is_explicit()):
+        return split  # JAX can map and differentiate it
+    run = jax.custom_batching.custom_vmap(split)
 
     @run.def_vmap
     def _(n: int, mapped: PyTree, *args: PyTree) -> tuple[T, PyTree]:
+        # the mapped axis is one more that devices may split: each maps over its own entries
         mapped = jax.tree.unflatten(jax.tree.structure(args), jax.tree.leaves(mapped))
-        if is_opaque:
-            out = map_kernel(run, n, mapped, args, operands, results)
-        else:
-            axis = f"map{sum(axis.startswith('map') for axis in axes)}"
-            in_axes = jax.tree.map(lambda m: 0 if m else None, mapped)
+        axis = f"map{sum(axis.startswith('map') for axis in axes)}"
 
-            def over(ctx: Context[X, S], *args: PyTree) -> T:
-                return jax.vmap(functools.partial(fn, ctx), in_axes)(*args)
+        def over(ctx: Context[X, S], *args: PyTree) -> T:
+            one = functools.partial(fn, ctx)
+            if is_opaque:
+                return map_kernel(one, mapped, args, operands, results)
+            return jax.vmap(one, jax.tree.map(lambda m: 0 if m else None, mapped))(*args)
 
-            more = jax.tree.map(lambda a, m: f"{axis} {a}" if m else a, operands, mapped)
-            out_axes = jax.tree.map(lambda a: f"{axis} {a}", results)
-            out = per_shard(op, is_opaque, ctx, over, more, out_axes, (*axes, axis))(*args)
+        more = jax.tree.map(lambda a, m: f"{axis} {a}" if m else a, operands, mapped)
+        out_axes = jax.tree.map(lambda a: f"{axis} {a}", results)
+        out = per_shard(op, is_opaque, ctx, over, more, out_axes, (*axes, axis))(*args)
         return out, jax.tree.map(lambda _: True, out)
 
-    return run
+    return run if is_opaque else _differentiable(run, ctx, fn, operands, results)
+
+
+def _differentiable(
+    run: Callable[..., T],
+    ctx: Context[X, S],
+    fn: Callable[..., T],
+    operands: tuple[PyTree, ...],
+    results: PyTree,
+) -> Callable[..., T]:
+    """``run``, by custom_partitioning, with the derivative of ``fn`` in a `jax.shard_map` over tokens."""
+    owners = _owners([], [], (), ctx.cp.axis)
+    ins, outs = _specs(operands, owners), _specs(results, owners)
+    # not for `run` itself: XLA partitions batch and heads here, and moves more than it must
+    by_tokens = jax.shard_map(
+        functools.partial(fn, ctx), in_specs=ins, out_specs=outs, axis_names={ctx.cp.axis}, check_vma=False
+    )
+    again = jax.custom_jvp(run)
+    again.defjvp(lambda primals, tangents: jax.jvp(by_tokens, primals, tangents))
+    return again
 
 
 def _partitioned(
@@ -80,7 +103,6 @@ def _partitioned(
     shardable: tuple[str, ...],
 ) -> Callable[..., T]:
     """``fn`` in the sharding mode of the mesh in context."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types
     on_shard, on_whole = functools.partial(fn, ctx), functools.partial(fn, ctx.with_whole_sequences())
     left, right = _leaves(operands), _leaves(results)
 
@@ -96,9 +118,9 @@ def _partitioned(
         args = jax.tree.map(jax.sharding.reshard, args, ins)
         return jax.shard_map(on_shard, in_specs=ins, out_specs=outs, check_vma=False)(*args)
 
-    if AxisType.Manual in kinds:
+    if is_manual():
         return manual
-    if AxisType.Explicit in kinds:
+    if is_explicit():
         return explicit
     if max(jax.device_count(), devices_in_mesh()) == 1:  # a mesh may be of another machine's devices
         # the program is free of Python callbacks, so it can be exported and cached
