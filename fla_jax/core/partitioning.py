@@ -136,6 +136,11 @@ def _partitioned(
     def partition(
         mesh: Mesh, args: PyTree, out: PyTree
     ) -> tuple[Mesh, Callable[..., T], PyTree, tuple[PyTree, ...]]:
+        if mesh.empty and ctx.cp.axis is not None:
+            raise ValueError(
+                f"{op.name}: with sequence_axis={ctx.cp.axis!r} an argument of the call, or of the jitted "
+                "function around it, must be on the mesh: jax.device_put(x, NamedSharding(mesh, P()))"
+            )
         # the partitioner only suggests shardings: an axis that must be whole would be silently wrong
         owners: Owners = {}
         given = [x.sharding for x in jax.tree.leaves((args, out))]

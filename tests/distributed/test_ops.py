@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import pytest
 from harness import cases, processes, sharding
 from harness.cases import Case, HeadCase, MixCase
@@ -238,6 +239,23 @@ REFUSED = {
 def test_what_cannot_be_split(message):
     _, error = processes.on_devices(sharding.run, REFUSED[message])
     assert message in error, error
+
+
+def error_of_arrays_on_no_mesh() -> str:
+    mesh = jax.make_mesh((8,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
+    call = jax.jit(lambda arrays: cases.call("rwkv7", arrays, sequence_axis="sequence"))
+    with jax.set_mesh(mesh):
+        try:
+            return str(call(cases.build(CALL).arrays))
+        except Exception as error:  # the type is XLA's
+            return str(error)
+
+
+def test_arrays_on_no_mesh():
+    """JAX then tells the partitioner of no mesh."""
+    assert "an argument of the call, or of the jitted function" in processes.on_devices(
+        error_of_arrays_on_no_mesh
+    )
 
 
 def test_an_axis_without_a_mesh():
