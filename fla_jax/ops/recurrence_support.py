@@ -29,9 +29,22 @@ def triton_supports(ctx: Ctx) -> Unsupported | None:
     return None
 
 
-def token_by_token(supports: Callable[[Ctx], Unsupported | None]) -> Callable[[Ctx], Unsupported | None]:
-    """The `supports` of a backend's recurrent kernels: those of the backend itself, and the size of grids."""
-    return lambda ctx: supports(ctx) or _too_many_sequences(ctx) or _too_many_tokens(ctx)
+def token_by_token(
+    supports: Callable[[Ctx], Unsupported | None], by_chunks: str = ""
+) -> Callable[[Ctx], Unsupported | None]:
+    """The `supports` of a backend's recurrent kernels: those of the backend itself, and the size of grids.
+
+    Args:
+        supports: of the backend.
+        by_chunks: arrays whose gradients come from a chunked kernel, without a limit, if all have 16 bits.
+    """
+
+    def check(ctx: Ctx) -> Unsupported | None:
+        widths = [getattr(ctx.shapes, name).dtype.itemsize for name in by_chunks]
+        is_limited = ctx.save_residuals and max(widths, default=4) > 2
+        return supports(ctx) or _too_many_sequences(ctx) or (_too_many_tokens(ctx) if is_limited else None)
+
+    return check
 
 
 def _too_many_sequences(ctx: Ctx) -> Unsupported | None:
@@ -42,11 +55,9 @@ def _too_many_sequences(ctx: Ctx) -> Unsupported | None:
 
 
 def _too_many_tokens(ctx: Ctx) -> Unsupported | None:
-    """Gradients from pairs of tokens have a limit, RWKV-7's chunked kernel for 16-bit inputs has none."""
-    x = ctx.shapes
-    by_chunks = isinstance(x, RWKV7Inputs) and all(y.dtype.itemsize == 2 for y in (x.r, x.w, x.k, x.a, x.b))
-    B, T = x.r.shape[:2]
-    if not ctx.save_residuals or by_chunks or B * -(-T // INTERVAL) <= MAX_GRID:
+    """The limit of gradients from pairs of tokens."""
+    B, T = ctx.shapes.r.shape[:2]
+    if B * -(-T // INTERVAL) <= MAX_GRID:
         return None
     wanted = f"gradients token by token take at most {MAX_GRID * INTERVAL} tokens a call"
     return Unsupported(

@@ -71,8 +71,12 @@ XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
     "triton", _triton, triton_supports, triton.preferred, _variant, opaque=True, context_parallel=True
 )
-SCAN = Implementation("triton", _scan, token_by_token(triton.supports), triton.preferred, opaque=True)
-PALLAS = Implementation("pallas", _pallas, token_by_token(pallas.supports), pallas.preferred, opaque=True)
+SCAN = Implementation(
+    "triton", _scan, token_by_token(triton.supports, "rwkab"), triton.preferred, opaque=True
+)
+PALLAS = Implementation(
+    "pallas", _pallas, token_by_token(pallas.supports, "rwkab"), pallas.preferred, opaque=True
+)
 
 
 # Chunked forms are parallel within a chunk, recurrent ones go token by token.
