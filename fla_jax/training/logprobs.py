@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..core.arguments import check_integer
 from ..core.mesh import is_explicit, reshard, spec_of
 from ..layers.token_blocks import token_blocks
 from .losses import blocks_of_tokens
@@ -61,8 +62,7 @@ def token_logprobs(
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(f"tokens must have shape [B, T] with T >= 2, got {list(tokens.shape)}")
     check_segment_ids(tokens, segment_ids)
-    if block_tokens < 1:
-        raise ValueError(f"block_tokens must be positive, got {block_tokens}")
+    block_tokens = check_integer("block_tokens", block_tokens, 1)
     variables, labels = variables_of(params, lora), tokens[:, 1:]
     ids = None if segment_ids is None else segment_ids[:, :-1]
     inputs = None if lengths is None else jnp.maximum(lengths - 1, 0)
