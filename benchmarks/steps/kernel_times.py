@@ -93,7 +93,7 @@ def not_hidden(events: Iterable[Event]) -> dict[str, float]:
     alone = idle = 0.0
     for ran in by_device.values():
         busy = _covered(ran)
-        alone += busy - _covered(x for x in ran if not re.search(KINDS["collectives"], x.name, re.I))
+        alone += busy - _covered(x for x in ran if _kind(x.name) != "collectives")
         idle += max(x.end for x in ran) - min(x.begin for x in ran) - busy
     return {"collectives alone": alone, "idle": idle}
 
@@ -111,9 +111,12 @@ def by_kind(found: Iterable[Kernel]) -> dict[str, float]:
     """Milliseconds by `KINDS`."""
     sums: dict[str, float] = defaultdict(float)
     for kernel in found:
-        kinds = (kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.name, re.I))
-        sums[next(kinds)] += kernel.ms
+        sums[_kind(kernel.name)] += kernel.ms
     return dict(sums)
+
+
+def _kind(name: str) -> str:
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.I))
 
 
 def table(found: list[Kernel], steps: int) -> str:

@@ -29,7 +29,7 @@ def triton_supports(ctx: Ctx) -> Unsupported | None:
     return None
 
 
-def token_by_token(
+def recurrent_supports(
     supports: Callable[[Ctx], Unsupported | None], by_chunks: str = ""
 ) -> Callable[[Ctx], Unsupported | None]:
     """The `supports` of a backend's recurrent kernels: those of the backend itself, and the size of grids.

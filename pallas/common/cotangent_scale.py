@@ -16,9 +16,9 @@ from .chunk import program_split
 from .gate import UNSAFE_GATE, load_gate
 
 TARGET_EXPONENT = tl.constexpr(14)
-LOWEST_V_EXPONENT = tl.constexpr(-24)  # values that no sample has may be larger: about 2^40 more overflow
-MAX_SAMPLES = tl.constexpr(256)  # the most tokens of a split that are all read
-STEP = tl.constexpr(16)  # tokens of longer ones for each that is read
+LOWEST_V_EXPONENT = tl.constexpr(-24)  # else tokens that are not read and 2^40 times as large would overflow
+MAX_WHOLE_READ = tl.constexpr(256)  # tokens of a split up to which all are read
+STEP = tl.constexpr(16)  # of longer splits one token in so many is read
 TILE_ELEMENTS = tl.constexpr(4096)  # of a tile of `max_abs`
 
 
@@ -74,10 +74,10 @@ def max_abs(x, top, split, step, SIZE: tl.constexpr, BLOCK: tl.constexpr, c: tl.
 
 @triton.jit
 def sampled_exponent(x, split, SIZE: tl.constexpr, BLOCK: tl.constexpr, c: tl.constexpr):
-    """`exponent_of_max`; of a split of more than `MAX_SAMPLES` tokens from one token in `STEP`, which may be
+    """`exponent_of_max`; of a split of more than `MAX_WHOLE_READ` tokens from one in `STEP`, which may be
     too low.
     """
-    step = tl.where(split.length > MAX_SAMPLES, STEP, 1)
+    step = tl.where(split.length > MAX_WHOLE_READ, STEP, 1)
     zero = tl.full([TILE_ELEMENTS // BLOCK, BLOCK], 0.0, tl.float32)
     return exponent_of_max(max_abs(x, zero, split, step, SIZE=SIZE, BLOCK=BLOCK, c=c))
 

@@ -253,9 +253,8 @@ def error_of_arrays_on_no_mesh() -> str:
 
 def test_arrays_on_no_mesh():
     """JAX then tells the partitioner of no mesh."""
-    assert "an argument of the call, or of the jitted function" in processes.on_devices(
-        error_of_arrays_on_no_mesh
-    )
+    error = processes.on_devices(error_of_arrays_on_no_mesh)
+    assert "an argument of the call, or of the jitted function" in error, error
 
 
 def test_an_axis_without_a_mesh():

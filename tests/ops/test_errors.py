@@ -15,7 +15,7 @@ from fla_jax import ops
 from fla_jax.core.context import Context
 from fla_jax.core.gpu import current_gpu
 from fla_jax.core.types import RWKV7Inputs
-from fla_jax.ops.recurrence_support import token_by_token
+from fla_jax.ops.recurrence_support import recurrent_supports
 
 FORMS = ("chunk", "fused_recurrent")
 each_form = pytest.mark.parametrize("form", FORMS)
@@ -225,7 +225,7 @@ def test_gradients_from_chunks_have_no_limit_of_tokens():
     """Those of RWKV-7's recurrent op, whose inputs have 16 bits; interpreters have none."""
     token, state = jax.ShapeDtypeStruct((2, 1 << 19, 1, 16), jnp.bfloat16), jnp.zeros((2, 1, 16, 16))
     x = RWKV7Inputs(token, token, token, token, token, token, state)
-    supports = token_by_token(lambda ctx: None, "rwkab")
+    supports = recurrent_supports(lambda ctx: None, "rwkab")
     refused = lambda x, **more: supports(Context("", x, None, "gpu", current_gpu(), **more)) is not None
     float32 = x._replace(w=jax.ShapeDtypeStruct(token.shape, jnp.float32))
     assert refused(float32) and not refused(x) and not refused(float32, save_residuals=False)

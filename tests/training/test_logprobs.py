@@ -90,5 +90,6 @@ def test_errors(params):
         token_logprobs(MODEL, params, tokens(T=1))
     with pytest.raises(ValueError, match="segment_ids must have the shape"):
         token_logprobs(MODEL, params, tokens(), segment_ids=tokens(T=7))
-    with pytest.raises(ValueError, match=r"block_tokens must be an integer >= 1, got 2\.5"):
-        token_logprobs(MODEL, params, tokens(), block_tokens=2.5)
+    for bad in (0, 2.5):
+        with pytest.raises(ValueError, match=f"block_tokens must be an integer >= 1, got {bad}"):
+            token_logprobs(MODEL, params, tokens(), block_tokens=bad)

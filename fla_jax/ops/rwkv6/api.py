@@ -26,7 +26,7 @@ from ..recurrence import (
 )
 from ..recurrence_checks import rwkv6 as rwkv6_checks
 from ..recurrence_cp import ContextParallelRule
-from ..recurrence_support import token_by_token, triton_supports
+from ..recurrence_support import recurrent_supports, triton_supports
 
 _Rule: TypeAlias = Rule[RWKV6Inputs, Outputs, RecurrenceConfig]
 
@@ -77,8 +77,8 @@ XLA = Implementation("xla", _xla, context_parallel=True)
 TRITON = Implementation(
     "triton", _triton, triton_supports, triton.preferred, _variant, opaque=True, context_parallel=True
 )
-SCAN = Implementation("triton", _scan, token_by_token(triton.supports), _has_several_tokens, opaque=True)
-PALLAS = Implementation("pallas", _pallas, token_by_token(pallas.supports), pallas.preferred, opaque=True)
+SCAN = Implementation("triton", _scan, recurrent_supports(triton.supports), _has_several_tokens, opaque=True)
+PALLAS = Implementation("pallas", _pallas, recurrent_supports(pallas.supports), pallas.preferred, opaque=True)
 
 
 # Chunked forms are parallel within a chunk, recurrent ones go token by token.

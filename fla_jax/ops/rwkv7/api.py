@@ -25,7 +25,7 @@ from ..recurrence import (
 )
 from ..recurrence_checks import rwkv7 as rwkv7_checks
 from ..recurrence_cp import ContextParallelRule
-from ..recurrence_support import token_by_token, triton_supports
+from ..recurrence_support import recurrent_supports, triton_supports
 
 _Rule: TypeAlias = Rule[RWKV7Inputs, Outputs, RecurrenceConfig]
 
@@ -72,10 +72,10 @@ TRITON = Implementation(
     "triton", _triton, triton_supports, triton.preferred, _variant, opaque=True, context_parallel=True
 )
 SCAN = Implementation(
-    "triton", _scan, token_by_token(triton.supports, "rwkab"), triton.preferred, opaque=True
+    "triton", _scan, recurrent_supports(triton.supports, "rwkab"), triton.preferred, opaque=True
 )
 PALLAS = Implementation(
-    "pallas", _pallas, token_by_token(pallas.supports, "rwkab"), pallas.preferred, opaque=True
+    "pallas", _pallas, recurrent_supports(pallas.supports, "rwkab"), pallas.preferred, opaque=True
 )
 
 
