@@ -144,7 +144,7 @@ def token_times(
     decoder = Decoder(model, params, implementation=implementation, state_dtype=options.state, **chosen)
     logits, state = prefill(model, params, [[1 + i % 7, 2, 3] for i in range(batch)])
     carry = begin(params, logits, decoder.state(state), row_keys(range(batch)), 2**30)
-    rules = sampling_arrays([SamplingParams()] * batch, model.config.vocab_size)
+    rules = jax.device_put(sampling_arrays([SamplingParams()] * batch, model.config.vocab_size))
     arguments = (decoder.step, decoder.weights, rules)
     fixed = decoder.step.per_call
     count = np.int32(fixed or STEPS_PER_CALL)

@@ -106,7 +106,7 @@ def settings(quick: bool) -> list[Setting]:
             *("recall", model, width, 2, length, pairs),
             batch=RECALL_BATCH[length],
             tie_embeddings=True,
-            curriculum=CURRICULUM if pairs >= 128 else (),
+            curriculum=CURRICULUM if pairs >= 64 else (),
         )
         for model, width, (length, pairs) in itertools.product(MODELS, (64, 128, 256, 512), pairs_by_length)
     ]
@@ -288,7 +288,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="a regular expression of settings' names")
     parser.add_argument("--steps", type=int, help="most steps of a learning rate; default: the setting's")
     parser.add_argument("--rates", type=float, nargs="+", help="learning rates; default: the setting's")
-    text = "whether recall begins with fewer pairs; default: from 128 pairs on"
+    text = "whether recall begins with fewer pairs; default: from 64 pairs on"
     parser.add_argument("--curriculum", action=argparse.BooleanOptionalAction, help=text)
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     options = parser.parse_args(arguments)

@@ -233,7 +233,8 @@ def tasks(found: Records) -> str:
         size = r["shape"]
         model = f"{size['hidden_size']} x {size['num_layers']}"
         task = (size["task"] != "recall", size["task"], size["length"], size["pairs"])
-        curriculum = ", curriculum" if size.get("curriculum") else ""
+        parts = ", ".join(f"1/{divisor}" for divisor in size.get("curriculum") or ())
+        curriculum = f", curriculum {parts}" if parts else ""
         right = f"{r['accuracy']:.1%} ({r['sequences']:.1%}), {r['steps']} steps{curriculum}"
         cells[*task, size["hidden_size"], size["num_layers"], model][r["implementation"]] = right
     lines = []
