@@ -75,6 +75,8 @@ class Options:
     (auto: bf16 on GPUs, fp32 elsewhere)"""
     remat: Literal["auto", "none", "dense", "full"] = "auto"
     """what the backward pass recomputes: nothing, all but dense projections, all (auto: none if it fits)"""
+    reshard_after_forward: bool = True
+    """gather what --mesh-fsdp splits again for the backward pass (no: less communication, more memory)"""
     scan_layers: bool = True
     """stack the layers' parameters; a loop runs them with --mesh-fsdp and on CPUs, else they are unrolled"""
 
@@ -139,6 +141,7 @@ class Options:
 # between a run and its resumption; the noted ones are printed
 MAY_CHANGE = {"data", "eval_data", "cache", "tokenizing_processes", "out", "resume", "export", "dry_run"}
 MAY_CHANGE |= {"mesh_data", "mesh_fsdp", "mesh_tensor", "mesh_sequence", "overlap", "coordinator", "remat"}
+MAY_CHANGE |= {"reshard_after_forward"}
 MAY_CHANGE |= {"num_processes", "process_id", "accumulate", "eval_every", "eval_rows", "save_every", "keep"}
 MAY_CHANGE |= {"log_every", "peak_tflops", "memory_gb", "profile", "tokenizer", "text_field"}
 NOTED = frozenset({"learning_rate", "final_learning_rate", "warmup_steps", "weight_decay", "steps"})

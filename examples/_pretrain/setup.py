@@ -48,6 +48,7 @@ def build_model(options: Options, mesh: jax.sharding.Mesh) -> Any:
     if options.scan_layers and options.mesh_fsdp == 1 and on_gpu():
         run["scan_layers"] = "unroll"  # the same parameters
     run |= {"vocab_size": options.vocab_size, "fp8": options.precision == "fp8"}
+    run["reshard_after_forward"] = options.reshard_after_forward
     if options.remat != "auto":
         return _run.build_model(options, remat=REMAT[options.remat], **run)
     memory = None if options.memory_gb is None else options.memory_gb * 1e9

@@ -33,6 +33,7 @@ _OPTIONS = (
     "param_dtype",
     "scan_layers",
     "remat",
+    "reshard_after_forward",
     "norm_first",
     "tie_embeddings",
     "logical_axes",
@@ -66,12 +67,12 @@ def load_checkpoint(
             shards; a folder of the library's own format is also read in shards. None: everything on the
             default device.
         **options: fields of the model's configuration that no tensor gives: ``dtype``, ``param_dtype``,
-            ``scan_layers``, ``remat``, ``norm_first``, ``tie_embeddings``, ``logical_axes``, ``fp8``,
-            ``chunk_size``, ``implementation``; see `RWKV7Config`. ``param_dtype`` casts the parameters; by
-            default each has its dtype in the file (stacked layers the widest of theirs). ``dtype``, the
-            compute dtype, is float32 by default. ``norm_first`` is that of ``config.json`` by default, True
-            without one, and ``tie_embeddings`` its ``tie_word_embeddings``, False without one. For the
-            library's own format the defaults are the fields of the saved model.
+            ``scan_layers``, ``remat``, ``reshard_after_forward``, ``norm_first``, ``tie_embeddings``,
+            ``logical_axes``, ``fp8``, ``chunk_size``, ``implementation``; see `RWKV7Config`. ``param_dtype``
+            casts the parameters; by default each has its dtype in the file (stacked layers the widest of
+            theirs). ``dtype``, the compute dtype, is float32 by default. ``norm_first`` is that of
+            ``config.json`` by default, True without one, and ``tie_embeddings`` its ``tie_word_embeddings``,
+            False without one. For the library's own format the defaults are the fields of the saved model.
 
     Returns:
         ``(model, params)``: ``model.apply({"params": params}, tokens)``. Params are JAX arrays, not boxed.

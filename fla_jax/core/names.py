@@ -9,7 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 OUT, FINAL, STATES = "fla_jax_out", "fla_jax_final_state", "fla_jax_states"
-DENSE = "fla_jax_dense"
+DENSE, GATHERED = "fla_jax_dense", "fla_jax_gathered"
 CHECKPOINT_NAMES = (OUT, FINAL, STATES)
 T = TypeVar("T")  # a pytree
 

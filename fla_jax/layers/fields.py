@@ -30,7 +30,7 @@ def check_fields(**values: Any) -> None:
             check_size(name, value)
         elif name in ("dtype", "param_dtype"):
             check_dtype(name, value)
-        elif name in ("logical_axes", "norm_first", "tie_embeddings", "fp8"):
+        elif name in ("logical_axes", "norm_first", "tie_embeddings", "fp8", "reshard_after_forward"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {value!r}")
         elif name == "rate_scale" and (

@@ -41,7 +41,11 @@ def fp8_dot_of(layer: nn.Module, name: str, sharding: ActivationSharding) -> Dot
 
 
 def save_all_but_rounded(
-    primitive: jax.extend.core.Primitive, *_: object, new_dtype: object = None, **__: object
+    primitive: jax.extend.core.Primitive,
+    *_: object,
+    new_dtype: object = None,
+    name: str | None = None,
+    **__: object,
 ) -> bool:
     """`save_all_but_unsharded` that also recomputes the operands in e4m3, with the scaling before.
 
@@ -49,4 +53,4 @@ def save_all_but_rounded(
     into NaN. Saved after the scaling, gathered weights would be the whole model on every device.
     """
     is_rounding = primitive.name in ("div", "max", "min") or new_dtype == jnp.float8_e4m3fn
-    return not is_rounding and save_all_but_unsharded(primitive)
+    return not is_rounding and save_all_but_unsharded(primitive, name=name)

@@ -22,10 +22,12 @@ from typing import Literal, TypedDict, Unpack
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ..core.mesh import Entry, is_explicit, is_manual, mesh_axes, reshard, spec_of
+from ..core.names import GATHERED
 
 TOKEN_AXES = ("activation_batch", "activation_length")  # the first axes of an array [B, T, ...]
 Axes = tuple[str | None, ...]
@@ -112,7 +114,7 @@ class ActivationSharding:
         if self.mode != "explicit":
             return _unsharded(weight, logical)
         first, *rest = (without(entry, self.batch_axes) for entry in spec_of(weight))
-        return reshard(weight, self._divisible(first, logical[0]), *rest)
+        return _named(reshard(weight, self._divisible(first, logical[0]), *rest))
 
     def unshard_for_dot(self, x: jax.Array, weight: jax.Array, logical: Axes) -> jax.Array:
         """``weight`` [I, O] for its product with ``x`` [..., I], see `dot`."""
@@ -122,7 +124,7 @@ class ActivationSharding:
         taken = [axis for entry in batch for axis in mesh_axes(entry)]
         stored, out = (without(entry, taken) for entry in spec_of(weight))
         inner = inner or stored
-        return reshard(weight, inner, self._divisible(without(out, mesh_axes(inner)), logical[-1]))
+        return _named(reshard(weight, inner, self._divisible(without(out, mesh_axes(inner)), logical[-1])))
 
     def dot(
         self,
@@ -221,12 +223,15 @@ def is_sharded() -> bool:
     return is_explicit() or (bool(nn.get_logical_axis_rules()) and not is_manual())
 
 
-def save_all_but_unsharded(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
+def save_all_but_unsharded(
+    primitive: jax.extend.core.Primitive, *_: object, name: str | None = None, **__: object
+) -> bool:
     """A `jax.checkpoint` policy that recomputes gathered weights and reshaped arrays, and saves all else.
 
     Saved, the gathered weights of all layers would be the whole model on every device.
     """
-    return primitive.name not in ("sharding_constraint", "reshard", "broadcast_in_dim", "reshape")
+    recomputed = ("sharding_constraint", "reshard", "broadcast_in_dim", "reshape")
+    return primitive.name not in recomputed and name != GATHERED
 
 
 def without(entry: Entry, taken: Sequence[str]) -> Entry:
@@ -242,7 +247,13 @@ def out_sharding(*spec: Entry) -> OutSharding:
 
 def _unsharded(weight: jax.Array, logical: Axes) -> jax.Array:
     """By rules: ``weight`` gathered from where it is stored; its gradient is scattered the same way back."""
-    return constrain(constrain(weight, *logical), *(_OF_ACTIVATIONS.get(axis or "") for axis in logical))
+    stored = constrain(weight, *logical)
+    return _named(constrain(stored, *(_OF_ACTIVATIONS.get(axis or "") for axis in logical)))
+
+
+def _named(weight: jax.Array) -> jax.Array:
+    """A gathered weight with the name that policies of `jax.checkpoint` know."""
+    return checkpoint_name(weight, GATHERED)
 
 
 def _activation_spec() -> tuple[Entry, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..core.mesh import check_mesh, is_explicit, mesh_axes, reshard, spec_of, vary_alike
-from ..core.names import remat_policy
+from ..core.names import GATHERED, remat_policy
 from ..layers import RWKVState
 from ..layers.base import LAYER_NORM_EPS, check_lengths, with_axes, zero_beyond
 from ..layers.fp8 import FP8_SCALES, save_all_but_rounded
@@ -47,6 +48,16 @@ def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
     )
 
 
+def _saved(config: RWKVConfig) -> Callable[..., bool]:
+    """The policy of `jax.checkpoint` for a block."""
+    saves_all = save_all_but_rounded if config.fp8 else save_all_but_unsharded
+    policy = remat_policy(dense=config.remat == "dense") if config.remat else saves_all
+    if config.reshard_after_forward or not is_sharded():
+        return policy
+    gathered = jax.checkpoint_policies.save_only_these_names(GATHERED)
+    return jax.checkpoint_policies.save_from_both_policies(policy, gathered)
+
+
 class RWKVForCausalLM(nn.Module):
     """The language model of any family; use `RWKV6ForCausalLM` or `RWKV7ForCausalLM`.
 
@@ -79,15 +90,13 @@ class RWKVForCausalLM(nn.Module):
             self.ln0 = _layer_norm(config)
         block: Any = RWKVBlock
         if config.remat or is_sharded():
-            saves_all = save_all_but_rounded if config.fp8 else save_all_but_unsharded
-            policy = remat_policy(dense=config.remat == "dense") if config.remat else saves_all
             # layer_index (argument 4) is a Python int unless the scan counts it; inside a loop XLA cannot
             # eliminate the recomputation, which prevent_cse prevents
             static = () if config.scan_layers else (4,)
             block = nn.remat(
                 block,
                 prevent_cse=config.scan_layers is not True,
-                policy=policy,
+                policy=_saved(config),
                 static_argnums=static,
             )
         if config.scan_layers:

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from flax.core import unfreeze
 from flax.training.train_state import TrainState
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
@@ -330,6 +331,9 @@ class TrainStep:
             if isinstance(state, FP8TrainState):  # their gradients are their next values
                 state = state.replace(fp8_scales=scales)
             metrics = self._reported(loss, aux, grads, batch)
+        if self.mesh.shape["fsdp"] > 1:
+            specs = jax.tree.map(lambda sharding: sharding.spec, self.shardings.params)
+            grads = jax.shard_map(_row_major, mesh=self.mesh, in_specs=(specs,), out_specs=specs)(grads)
         update = functools.partial(optimizer_update, self._optimizer)
         if is_explicit_mesh(self.mesh):  # optax's products do not say how their results are sharded
             stored = self.shardings.params, self.shardings.opt_state
@@ -354,3 +358,12 @@ class TrainStep:
         with self._axis_rules():
             sums, aux = weighted_losses(*args)
             return sums, None if carry is None else stored_carry(aux, self._accumulate, self._carry_shardings)
+
+
+def _row_major(grads: PyTree) -> PyTree:
+    """Gradients with their last axis contiguous.
+
+    Where that axis is sharded, XLA scatters their sums in another order. It would update parameters and
+    moments in that order too, and transpose and copy them for it.
+    """
+    return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), grads)

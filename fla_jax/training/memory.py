@@ -43,11 +43,13 @@ def estimate_memory(
         True
     """
     C, L, V = config.hidden_size, config.num_layers, config.vocab_size
-    size = mesh.shape
-    ends = 1 if config.tie_embeddings else 2
-    params = (14 * L * C * C + ends * V * C) / (size["fsdp"] * size["tensor"])
+    size, itemsize = mesh.shape, np.dtype(config.dtype).itemsize
+    ends, layers = 1 if config.tie_embeddings else 2, 14 * L * C * C
+    params = (layers + ends * V * C) / (size["fsdp"] * size["tensor"])
     tokens = batch * sequence / accumulate / (size["data"] * size["fsdp"] * size["sequence"])
-    saved = _SAVED_OF_TOKEN * np.dtype(config.dtype).itemsize * tokens * C * L
+    saved = _SAVED_OF_TOKEN * itemsize * tokens * C * L
+    if size["fsdp"] > 1 and not config.reshard_after_forward:
+        saved += itemsize * layers / size["tensor"]
     return _BYTES_OF_PARAMETER * params + saved + _BYTES_OF_WORD * V
 
 

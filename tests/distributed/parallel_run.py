@@ -11,19 +11,22 @@ from jax.sharding import NamedSharding
 from fla_jax.parallel import TrainStep, axis_rules, make_mesh, over_sequence, overlap_options, state_shardings
 from fla_jax.training import chunked_cross_entropy, rwkv_optimizer
 
-# name: sizes, explicit, remat
+DENSE = {"remat": "dense"}
+# name: sizes, explicit, fields of the configuration
 MODES = {
     7: {
-        "data": (dict(data=8), False, "dense"),
-        "fsdp": (dict(fsdp=8), False, "dense"),
-        "tensor": (dict(data=4, tensor=2), False, "dense"),
-        "sequence": (dict(sequence=4, tensor=2), False, "dense"),
-        "all, explicit": (dict(data=2, fsdp=2, tensor=2), True, True),
+        "data": (dict(data=8), False, DENSE),
+        "fsdp": (dict(fsdp=8), False, DENSE),
+        "fsdp, kept": (dict(fsdp=8), False, {**DENSE, "reshard_after_forward": False}),
+        "tensor": (dict(data=4, tensor=2), False, DENSE),
+        "sequence": (dict(sequence=4, tensor=2), False, DENSE),
+        "all, explicit": (dict(data=2, fsdp=2, tensor=2), True, {"remat": True}),
     },
     6: {
-        "all": (dict(data=2, fsdp=2, tensor=2), False, "dense"),
-        "fsdp, explicit": (dict(fsdp=8), True, False),
-        "sequence, explicit": (dict(fsdp=2, sequence=2, tensor=2), True, "dense"),
+        "all": (dict(data=2, fsdp=2, tensor=2), False, DENSE),
+        "fsdp, explicit": (dict(fsdp=8), True, {}),
+        "fsdp, explicit, kept": (dict(fsdp=8), True, {"reshard_after_forward": False}),
+        "sequence, explicit": (dict(fsdp=2, sequence=2, tensor=2), True, DENSE),
     },
 }
 
@@ -33,8 +36,8 @@ def arrays(text):
     return [(kind, where, shape) for kind, where, shapes in collectives(text) for shape in shapes]
 
 
-def model_of(version, remat):
-    return small.model(version, vocab_size=32, scan_layers=True, remat=remat)
+def model_of(version, **options):
+    return small.model(version, vocab_size=32, scan_layers=True, **options)
 
 
 def mean_loss(model):
@@ -51,8 +54,8 @@ def mean_loss(model):
 
 
 def train(version, name, params, batch, want):
-    sizes, explicit, remat = MODES[version][name]
-    model = model_of(version, remat)
+    sizes, explicit, options = MODES[version][name]
+    model = model_of(version, **options)
     optimizer = optax.chain(
         optax.trace(0.9), rwkv_optimizer(1e-2)
     )  # the first keeps the gradients as they come
@@ -96,7 +99,7 @@ def forward(version, params, tokens):
         read = jax.jit(lambda p, *x: model.apply({"params": p}, *x, method="hidden"))
         program = read.lower(boxed, tokens, state).compile()
         hidden, state = program(boxed, tokens, state)
-    want = jax.jit(model_of(version, False).apply, static_argnames="method")
+    want = jax.jit(model_of(version).apply, static_argnames="method")
     want, _ = want({"params": params}, tokens, method="hidden")
     return {"error": small.error(hidden, want), "collectives": arrays(program.as_text())}
 
@@ -126,13 +129,13 @@ def refusals():
 
 
 def report(version):
-    params = small.params(model_of(version, False))
+    params = small.params(model_of(version))
     tokens = np.asarray(small.tokens(8, 9, seed=2))
     mask = np.random.default_rng(0).uniform(size=(8, 8)).astype(np.float32)
     # restarts where no first token of a document makes the group norm blow up float32's rounding (checked in
     # float64)
     ids = np.repeat(np.int32([[0, 0, 0, 2, 2, 2, 2, 2], [3, 3, 3, 3, 1, 1, 1, 1]]), 4, 0)
-    loss, optimizer = mean_loss(model_of(version, False)), rwkv_optimizer(1e-2)
+    loss, optimizer = mean_loss(model_of(version)), rwkv_optimizer(1e-2)
 
     def one(params, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)

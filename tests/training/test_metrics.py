@@ -1,5 +1,6 @@
 """Throughput, metric files, and estimates of memory."""
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_models as small
+from jax.sharding import AbstractMesh
 
 from fla_jax.models import RWKV7Config
 from fla_jax.parallel import make_mesh
@@ -171,3 +173,8 @@ def test_memory(layers, width, batch, measured_gb):
     assert choose_remat(narrow, mesh, **sizes, memory=0.99 * needed) == "dense"
     assert choose_remat(narrow, mesh, **sizes, memory=0.99 * needed, accumulate=2) is False
     assert choose_remat(config, mesh, **sizes, memory=1.01 * needed) == "dense"
+    kept = dataclasses.replace(narrow, reshard_after_forward=False)
+    assert estimate_memory(kept, mesh, **sizes) == needed
+    shards = AbstractMesh((1, 4, 1, 1), ("data", "fsdp", "sequence", "tensor"))
+    more = estimate_memory(kept, shards, **sizes) - estimate_memory(narrow, shards, **sizes)
+    assert more == 2 * 14 * layers * width**2
