@@ -76,8 +76,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=10, help="measured steps, after three; default 10")
     add("--plain", action="store_true", help="without fla_jax.parallel.overlap_options")
     add("--unscanned", action="store_true", help="layers without a scan: faster, compiles long")
-    text = "FSDP: the backward pass gathers no parameters again"
-    add("--keep-gathered", action="store_true", help=text)
+    text = "the field of the model's configuration; default: true"
+    add("--reshard-after-forward", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--explicit", action="store_true", help="meshes with explicit axes")
     add("--fake", type=int, help="fake CPU devices, small sizes, numbers checked")
     add("--profile", type=Path, metavar="FOLDER", help="profile steps, and sum kernels by name")
@@ -111,7 +111,7 @@ def training(mode: Mode, mesh: Any, batch: int, tokens: int, options: argparse.N
 
     vocab, head, dtype = (SMALL_VOCAB, 16, "float32") if options.fake else (VOCAB, 64, "bfloat16")
     sizes = {"head_dim": head, "dtype": dtype, "scan_layers": not options.unscanned, "remat": "dense"}
-    sizes["reshard_after_forward"] = not options.keep_gathered
+    sizes["reshard_after_forward"] = options.reshard_after_forward
     model = RWKV7ForCausalLM(RWKV7Config(vocab, mode.width, mode.layers, **sizes))
     flags = None if options.plain or options.fake else overlap_options()
     step = TrainStep(model, rwkv_optimizer(6e-4), mesh, compiler_options=flags)
@@ -232,7 +232,16 @@ def start(jobs: list[runner.Job], options: argparse.Namespace) -> runner.Process
         variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     settings = {
         name: getattr(options, name)
-        for name in ("devices", "tokens", "steps", "plain", "unscanned", "keep_gathered", "explicit", "fake")
+        for name in (
+            "devices",
+            "tokens",
+            "steps",
+            "plain",
+            "unscanned",
+            "reshard_after_forward",
+            "explicit",
+            "fake",
+        )
     }
     settings["profile"] = options.profile and str(options.profile)
     if any("compiles" in job for job in jobs):
@@ -276,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.exit(f"scaling.py: {count['error']}")
     common = records.stamp() | {"overlap": not (options.plain or options.fake)}
     common |= {"explicit": options.explicit, "scan": not options.unscanned}
-    common |= {"reshard_after_forward": not options.keep_gathered}
+    common |= {"reshard_after_forward": options.reshard_after_forward}
     with tempfile.TemporaryDirectory(prefix="fla_jax-scaling-") as cache:
         if options.compile_seconds:
             os.environ |= {

@@ -76,7 +76,7 @@ class Options:
     remat: Literal["auto", "none", "dense", "full"] = "auto"
     """what the backward pass recomputes: nothing, all but dense projections, all (auto: none if it fits)"""
     reshard_after_forward: bool = True
-    """gather what --mesh-fsdp splits again for the backward pass (no: less communication, more memory)"""
+    """gather parameters in the backward pass again, with --mesh-fsdp (no: less communication, more memory)"""
     scan_layers: bool = True
     """stack the layers' parameters; a loop runs them with --mesh-fsdp and on CPUs, else they are unrolled"""
 

@@ -22,12 +22,11 @@ from typing import Literal, TypedDict, Unpack
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ..core.mesh import Entry, is_explicit, is_manual, mesh_axes, reshard, spec_of
-from ..core.names import GATHERED
+from ..core.names import GATHERED, name_arrays
 
 TOKEN_AXES = ("activation_batch", "activation_length")  # the first axes of an array [B, T, ...]
 Axes = tuple[str | None, ...]
@@ -114,7 +113,7 @@ class ActivationSharding:
         if self.mode != "explicit":
             return _unsharded(weight, logical)
         first, *rest = (without(entry, self.batch_axes) for entry in spec_of(weight))
-        return _named(reshard(weight, self._divisible(first, logical[0]), *rest))
+        return name_arrays(reshard(weight, self._divisible(first, logical[0]), *rest), GATHERED)
 
     def unshard_for_dot(self, x: jax.Array, weight: jax.Array, logical: Axes) -> jax.Array:
         """``weight`` [I, O] for its product with ``x`` [..., I], see `dot`."""
@@ -124,7 +123,8 @@ class ActivationSharding:
         taken = [axis for entry in batch for axis in mesh_axes(entry)]
         stored, out = (without(entry, taken) for entry in spec_of(weight))
         inner = inner or stored
-        return _named(reshard(weight, inner, self._divisible(without(out, mesh_axes(inner)), logical[-1])))
+        out = self._divisible(without(out, mesh_axes(inner)), logical[-1])
+        return name_arrays(reshard(weight, inner, out), GATHERED)
 
     def dot(
         self,
@@ -248,12 +248,8 @@ def out_sharding(*spec: Entry) -> OutSharding:
 def _unsharded(weight: jax.Array, logical: Axes) -> jax.Array:
     """By rules: ``weight`` gathered from where it is stored; its gradient is scattered the same way back."""
     stored = constrain(weight, *logical)
-    return _named(constrain(stored, *(_OF_ACTIVATIONS.get(axis or "") for axis in logical)))
-
-
-def _named(weight: jax.Array) -> jax.Array:
-    """A gathered weight with the name that policies of `jax.checkpoint` know."""
-    return checkpoint_name(weight, GATHERED)
+    gathered = constrain(stored, *(_OF_ACTIVATIONS.get(axis or "") for axis in logical))
+    return name_arrays(gathered, GATHERED)
 
 
 def _activation_spec() -> tuple[Entry, ...]:

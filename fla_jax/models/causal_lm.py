@@ -48,8 +48,8 @@ def _layer_norm(config: RWKVConfig, name: str | None = None) -> Norm:
     )
 
 
-def _saved(config: RWKVConfig) -> Callable[..., bool]:
-    """The policy of `jax.checkpoint` for a block."""
+def _checkpoint_policy(config: RWKVConfig) -> Callable[..., bool]:
+    """The policy of `jax.checkpoint` for a block: which of its arrays the backward pass finds saved."""
     saves_all = save_all_but_rounded if config.fp8 else save_all_but_unsharded
     policy = remat_policy(dense=config.remat == "dense") if config.remat else saves_all
     if config.reshard_after_forward or not is_sharded():
@@ -96,7 +96,7 @@ class RWKVForCausalLM(nn.Module):
             block = nn.remat(
                 block,
                 prevent_cse=config.scan_layers is not True,
-                policy=_saved(config),
+                policy=_checkpoint_policy(config),
                 static_argnums=static,
             )
         if config.scan_layers:

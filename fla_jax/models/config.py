@@ -35,9 +35,9 @@ class RWKVConfig:
             parameters of ``True`` and unrolls the loop: as fast as False, with up to a sixth more memory.
         remat: recompute each block in the backward pass; the forward of the op still runs once
             (`fla_jax.remat_policy`). ``"dense"`` also saves the outputs of the dense projections.
-        reshard_after_forward: whether the backward pass gathers sharded parameters again. False keeps those
-            that the forward pass gathered, in ``dtype``: a third less communication with parameters over
-            fsdp, and as much more memory on every device as the weights of all layers take.
+        reshard_after_forward: whether the backward pass gathers sharded parameters again. With False it uses
+            those that the forward pass gathered. FSDP then communicates a third less, but every device keeps
+            the weights of all layers, in ``dtype``, until the backward pass.
         norm_first: whether a layer norm, ``ln0``, follows the embedding, as in all official models.
         tie_embeddings: whether the head is the transposed embedding; the parameters then have no ``head``
             (see `head_kernel`), and the initial embedding is that of a head. False in all official models.

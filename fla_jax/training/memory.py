@@ -44,12 +44,12 @@ def estimate_memory(
     """
     C, L, V = config.hidden_size, config.num_layers, config.vocab_size
     size, itemsize = mesh.shape, np.dtype(config.dtype).itemsize
-    ends, layers = 1 if config.tie_embeddings else 2, 14 * L * C * C
-    params = (layers + ends * V * C) / (size["fsdp"] * size["tensor"])
+    ends, block_params = 1 if config.tie_embeddings else 2, 14 * L * C * C
+    params = (block_params + ends * V * C) / (size["fsdp"] * size["tensor"])
     tokens = batch * sequence / accumulate / (size["data"] * size["fsdp"] * size["sequence"])
     saved = _SAVED_OF_TOKEN * itemsize * tokens * C * L
     if size["fsdp"] > 1 and not config.reshard_after_forward:
-        saved += itemsize * layers / size["tensor"]
+        saved += itemsize * block_params / size["tensor"]
     return _BYTES_OF_PARAMETER * params + saved + _BYTES_OF_WORD * V
 
 
