@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SETTINGS = (
     *("device", "op", "form", "library", "implementation", "model", "shape", "dtype", "pass", "decay"),
     *("precision", "remat", "scan", "optimizer", "what", "version", "batch", "vocab", "weights", "state"),
-    *("mode", "devices"),
+    *("mode", "devices", "reshard_after_forward"),
 )
 RELATIVE = ("peer", "peer_ms", "ratio")  # fields that compare a record with others of its run
 Record = dict[str, Any]

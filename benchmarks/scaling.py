@@ -29,7 +29,7 @@ from steps.kernel_times import profiled
 from steps.sizes import PEAK
 from timing import queued_steps, require_finite
 
-KEY = records.key_of("op", "mode", "devices")
+KEY = records.key_of("op", "mode", "devices", "scan", "reshard_after_forward")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 PACKAGES = ("jax", "jaxlib", "flax", "triton")
 VOCAB, SMALL_VOCAB = 32000, 64
@@ -285,7 +285,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.exit(f"scaling.py: {count['error']}")
     common = records.stamp() | {"overlap": not (options.plain or options.fake)}
     common |= {"explicit": options.explicit, "scan": not options.unscanned}
-    common |= {"reshard_after_forward": options.reshard_after_forward}
+    if not options.reshard_after_forward:
+        common |= {"reshard_after_forward": False}  # records without the field have the default
     with tempfile.TemporaryDirectory(prefix="fla_jax-scaling-") as cache:
         if options.compile_seconds:
             os.environ |= {

@@ -197,6 +197,8 @@ def scaling(found: Records) -> str:
             shares = (f"{r[name]:.1%}" if name in r else "" for name in ("efficiency", "share_6n"))
             numbers = (number(r["ms"]), *shares, number(r["tokens_per_s"], 6), number(r["peak_gb"]))
             what = f"{model}, B {size['B']}, T {size['T']}"
+            what += "" if r["scan"] or not size["layers"] else ", no scan over layers"
+            what += "" if r.get("reshard_after_forward", True) else ", weights stay gathered"
             lines.append((r["mode"], r["devices"], what, *numbers, moved, r["commit"]))
     lines.sort(key=lambda line: line[:2])
     numbers_of = ("ms", "efficiency", "6 N", "tokens/s", "GB a device")

@@ -265,13 +265,18 @@ class TrainStep:
         Args:
             state: of which the parameters alone are read.
             batches: what `shard` takes.
+
+        Raises:
+            ValueError: there is no batch.
         """
-        sums = np.zeros(2)
+        sums, found = np.zeros(2), None
         with jax.set_mesh(self.mesh):
             carry = self._zero_carry()
             for batch in batches:
                 found, carry = self._evaluate(state.params, self.shard(batch), carry, *self._frozen)
                 sums += np.asarray(found, np.float64)
+        if found is None:
+            raise ValueError("batches must have at least one batch, got none")
         return float(sums[0] / (sums[1] or 1))
 
     def lower(self, state: TrainState, batch: PyTree) -> PyTree:

@@ -128,10 +128,11 @@ def load_lora(
         A tree as from `init_lora`, in float32, for the layout of the model's layers.
 
     Raises:
-        ValueError: the files have other tensors than pairs for the model's projections, lack one, or need
-            what is not supported (ranks that differ, trained biases, modules that are saved whole, changed
-            base weights as of PiSSA); ``alpha`` is missing. The message names the tensor or the option.
-            ImportError: safetensors is not installed.
+        ValueError: the files have other tensors than pairs for the model's projections, lack one or all, or
+            need what is not supported (ranks that differ, trained biases, modules that are saved whole,
+            changed base weights as of PiSSA); ``alpha`` is missing. The message names the tensor or the
+            option.
+        ImportError: safetensors is not installed.
 
     Example:
         >>> import jax, tempfile, jax.numpy as jnp
@@ -154,6 +155,8 @@ def load_lora(
         is_dora = any(_MAGNITUDE in name for name in tensors)
         if alpha is None:
             raise ValueError(f"alpha must be given for {path}: a .pth file does not store it")
+    if not tensors:
+        raise ValueError(f"{path} has no tensors")
     places = _places(model, "official") | _places(model, "fla")
     found: dict[_Place, dict[str, np.ndarray]] = {}
     for name, x in tensors.items():
@@ -217,6 +220,8 @@ def _options(path: Path) -> tuple[float, bool, float, bool]:
         raise ValueError(f"{path}: init_lora_weights must be one of {known}, got {quoted(init)}")
     numbers = {"lora_alpha": 8, "lora_dropout": 0.0}  # PEFT's default values
     alpha, dropout = (check_number(name, config.get(name, value), 0) for name, value in numbers.items())
+    if dropout >= 1:
+        raise ValueError(f"{path}: lora_dropout must be below 1, got {dropout}")
     return alpha, bool(config.get("use_rslora")), dropout, bool(config.get("use_dora"))
 
 

@@ -156,8 +156,13 @@ def test_errors(tmp_path):
         "bias": "all",
         "rank_pattern": {"key": 2},
         "init_lora_weights": "pissa_niter_4",
+        "lora_dropout": 1.0,
     }
     for field, value in wrong.items():
         (folder / "adapter_config.json").write_text(json.dumps(config | {field: value}))
         with pytest.raises(ValueError, match=f"{field} must be"):
             load_lora(folder, model)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({}, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="has no tensors"):
+        load_lora(folder, model)

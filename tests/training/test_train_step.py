@@ -52,7 +52,8 @@ def test_evaluation_weighs_batches(make, accumulate):
     state = step(accumulate).start(params)
     found = step(accumulate).evaluate(state, batches)
     assert found == pytest.approx(np.average(each, weights=WEIGHTS), rel=1e-6)
-    assert step(accumulate).evaluate(state, []) == 0
+    with pytest.raises(ValueError, match="batches must have at least one batch"):
+        step(accumulate).evaluate(state, iter(()))
 
 
 @pytest.mark.parametrize("weights", [[1, 0.5, -1, 2], [1, 2, -1, -2], [0, 1, 0, 2]])
