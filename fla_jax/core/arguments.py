@@ -71,6 +71,14 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf) -> f
     return number
 
 
+def check_share(name: str, value: object) -> float:
+    """``value`` as a float from 0 to below 1, see `check_number`."""
+    share = check_number(name, value, 0)
+    if share >= 1:
+        raise ValueError(f"{name} must be below 1, got {share:g}")
+    return share
+
+
 def shown(value: object) -> str:
     """``value`` for an error message, cut where it is long."""
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from ..core.arguments import check_integer, check_number
+from ..core.arguments import check_integer, check_share
 from .binidx import BinIdx
 
 
@@ -137,10 +137,8 @@ def split_rows(rows: int, share: float, blocks: int = 8) -> tuple[RowNumbers, Ro
         [[0, 1, 2, 3, 5, 6, 7, 8], [4, 9]]
     """
     rows = check_integer("rows", rows, 1)
-    share = check_number("share", share, 0)
+    share = check_share("share", share)
     blocks = check_integer("blocks", blocks, 1)
-    if share >= 1:
-        raise ValueError(f"share must be below 1, got {share:g}")
     if share == 0:
         return RowNumbers(1, rows, 0, rows), RowNumbers(1, rows, 0, 0)
     held = max(1, round(rows * share))

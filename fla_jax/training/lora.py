@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
-from ..core.arguments import check_integer, check_number
+from ..core.arguments import check_integer, check_number, check_share
 from ..layers.lora import LoRA, projection_paths
 from .next_token import NextTokenLoss
 
@@ -61,9 +61,7 @@ def init_lora(
         (64, 4)
         >>> logits, _ = model.apply({"params": params, "lora": lora}, tokens)
     """
-    rank, dropout = check_integer("rank", rank, 1), check_number("dropout", dropout, 0)
-    if dropout >= 1:
-        raise ValueError(f"dropout must be below 1, got {dropout}")
+    rank, dropout = check_integer("rank", rank, 1), check_share("dropout", dropout)
     scale = (2 * rank if alpha is None else check_number("alpha", alpha, 0)) / rank
     kernels = projections(params)
     chosen = {path for pattern in targets for path in _matching(pattern, kernels)}

@@ -24,7 +24,7 @@ from ..checkpoints.formats.huggingface import read_safetensors
 from ..checkpoints.formats.pth import read_pth, write_pth
 from ..checkpoints.param_maps import map_for
 from ..checkpoints.tensors import quoted
-from ..core.arguments import check_number
+from ..core.arguments import check_number, check_share
 from ..layers.lora import LoRA, check_lora
 from ..models import family_of
 from .lora import lora_pairs, projections
@@ -218,10 +218,8 @@ def _options(path: Path) -> tuple[float, bool, float, bool]:
     if (init := config.get("init_lora_weights", True)) not in _INITS:
         known = ", ".join(map(repr, _INITS))
         raise ValueError(f"{path}: init_lora_weights must be one of {known}, got {quoted(init)}")
-    numbers = {"lora_alpha": 8, "lora_dropout": 0.0}  # PEFT's default values
-    alpha, dropout = (check_number(name, config.get(name, value), 0) for name, value in numbers.items())
-    if dropout >= 1:
-        raise ValueError(f"{path}: lora_dropout must be below 1, got {dropout}")
+    alpha = check_number(f"{path}: lora_alpha", config.get("lora_alpha", 8), 0)  # PEFT's default values
+    dropout = check_share(f"{path}: lora_dropout", config.get("lora_dropout", 0.0))
     return alpha, bool(config.get("use_rslora")), dropout, bool(config.get("use_dora"))
 
 
