@@ -14,6 +14,7 @@ learning rates counts, both as in Zoology.
     python benchmarks/tasks.py --only "recall.* rwkv7 64"    settings whose name matches
     python benchmarks/tasks.py --steps 16000 --rates 1e-3    other steps and learning rates
     python benchmarks/tasks.py --no-curriculum               recall has all pairs from the first step
+    python benchmarks/tasks.py --decay-shift -6              a state that lasts longer at the start
     python benchmarks/tasks.py --quick                       tiny sizes on a CPU
 """
 
@@ -35,7 +36,7 @@ import records
 from flax import linen as nn
 
 from fla_jax.models import RWKV6Config, RWKV6ForCausalLM, RWKV7Config, RWKV7ForCausalLM, initial_params
-from fla_jax.training import cross_entropy, rwkv_optimizer, rwkv_schedule
+from fla_jax.training import cross_entropy, parameter_groups, rwkv_optimizer, rwkv_schedule
 
 MODELS = {"rwkv6": (RWKV6ForCausalLM, RWKV6Config), "rwkv7": (RWKV7ForCausalLM, RWKV7Config)}
 GAPS_POWER = 0.01  # queries soon after the pairs are likelier: Zoology's distribution of gaps
@@ -68,6 +69,8 @@ class Setting:
         rate_scale: RWKV-7's factor on the in-context rate; 2 allows eigenvalues down to -1.
         tie_embeddings: whether the head is the transposed embedding, as in Zoology; docs/tasks.md compares.
         curriculum: divisors of length and pairs, by which recall begins with less of both, see `CURRICULUM`.
+        decay_shift: added at the start to the base of the decay, RWKV-7's ``w0`` and RWKV-6's ``time_decay``,
+            which is about the logarithm of the rate of decay.
     """
 
     task: str
@@ -83,6 +86,7 @@ class Setting:
     rate_scale: float = 1.0
     tie_embeddings: bool = False
     curriculum: tuple[int, ...] = ()
+    decay_shift: float = 0.0
     learning_rates: tuple[float, ...] = (2.2e-3, 1e-3)
 
     @property
@@ -222,6 +226,8 @@ def train(setting: Setting, learning_rate: float) -> records.Record:
     ] + [(steps(draw), setting.steps)]
     count, rounds = jax.jit(functools.partial(_count, answer, draw)), -(-2048 // setting.batch)
     params = initial_params(model, jax.random.key(0))
+    shift = {"decay_base": setting.decay_shift}
+    params = jax.tree.map(lambda x, group: x + shift.get(group, 0), params, parameter_groups(params))
     state, keys = (params, optimizer.init(params)), jax.random.split(jax.random.key(1), setting.steps)
     checks, done, began = jax.random.split(jax.random.key(2), setting.steps), 0, time.perf_counter()
     while done < setting.steps:
@@ -290,9 +296,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rates", type=float, nargs="+", help="learning rates; default: the setting's")
     text = "whether recall begins with fewer pairs; default: from 64 pairs on"
     parser.add_argument("--curriculum", action=argparse.BooleanOptionalAction, help=text)
+    text = "added at the start to the base of the decay; negative: a state lasts longer"
+    parser.add_argument("--decay-shift", type=float, default=0.0, help=text)
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     options = parser.parse_args(arguments)
     chosen = [setting for setting in settings(options.quick) if re.search(options.only, setting.name)]
+    chosen = [dataclasses.replace(setting, decay_shift=options.decay_shift) for setting in chosen]
     if options.steps:
         chosen = [dataclasses.replace(setting, steps=options.steps) for setting in chosen]
     if options.rates:
