@@ -29,7 +29,7 @@ from steps.kernel_times import profiled
 from steps.sizes import PEAK
 from timing import queued_steps, require_finite
 
-KEY = records.key_of("op", "mode", "devices", "scan", "reshard_after_forward")
+KEY = records.key_of("op", "mode", "devices", "scan", "reshard_after_forward", "collectives_in_flight")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 PACKAGES = ("jax", "jaxlib", "flax", "triton")
 VOCAB, SMALL_VOCAB = 32000, 64
@@ -75,6 +75,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, help="of a sequence that is divided; default 131072 (op), 262144 (model)")
     add("--steps", type=int, default=10, help="measured steps, after three; default 10")
     add("--plain", action="store_true", help="without fla_jax.parallel.overlap_options")
+    text = "how many may run at a time, see overlap_options; default 1"
+    add("--collectives-in-flight", type=int, default=1, help=text)
     add("--unscanned", action="store_true", help="layers without a scan: faster, compiles long")
     text = "the field of the model's configuration; default: true"
     add("--reshard-after-forward", action=argparse.BooleanOptionalAction, default=True, help=text)
@@ -113,7 +115,7 @@ def training(mode: Mode, mesh: Any, batch: int, tokens: int, options: argparse.N
     sizes = {"head_dim": head, "dtype": dtype, "scan_layers": not options.unscanned, "remat": "dense"}
     sizes["reshard_after_forward"] = options.reshard_after_forward
     model = RWKV7ForCausalLM(RWKV7Config(vocab, mode.width, mode.layers, **sizes))
-    flags = None if options.plain or options.fake else overlap_options()
+    flags = None if options.plain or options.fake else overlap_options(options.collectives_in_flight)
     step = TrainStep(model, rwkv_optimizer(6e-4), mesh, compiler_options=flags)
     state = step.abstract_state()
     drawn = np.random.default_rng(0).integers(0, vocab, (batch, tokens + 1), dtype=np.int32)
@@ -237,6 +239,7 @@ def start(jobs: list[runner.Job], options: argparse.Namespace) -> runner.Process
             "tokens",
             "steps",
             "plain",
+            "collectives_in_flight",
             "unscanned",
             "reshard_after_forward",
             "explicit",
@@ -287,6 +290,8 @@ def main(arguments: list[str] | None = None) -> int:
     common |= {"explicit": options.explicit, "scan": not options.unscanned}
     if not options.reshard_after_forward:
         common |= {"reshard_after_forward": False}  # records without the field have the default
+    if options.collectives_in_flight > 1:
+        common |= {"collectives_in_flight": options.collectives_in_flight}
     with tempfile.TemporaryDirectory(prefix="fla_jax-scaling-") as cache:
         if options.compile_seconds:
             os.environ |= {

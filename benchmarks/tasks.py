@@ -225,9 +225,7 @@ def train(setting: Setting, learning_rate: float) -> records.Record:
         for number, divisor in enumerate(divisors, 1)
     ] + [(steps(draw), setting.steps)]
     count, rounds = jax.jit(functools.partial(_count, answer, draw)), -(-2048 // setting.batch)
-    params = initial_params(model, jax.random.key(0))
-    shift = {"decay_base": setting.decay_shift}
-    params = jax.tree.map(lambda x, group: x + shift.get(group, 0), params, parameter_groups(params))
+    params = shifted_params(model, setting.decay_shift)
     state, keys = (params, optimizer.init(params)), jax.random.split(jax.random.key(1), setting.steps)
     checks, done, began = jax.random.split(jax.random.key(2), setting.steps), 0, time.perf_counter()
     while done < setting.steps:
@@ -242,6 +240,13 @@ def train(setting: Setting, learning_rate: float) -> records.Record:
     # new sequences: those of the last check decided when training ended
     answers, sequences = accuracy(count, state[0], jax.random.key(3), rounds)
     return {"accuracy": answers, "sequences": sequences, "steps": done, "seconds": seconds}
+
+
+def shifted_params(model: nn.Module, decay_shift: float) -> optax.Params:
+    """The model's first parameters, with ``decay_shift`` added to the base of the decay."""
+    params = initial_params(model, jax.random.key(0))
+    shift = {"decay_base": decay_shift}
+    return jax.tree.map(lambda x, group: x + shift.get(group, 0), params, parameter_groups(params))
 
 
 def logits(model: nn.Module, params: optax.Params, batch: Batch) -> jax.Array:

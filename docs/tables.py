@@ -199,6 +199,8 @@ def scaling(found: Records) -> str:
             what = f"{model}, B {size['B']}, T {size['T']}"
             what += "" if r["scan"] or not size["layers"] else ", no scan over layers"
             what += "" if r.get("reshard_after_forward", True) else ", weights stay gathered"
+            in_flight = r.get("collectives_in_flight", 1)
+            what += "" if in_flight == 1 else f", {in_flight} collectives in flight"
             lines.append((r["mode"], r["devices"], what, *numbers, moved, r["commit"]))
     lines.sort(key=lambda line: line[:2])
     numbers_of = ("ms", "efficiency", "6 N", "tokens/s", "GB a device")
@@ -237,7 +239,8 @@ def tasks(found: Records) -> str:
         task = (size["task"] != "recall", size["task"], size["length"], size["pairs"])
         parts = ", ".join(f"1/{divisor}" for divisor in size.get("curriculum") or ())
         curriculum = f", curriculum {parts}" if parts else ""
-        right = f"{r['accuracy']:.1%} ({r['sequences']:.1%}), {r['steps']} steps{curriculum}"
+        shift = f", decay shift {size['decay_shift']:g}" if size.get("decay_shift") else ""
+        right = f"{r['accuracy']:.1%} ({r['sequences']:.1%}), {r['steps']} steps{curriculum}{shift}"
         cells[*task, size["hidden_size"], size["num_layers"], model][r["implementation"]] = right
     lines = []
     for (_, name, length, pairs, _, _, model), by in sorted(cells.items()):

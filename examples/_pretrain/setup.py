@@ -80,7 +80,9 @@ def build_step(options: Options, steps: int) -> tuple[TrainStep, Any]:
     rates = options.learning_rate, options.final_learning_rate
     schedule = rwkv_schedule(*rates, steps, warmup_steps=options.warmup_steps)
     optimizer = rwkv_optimizer(schedule, weight_decay=options.weight_decay)
-    compiler_options = overlap_options() if options.overlap and on_gpu() else {}
+    # with one at a time, data parallelism keeps what the gradients of all layers are summed from
+    in_flight = 16 if mesh.size == mesh.shape["data"] else 1
+    compiler_options = overlap_options(in_flight) if options.overlap and on_gpu() else {}
     if on_gpu():  # else sums of the embedding's gradients have any order, and a resumed run other last bits
         compiler_options["xla_gpu_exclude_nondeterministic_ops"] = True
     run: dict[str, Any] = {"accumulate": options.accumulate, "compiler_options": compiler_options}

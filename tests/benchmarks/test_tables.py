@@ -70,9 +70,11 @@ def test_tasks(tables):
         shares = {"accuracy": accuracy, "sequences": accuracy / 2, "steps": 500}
         return {"op": "task", "implementation": model, "shape": sizes, **shares}
 
+    shifted = record("recall", "rwkv7", 512, 64, 64, 2, 0.5)
+    shifted["shape"] |= {"curriculum": [32, 8], "decay_shift": -6.0}
     found = [
         record("A5", "rwkv7", 8, 0, 128, 2, 1.0),
-        record("recall", "rwkv7", 512, 64, 64, 2, 0.5),
+        shifted,
         record("recall", "rwkv7", 64, 4, 128, 2, 0.75),
         record("recall", "rwkv7", 64, 4, 64, 2, 0.25),
         record("recall", "rwkv7", 64, 4, 64, 2, 0.125),
@@ -90,6 +92,7 @@ def test_tasks(tables):
     ]
     assert lines[2][3:] == ["20.0% (10.0%), 500 steps", "25.0% (12.5%), 500 steps"]
     assert lines[3][3:] == ["not measured", "75.0% (37.5%), 500 steps"]
+    assert lines[4][4] == "50.0% (25.0%), 500 steps, curriculum 1/32, 1/8, decay shift -6"
     assert tables.tasks([{"op": "decode", "ms": 1.0}]) == tables.NOTHING
 
 

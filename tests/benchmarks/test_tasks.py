@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -77,6 +78,20 @@ def test_a_curriculum_draws_shorter_sequences_of_fewer_pairs(module):
     # batches as Zoology has them for these lengths
     assert [one["tokens"].shape for one in drawn] == [(512, 64), (256, 256)]
     assert [one["labels"].shape for one in drawn] == [(512, 8), (256, 32)]
+
+
+@pytest.mark.parametrize(("model", "base"), [("rwkv6", "time_decay"), ("rwkv7", "w0")])
+def test_a_decay_shift_moves_the_base_of_the_decay_alone(module, model, base):
+    tasks = module("tasks")
+    kind, config = tasks.MODELS[model]
+    made = kind(config(vocab_size=9, hidden_size=32, num_layers=2, head_dim=16))
+    first = tasks.initial_params(made, jax.random.key(0))
+    found = tasks.shifted_params(made, -6.0)
+
+    def expected(path, x):
+        return x - 6.0 if path[-1].key == base else x
+
+    chex.assert_trees_all_close(found, jax.tree_util.tree_map_with_path(expected, first), rtol=1e-6)
 
 
 @pytest.mark.slow

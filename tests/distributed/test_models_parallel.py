@@ -207,11 +207,21 @@ def test_parameters_of_another_model_are_refused():
         jax.tree.map(np.testing.assert_array_equal, step.start(right).params, params)
 
 
-def test_flags():
+@pytest.mark.parametrize("in_flight", [1, 16])
+def test_flags(in_flight):
     program = "import jax; jax.devices()"  # an unknown flag would end the process
-    env = {**os.environ, "XLA_FLAGS": overlap_flags(), "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "XLA_FLAGS": overlap_flags(in_flight), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_collectives_in_flight():
+    """More than XLA's default of one adds the option, and nothing else."""
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    assert overlap_options(16) == overlap_options() | {limit: 16} and limit not in overlap_options()
+    for wrong in (0, 1.5, None):
+        with pytest.raises(ValueError, match="collectives_in_flight must be an integer >= 1"):
+            overlap_options(wrong)
 
 
 def test_sums_of_activations_are_not_copied_together():
