@@ -86,6 +86,7 @@ def run(options: Options, folder: RunFolder) -> None:
     every = options.log_every, options.eval_every, options.save_every
     traced = range(first + 6, first + 6 + options.profile)
     with (
+        checkpoints,
         _run.Metrics(options, checkpoints, COLUMNS, state, options.peak_tflops) as metrics,
         noted_interrupts() as interrupted,
         contextlib.ExitStack() as trace,
@@ -113,7 +114,6 @@ def run(options: Options, folder: RunFolder) -> None:
                 checkpoints.save(at, state, data.place(iterator, part))
             if number and at < options.steps:
                 metrics.exit_stopped(at, number)
-    checkpoints.close()
     metrics.print_results()
     if options.export:
         export(options.export, step.model, state.params, console)

@@ -108,7 +108,11 @@ def run(options: Options, text: bytes, folder: RunFolder) -> None:
     checkpoints, state, _ = _run.start(folder, options, facts, step, keep=2)
 
     # 3. training; losses are read every ten steps, so that the device does not wait for Python
-    with noted_interrupts() as interrupted, _run.Metrics(options, checkpoints, COLUMNS, state) as metrics:
+    with (
+        checkpoints,
+        noted_interrupts() as interrupted,
+        _run.Metrics(options, checkpoints, COLUMNS, state) as metrics,
+    ):
         for at in range(int(state.step) + 1, options.steps + 1):
             state, loss = step(state, step.shard(batch_at(train_text, at - 1, options)))
             metrics.add(at, loss=loss)
@@ -123,7 +127,6 @@ def run(options: Options, text: bytes, folder: RunFolder) -> None:
                 checkpoints.save(at, state)
             if interrupted and at < options.steps:
                 metrics.exit_stopped(at, interrupted[0])
-    checkpoints.close()
 
     # 4. a sample, and the curve
     if options.sample_bytes:

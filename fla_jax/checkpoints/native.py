@@ -48,8 +48,9 @@ def save_native(
 ) -> None:
     """Writes a checkpoint; in a run of several processes each of them calls this and writes its shards.
 
-    A checkpoint that is there is replaced when the new one, in ``PATH.new`` until then, is complete. A
-    symbolic link stays, and the folder that it names is replaced.
+    A checkpoint that is there is replaced when the new one is complete. Beside PATH, the new one is called
+    ``.NAME.fla_jax-new`` until then, and the one before ``.NAME.fla_jax-old`` until it is deleted. A symbolic
+    link stays, and the folder that it names is replaced.
 
     Raises:
         ValueError: parameters are not those of the model, the folder holds something else or is the current
@@ -65,9 +66,11 @@ def save_native(
     real = Path(os.path.realpath(path))
     if path.exists() and Path.cwd().is_relative_to(real):
         raise ValueError(f"{path} is the current folder or one above it, and is replaced; save elsewhere")
-    first, new = jax.process_index() == 0, real.with_name(real.name + ".new")
+    first, new = jax.process_index() == 0, _beside(real, "new")
     if first:
-        shutil.rmtree(new, ignore_errors=True)  # of a save that was killed
+        if is_native(new) and not real.exists():  # a save was killed before its last step
+            new.rename(real)
+        shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
     sync_global_devices("fla_jax: folder of a checkpoint")
     try:
@@ -85,13 +88,18 @@ def save_native(
         }
         found.copy(new)
         write_json(new / _DESCRIPTION, description)
-        old = real.with_name(real.name + ".old")
+        old = _beside(real, "old")
         shutil.rmtree(old, ignore_errors=True)
         if real.exists():
             real.rename(old)
         new.rename(real)
         shutil.rmtree(old, ignore_errors=True)
     sync_global_devices("fla_jax: complete checkpoint")
+
+
+def _beside(path: Path, what: str) -> Path:
+    """The folder that is the new or the old checkpoint while one replaces the other."""
+    return path.with_name(f".{path.name}.fla_jax-{what}")
 
 
 def load_native(

@@ -285,6 +285,6 @@ def check_array(name: str, x: object) -> Array:
     """Raises TypeError unless ``x`` is an array of a dtype that files may hold; the message has ``name``."""
     if not isinstance(x, np.ndarray | jax.Array):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    if x.dtype.name not in DTYPES:
+    if x.dtype.name not in DTYPES or not x.dtype.isnative:
         raise TypeError(f"{name} must be an array of {', '.join(DTYPES)}, got {x.dtype}")
     return x

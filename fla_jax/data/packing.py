@@ -122,7 +122,8 @@ def split_rows(rows: int, share: float, blocks: int = 8) -> tuple[RowNumbers, Ro
 
     Args:
         rows: number of rows.
-        share: fraction that is held out, from 0 to less than 1; at least one row, except for 0.
+        share: fraction that is held out, from 0 to less than 1; at least one row, except for 0. Blocks hold
+            out equally many, so it is rounded down to a multiple of their number.
         blocks: at most this many; up to ``blocks - 1`` rows at the end are left out.
 
     Returns:
@@ -277,13 +278,16 @@ def pack_documents(
     if not isinstance(documents, grain.MapDataset):
         raise TypeError(f"documents must be a grain.MapDataset, got {type(documents).__name__}")
     size = check_integer("size", size, 1)
+    vocab_size = None if vocab_size is None else check_integer("vocab_size", vocab_size, 1)
+    if end_token is not None:
+        end_token = check_integer("end_token", end_token, 0, None if vocab_size is None else vocab_size - 1)
     lanes = np.arange(size)[slice(None) if part is None else part].tolist()
     return PackedDocuments(
         documents,
         check_integer("length", length, 1),
         lanes,
         size,
-        None if end_token is None else check_integer("end_token", end_token, 0),
-        None if vocab_size is None else check_integer("vocab_size", vocab_size, 1),
+        end_token,
+        vocab_size,
         carry_state,
     )

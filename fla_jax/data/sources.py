@@ -7,7 +7,6 @@ iterators. A source only says how many documents there are and reads one of them
 from __future__ import annotations
 
 import collections
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +16,10 @@ from jaxtyping import PyTree
 
 from ..checkpoints import files
 from ..core.arguments import check_integer
-from .text import parsed
+from .text import Paths, as_paths, parsed
 
 _BLOCK = 1 << 24  # bytes in which line ends are looked for at a time
 _SPACES = np.frombuffer(b" \t\n\r\v\f", np.uint8)  # as bytes.strip has them
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class JsonLines:
@@ -50,7 +48,7 @@ class JsonLines:
         Raises:
             ValueError: a path is no regular file, or there is no document. OSError: a file cannot be read.
         """
-        self._paths = _as_paths(paths)
+        self._paths = as_paths(paths)
         spans = [_lines(path) for path in self._paths]
         self._spans = np.concatenate([np.empty((0, 2), np.int64), *spans])
         self._ends = np.cumsum([len(span) for span in spans])
@@ -138,7 +136,7 @@ class ParquetRows:
         self._limit = check_integer("cached_groups", cached_groups, 1)
         self._groups: list[tuple[Path, int]] = []
         sizes = []
-        for path in _as_paths(paths):
+        for path in as_paths(paths):
             files.check_regular(path)
             try:
                 metadata = pyarrow.parquet.read_metadata(path)
@@ -152,7 +150,7 @@ class ParquetRows:
                 sizes.append(metadata.row_group(group).num_rows)
         self._ends = np.cumsum(sizes, dtype=np.int64)
         if not sizes or not len(self):
-            raise ValueError(f"paths must contain a row, got {len(_as_paths(paths))} files without any")
+            raise ValueError(f"paths must contain a row, got {len(as_paths(paths))} files without any")
         self._start_cache()
 
     def _start_cache(self) -> None:
@@ -191,8 +189,3 @@ class ParquetRows:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(group)
         return self._cache[group]
-
-
-def _as_paths(paths: Paths) -> list[Path]:
-    found = [paths] if isinstance(paths, str | os.PathLike) else paths
-    return [files.as_path(path) for path in found]

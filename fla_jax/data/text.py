@@ -20,6 +20,8 @@ from ..core.arguments import check_integer
 from ..generation import Tokenizer, load_tokenizer
 from .binidx import BinIdx, BinIdxWriter, open_binidx
 
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
 END = 0  # the token that ends a document, in all of RWKV's vocabularies
 _BLOCK = 1 << 20  # bytes that a process encodes at a time
 _SMALL = 8 << 20  # bytes in all that take less time than starting processes
@@ -44,8 +46,14 @@ class _Task(NamedTuple):
 _Encoded = tuple[_Block, list[np.ndarray]]  # the tokens of each document of a block
 
 
+def as_paths(paths: Paths) -> list[Path]:
+    """One path, or several, as a list."""
+    found = [paths] if isinstance(paths, str | os.PathLike) else paths
+    return [regular.as_path(path) for path in found]
+
+
 def tokenize(
-    paths: Sequence[str | os.PathLike[str]],
+    paths: Paths,
     out: str | os.PathLike[str],
     tokenizer: str | os.PathLike[str] | None = None,
     *,
@@ -61,7 +69,7 @@ def tokenize(
     where lines end, so that the tokens do not depend on the number of processes.
 
     Args:
-        paths: files, of UTF-8.
+        paths: a file, or files, of UTF-8.
         out: the binidx pair, as `open_binidx` takes it. It appears when it is complete.
         tokenizer: as `fla_jax.generation.load_tokenizer` takes it.
         vocab_size: of the model: chooses the tokenizer if None, and the dtype: uint16 up to 65536.
@@ -89,7 +97,7 @@ def tokenize(
     vocab_size = check_integer("vocab_size", vocab_size, 1)
     processes = check_integer("processes", os.cpu_count() if processes is None else processes, 1)
     load_tokenizer(tokenizer, vocab_size=vocab_size)  # fails here rather than in a process
-    found = [Path(path) for path in paths]
+    found = as_paths(paths)
     for path in found:
         regular.check_regular(path)
     total, done, count = sum(path.stat().st_size for path in found), 0, 0

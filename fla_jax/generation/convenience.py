@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 
 from ..models.causal_lm import RWKVForCausalLM
 from .generator import Generator
+from .prompts import check_texts
 from .requests import Completion, State, States, rules_of_each
 from .sampling_params import SamplingParams
 from .streaming import Stream
@@ -58,6 +59,7 @@ def generate(
         >>> states = [completion.state for completion in first]
         >>> second = generate(model, params, [[5], [6]], max_tokens=3, state=states)  # goes on
     """
+    prompts = check_texts("prompts", prompts)
     rules = rules_of_each(sampling, len(prompts))
     if slots is None:
         slots = max(1, sum(1 if rule is None else rule.n for rule in rules))

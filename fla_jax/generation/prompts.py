@@ -221,7 +221,10 @@ def check_texts(name: str, texts: Sequence[object]) -> list[object]:
     """A sequence of texts as a list. A single text is an error: its characters would be taken for texts."""
     if isinstance(texts, str | bytes):
         raise TypeError(f"{name} must be a sequence of prompts, got text: pass [text]")
-    return list(texts)
+    try:
+        return list(texts)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence of prompts, got {shown(texts)}") from None
 
 
 def put_like(params: PyTree, tree: PyTree) -> PyTree:

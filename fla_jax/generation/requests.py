@@ -88,7 +88,8 @@ class Completion:
         error: None, or a FloatingPointError if the logits after ``tokens`` hold NaN or have no finite largest
             one, or a ValueError if the initial state was donated elsewhere before the prompt was read.
         usage: numbers of tokens.
-        state: after the tokens; None unless it was asked for, and after an error.
+        state: after the tokens; None unless it was asked for, and after an error. A cancelled completion has
+            it only in a stream or with stop strings: otherwise the device is ahead of the tokens.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -284,7 +285,10 @@ def states_of_each(model: RWKVForCausalLM, state: States, batch: int) -> list[St
     if state is None or isinstance(state, GenerationState):
         return [state] * batch
     if not isinstance(state, RWKVState):
-        states = list(state)
+        try:
+            states = list(state)
+        except TypeError:
+            raise TypeError(f"state must be a state, or a sequence of them, got {shown(state)}") from None
         if len(states) != batch:
             raise ValueError(f"state must be one for each of the {batch} prompts, got {len(states)}")
         return states

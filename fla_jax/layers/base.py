@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from ..core.mesh import check_mesh, shard_like
 from ..core.names import name_dense
 from ..core.types import Mixed
+from ..ops.array_checks import check_shape, floating
 from ..ops.layer import norm_shift_mix
 from .fields import check_fields
 from .fp8 import check_fp8, fp8_dot_of
@@ -38,8 +39,8 @@ class Layer(nn.Module):
 
     Attributes:
         hidden_size: C, channels of input and output.
-        layer_index: position in the network, from 0: initial values depend on it. An int, or a traced integer
-            inside `flax.linen.scan`.
+        layer_index: position in the network, from 0 to ``num_layers - 1``: initial values depend on it. An
+            int, or a traced integer inside `flax.linen.scan`.
         num_layers: number of layers of the network.
         dtype: compute dtype; None for the promotion of the input's with ``param_dtype``. States and
             arithmetic on decays and norms are float32 at least.
@@ -78,23 +79,18 @@ class Layer(nn.Module):
         self, x: jax.Array, segment_ids: jax.Array | None, lengths: jax.Array | None, norm: Affine | None
     ) -> jax.Array:
         """``x`` in the compute dtype; raises ValueError or TypeError unless the arguments fit each other."""
+        x = floating("x", x)
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x must have shape [B, T, C] with C = hidden_size = {self.hidden_size}, got {list(x.shape)}"
             )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"x must have a floating-point dtype, got {x.dtype}")
         if x.shape[1] == 0:
             raise ValueError("x must have at least one token, got T = 0")
         check_mesh(type(self).__name__, x, self.variables)
         check_length("x", x, lengths)
         if segment_ids is not None:
-            if segment_ids.shape != x.shape[:2]:
-                raise ValueError(
-                    f"segment_ids must have shape [B, T] = {list(x.shape[:2])}, got {list(segment_ids.shape)}"
-                )
-            if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-                raise TypeError(f"segment_ids must be integers, got {segment_ids.dtype}")
+            _check_integers("segment_ids", segment_ids)
+            check_shape("segment_ids", segment_ids, x.shape[:2], "[B, T]")
         check_lengths(lengths, x)
         if lengths is not None and segment_ids is not None:
             raise ValueError("segment_ids and lengths cannot go together: give one of them")
@@ -215,10 +211,14 @@ def check_lengths(lengths: jax.Array | None, x: jax.Array) -> None:
     """Raises ValueError or TypeError unless ``lengths`` fit the batch of ``x`` [B, T, ...]."""
     if lengths is None:
         return
-    if lengths.shape != x.shape[:1]:
-        raise ValueError(f"lengths must have shape [B] = {[x.shape[0]]}, got {list(lengths.shape)}")
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(f"lengths must be integers, got {lengths.dtype}")
+    _check_integers("lengths", lengths)
+    check_shape("lengths", lengths, x.shape[:1], "[B]")
+
+
+def _check_integers(name: str, x: object) -> None:
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{name} must be an integer array, got {dtype or type(x).__name__}")
 
 
 def zero_beyond(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.arguments import check_chunk_size
+from ..core.arguments import as_integer, check_chunk_size
 from ..ops import OPS
 from .fp8 import check_fp8
 
@@ -37,6 +37,8 @@ def check_fields(**values: Any) -> None:
             not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 2
         ):
             raise ValueError(f"rate_scale must be a number from 0 to 2, got {value!r}")
+    if "layer_index" in values:
+        check_layer_index(values["layer_index"], values["num_layers"])
     if values.get("fp8") and "dtype" in values:
         check_fp8(values["dtype"])
     if "head_dim" in values:
@@ -48,6 +50,14 @@ def check_fields(**values: Any) -> None:
             raise ValueError(
                 f"implementation must be one of {', '.join(known)} or None, got {implementation!r}"
             )
+
+
+def check_layer_index(value: object, num_layers: int) -> None:
+    """Raises ValueError unless ``value`` is the number of a layer. Arrays, which may be traced, pass."""
+    number = as_integer(value)
+    if not isinstance(value, jax.Array) and (number is None or not 0 <= number < num_layers):
+        wanted = f"an integer from 0 to num_layers - 1 = {num_layers - 1}"
+        raise ValueError(f"layer_index must be {wanted}, got {value!r}")
 
 
 def check_size(name: str, value: object) -> None:

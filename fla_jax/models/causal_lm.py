@@ -28,6 +28,7 @@ from ..layers.sharding import (
     without,
 )
 from ..layers.state import check_state, zero_state
+from ..ops.array_checks import floating
 from .block import Carry, RWKVBlock, residual
 from .config import RWKVConfig
 from .embedding import embedding_of, head_of
@@ -267,8 +268,8 @@ def _check_tokens(
         dtype = getattr(ids, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
             raise TypeError(f"{what} must be an integer array, got {dtype or type(ids).__name__}")
-    if embeddings is not None and not jnp.issubdtype(embeddings.dtype, jnp.floating):
-        raise TypeError(f"embeddings must have a floating-point dtype, got {embeddings.dtype}")
+    if embeddings is not None:
+        floating("embeddings", embeddings)
     ndim, shape = (2, "[B, T]") if embeddings is None else (3, f"[B, T, C = {C}]")
     if read.ndim != ndim or 0 in read.shape or (ndim == 3 and read.shape[2] != C):
         raise ValueError(f"{name} must have shape {shape} with B, T >= 1, got {list(read.shape)}")

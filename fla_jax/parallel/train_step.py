@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from ..core.arguments import check_integer
+from ..core.arguments import check_integer, shown
 from ..layers.state import RWKVState
 from ..models import initial_params
 from ..training.carry import carried_loss, zero_carry
@@ -154,6 +154,7 @@ class TrainStep:
         if params is None:
             shapes, shardings = parameter_shapes(model), parameter_shardings(model, mesh)
         else:
+            params = unfreeze(nn.meta.unbox(params))
             shapes, shardings = params, jax.tree.map(functools.partial(sharding_on, mesh), params)
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
         stored = {"step": NamedSharding(mesh, P()), "params": shardings}
@@ -232,11 +233,13 @@ class TrainStep:
         Where several processes train together, each passes its own sequences, `local_batch_rows`.
 
         Raises:
-            ValueError: B is not a multiple of data * fsdp * accumulate.
+            ValueError: B is not a multiple of data * fsdp * accumulate, or an array has no axes.
         """
         sharding = batch_sharding(self.mesh)
 
         def put(x: ArrayLike) -> jax.Array:
+            if not np.ndim(x):
+                raise ValueError(f"batch must contain arrays [B, ...] alone, got {shown(x)}")
             if jax.process_count() == 1:
                 self._check_batch(np.shape(x)[0])
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))

@@ -224,6 +224,13 @@ class ChatRequest(Request):
     logprobs: bool = False
     top_logprobs_: Annotated[int, Field(ge=0, le=20)] | None = Field(None, alias="top_logprobs")
 
+    @field_validator("top_logprobs_")
+    @classmethod
+    def _check_top_logprobs(cls, top_logprobs: int | None, info: ValidationInfo) -> int | None:
+        if top_logprobs and not info.data.get("logprobs"):
+            raise PydanticCustomError("top_logprobs", "Input needs logprobs = true")
+        return top_logprobs
+
     def wanted_tokens(self) -> tuple[str, int | None]:
         """See `Request`."""
         if self.max_completion_tokens is None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from ..checkpoints.native import mismatch, orbax, reason
@@ -21,7 +24,9 @@ class TrainingCheckpoints:
     make one, and call its methods alike.
 
     A checkpoint has the training state (parameters, optimiser, step), sharded as it is, and a JSON object,
-    such as the state of a `fla_jax.data.batches` iterator. It appears in the folder when it is complete.
+    such as the state of a `fla_jax.data.batches` iterator. It appears in the folder when it is complete. The
+    end of the ``with`` block waits for it; after an error, only in a run of one process, since others may
+    have ended.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -72,28 +77,35 @@ class TrainingCheckpoints:
     def __exit__(self, *error: object) -> None:
         if error[0] is None:
             self.close()
+        elif jax.process_count() == 1:
+            with contextlib.suppress(ValueError):  # the first error counts
+                self.close()
 
     def save(self, step: int, state: PyTree, data: Mapping[str, PyTree] | None = None) -> None:
         """Starts to write a checkpoint, and returns once ``state`` may be donated. Waits for the one before.
 
         Args:
-            step: its number, above that of the last checkpoint.
+            step: its number, from 0 and above that of the last checkpoint.
             state: a pytree of arrays.
             data: a JSON object; None for an empty one.
 
         Raises:
-            ValueError: the folder was opened with ``read_only=True``; ``step`` is not above the last
+            ValueError: the folder was opened with ``read_only=True``; ``step`` is no integer above the last
                 checkpoint's; or this checkpoint, or the one before, cannot be written, and the message names
                 the last one that is complete.
         """
         if self._read_only:  # Orbax would write nothing
             raise ValueError(f"read_only must be False to save, got True for {self.folder}")
+        step = check_integer("step", step, 0)
         self.wait()
         last = self._manager.latest_step()
         if last is not None and step <= last:  # Orbax would write nothing
             raise ValueError(f"step must be above {last}, the last checkpoint in {self.folder}, got {step}")
         self._step = step
-        items = {"state": self._args.StandardSave(state), "data": self._args.JsonSave(dict(data or {}))}
+        items = {
+            "state": self._args.StandardSave(_as_arrays(state)),
+            "data": self._args.JsonSave(dict(data or {})),
+        }
         self._written(lambda: self._manager.save(step, args=self._args.Composite(**items)))
 
     def wait(self) -> None:
@@ -130,6 +142,7 @@ class TrainingCheckpoints:
         step = self._manager.latest_step()
         if step is None:
             raise ValueError(f"{self.folder} contains no checkpoint yet")
+        state = _as_arrays(state)
         path, device = self.folder / str(step), jax.sharding.SingleDeviceSharding(jax.devices()[0])
         items = {
             "state": self._args.StandardRestore(state, fallback_sharding=device),
@@ -168,6 +181,12 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return Path(folder) / str(max(steps)) if steps else None
 
 
+def _as_arrays(state: PyTree) -> PyTree:
+    """``state`` with an array for each Python number, such as the first step of Flax's TrainState."""
+    arrays = jax.ShapeDtypeStruct | jax.Array | np.ndarray
+    return jax.tree.map(lambda x: x if isinstance(x, arrays) else jnp.asarray(x), state)
+
+
 def _difference(saved: PyTree, wanted: PyTree) -> str | None:
     """A message about the first array of another name, shape or dtype than wanted; None if there is none."""
     found, arrays = _arrays(saved), _arrays(wanted)
@@ -184,4 +203,7 @@ def _arrays(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
     """Every array, or its shape and dtype, by its name, parameters first."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    for name, x in arrays.items():
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # saved as its numbers
+            arrays[name] = jax.eval_shape(jax.random.key_data, x)
     return dict(sorted(arrays.items(), key=lambda item: not item[0].startswith("params/")))

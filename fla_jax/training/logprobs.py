@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ..core.arguments import check_integer
 from ..core.mesh import is_explicit, reshard, spec_of
+from ..layers.base import check_lengths
 from ..layers.token_blocks import token_blocks
 from .losses import blocks_of_tokens
 from .next_token import check_segment_ids, variables_of
@@ -62,6 +63,7 @@ def token_logprobs(
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(f"tokens must have shape [B, T] with T >= 2, got {list(tokens.shape)}")
     check_segment_ids(tokens, segment_ids)
+    check_lengths(lengths, tokens)
     block_tokens = check_integer("block_tokens", block_tokens, 1)
     variables, labels = variables_of(params, lora), tokens[:, 1:]
     ids = None if segment_ids is None else segment_ids[:, :-1]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
+from ..core.arguments import check_integer
 from ..core.mesh import is_explicit, reshard, vary_alike
 from ..layers.state import RWKVState, check_state
 from ..models import head_kernel
@@ -102,8 +103,7 @@ def truncated_value_and_grad(
         >>> value_and_grad = truncated_value_and_grad(model, chunk_size=16, chunks_per_gradient=2)
         >>> (loss, state), grads = jax.jit(value_and_grad)(params, tokens)
     """
-    if chunks_per_gradient < 1:
-        raise ValueError(f"chunks_per_gradient must be at least 1, got {chunks_per_gradient}")
+    chunks_per_gradient = check_integer("chunks_per_gradient", chunks_per_gradient, 1)
 
     def value_and_grad(
         params: PyTree, tokens: jax.Array, mask: jax.Array | None = None, state: RWKVState | None = None
@@ -187,8 +187,7 @@ def _split(
     segment_ids: jax.Array | None = None,
 ) -> tuple[_Chunks, jax.Array]:
     """The chunks [n, B, chunk_size], and the sum of the weights (1 where it is 0)."""
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    chunk_size = check_integer("chunk_size", chunk_size, 1)
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(f"tokens must have shape [B, T + 1] with T >= 1, got {list(tokens.shape)}")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):

@@ -22,7 +22,7 @@ def init_lora(
     key: jax.Array,
     *,
     rank: int = 8,
-    targets: Sequence[str] = ("*",),
+    targets: str | Sequence[str] = ("*",),
     alpha: float | None = None,
     dropout: float = 0.0,
     dora: bool = False,
@@ -36,7 +36,7 @@ def init_lora(
         params: of the model, plain arrays or boxed; shapes are enough unless ``dora``.
         key: from `jax.random.key`.
         rank: R of A [I, R] and B [R, O].
-        targets: shell patterns of projections, such as ``"*/att/*"``, ``"*/value"`` or
+        targets: a shell pattern, or several, of projections, such as ``"*/att/*"``, ``"*/value"`` or
             ``"blocks_3/ffn/key"``; with stacked layers paths begin with ``blocks/``. The low-rank matrices of
             a layer, embedding and head cannot be targets.
         alpha: the scale is ``alpha / rank``; None for ``2 * rank``.
@@ -64,6 +64,7 @@ def init_lora(
     rank, dropout = check_integer("rank", rank, 1), check_share("dropout", dropout)
     scale = (2 * rank if alpha is None else check_number("alpha", alpha, 0)) / rank
     kernels = projections(params)
+    targets = [targets] if isinstance(targets, str) else targets
     chosen = {path for pattern in targets for path in _matching(pattern, kernels)}
     made = {}
     for path in sorted(chosen):

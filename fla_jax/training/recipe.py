@@ -5,12 +5,15 @@ Source: RWKV-LM ``RWKV-v7/train_temp`` (``configure_optimizers``, ``trainer.py``
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
+
+from ..core.arguments import check_number
 
 _DECAY_BASE = ("w0", "time_decay")
 _MATRICES = ("kernel", "embedding")
@@ -102,7 +105,8 @@ def rwkv_optimizer(
         An optax transformation; its ``update`` needs ``params``.
 
     Raises:
-        ValueError: ``kind`` is another. ``init`` raises it for float16 parameters.
+        ValueError: ``kind`` is another, or ``clip_norm`` is not above 0. ``init`` raises it for float16
+            parameters.
 
     Example:
         >>> import jax.numpy as jnp
@@ -112,6 +116,8 @@ def rwkv_optimizer(
     """
     if kind not in ("adam", "muon"):
         raise ValueError(f"kind must be 'adam' or 'muon', got {kind!r}")
+    if clip_norm is not None and check_number("clip_norm", clip_norm, 0) == 0:
+        raise ValueError("clip_norm must be above 0, or None for no clipping, got 0")
     scale = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
     if kind == "muon":
         scale = optax.partition({"muon": _scale_by_muon(), "adam": scale}, _muon_labels)
@@ -256,5 +262,6 @@ def _check_schedule(peak: float, final: float, total_steps: int, warmup_steps: i
             f"total_steps must be above warmup_steps >= 0, got total_steps = {total_steps}, warmup_steps = "
             f"{warmup_steps}"
         )
+    peak, final = check_number("peak", peak, -math.inf), check_number("final", final, -math.inf)
     if peak <= 0 or final < 0:
         raise ValueError(f"peak must be > 0 and final >= 0, got peak = {peak}, final = {final}")

@@ -51,6 +51,7 @@ class StepMetrics(MetricWriter):
         super().__init__(folder, columns, last_step)
         self.throughput = Throughput(num_params, peak_tflops)
         self._first, self._rows = last_step + 1, list[dict[str, PyTree]]()
+        self._measured = 0  # of the rows
 
     def add(self, step: int, **values: float | jax.Array) -> None:
         """A step's numbers, which may be arrays that are still being computed."""
@@ -75,15 +76,17 @@ class StepMetrics(MetricWriter):
             raise ValueError("no step to read: call add before read, and again after write_rows")
         rows = self._rows = jax.tree.map(lambda x: np.asarray(x).item(), self._rows)
         if rows[0]["step"] > self._first:
-            rows[-1] |= self.throughput.measure(len(rows) * tokens)
+            rows[-1] |= self.throughput.measure((len(rows) - self._measured) * tokens)
+        self._measured = len(rows)
         for i, row in enumerate(rows):
             if wrong := [f"{name} is {x}" for name, x in row.items() if not math.isfinite(x)]:
                 self.write(rows[: i + 1])
+                self._rows, self._measured = [], 0
                 raise FloatingPointError(f"the {' and the '.join(wrong)} at step {row['step']}")
         return rows[-1]
 
     def write_rows(self) -> None:
         """Writes the rows that `read` has read; the time since then counts for no speed."""
         self.write(self._rows)
-        self._rows = []
+        self._rows, self._measured = [], 0
         self.throughput.restart()

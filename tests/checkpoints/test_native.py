@@ -105,8 +105,8 @@ def test_no_device_gets_more_than_its_shards(tmp_path):
 
 def test_a_save_that_fails_leaves_the_last_one(model, params, tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "model", model, params)
-    (tmp_path / "model.new").mkdir()  # of a process that was killed
-    (tmp_path / "model.new" / "extras").write_text("")
+    (tmp_path / ".model.fla_jax-new").mkdir()  # of a process that was killed
+    (tmp_path / ".model.fla_jax-new" / "extras").write_text("")
 
     def full(*args, **options):
         raise OSError(28, os.strerror(28))
@@ -118,6 +118,24 @@ def test_a_save_that_fails_leaves_the_last_one(model, params, tmp_path, monkeypa
     same(load_checkpoint(tmp_path / "model")[1], params)
     save_checkpoint(tmp_path / "model", model, params)
     assert os.listdir(tmp_path) == ["model"] and load_extras(tmp_path / "model") == {}
+
+
+def test_neighbours_stay(model, params, tmp_path):
+    save_checkpoint(tmp_path / "model", model, params)
+    for name in ("model.old", "model.new"):
+        (tmp_path / name).mkdir()
+    save_checkpoint(tmp_path / "model", model, params)
+    assert sorted(os.listdir(tmp_path)) == ["model", "model.new", "model.old"]
+
+
+def test_a_save_killed_before_its_last_step(model, params, tmp_path, monkeypatch):
+    """The complete new checkpoint is in place before the next save begins, which may fail."""
+    save_checkpoint(tmp_path / "model", model, params)
+    (tmp_path / "model").rename(tmp_path / ".model.fla_jax-new")
+    monkeypatch.setattr(ocp.StandardCheckpointer, "save", lambda *args: 1 / 0)
+    with pytest.raises(ValueError, match="model cannot be written"):
+        save_checkpoint(tmp_path / "model", model, params)
+    same(load_checkpoint(tmp_path / "model")[1], params)
 
 
 def test_symbolic_links_stay(model, params, tmp_path, monkeypatch):

@@ -121,6 +121,11 @@ def test_save_errors(tmp_path):
             r"head/kernel must have shape .*24\], got \[2, 2\]",
         ),
         (of_dtype(jnp.int32), TypeError, "must be an array of float16, .*, got int32"),
+        (
+            jax.tree.map(lambda x: np.asarray(x, ">f4"), params),
+            TypeError,
+            "must be an array of float16, .*, got >f4",
+        ),
         (of_dtype(jnp.float8_e5m2), TypeError, "must be an array of float16, .*, got float8_e5m2"),
     ):
         with pytest.raises(error, match=message):

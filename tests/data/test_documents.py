@@ -154,6 +154,12 @@ def test_refusals():
         ((source, 0, 2), {}, ValueError, "length must be an integer >= 1, got 0"),
         ((source, 8, 0), {}, ValueError, "size must be an integer >= 1, got 0"),
         ((source, 8, 2), {"end_token": -1}, ValueError, "end_token must be an integer >= 0, got -1"),
+        (
+            (source, 8, 2),
+            {"end_token": 31, "vocab_size": 31},
+            ValueError,
+            "end_token must be .* 0 to 30, got 31",
+        ),
         ((source, 8, 2), {"vocab_size": 24}, ValueError, "tokens from 0 to 23, got 30 at index 0"),
         ((source.map(lambda x: x / 2), 8, 1), {}, TypeError, r"arrays of integers \[n\], got float64 \[3\]"),
     ):

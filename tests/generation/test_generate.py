@@ -209,6 +209,8 @@ def test_not_a_number_is_an_error(setup):
     [
         ([[1], []], {}, ValueError, "prompt must be a sequence of at least one token"),
         ("text", {}, TypeError, "prompts must be a sequence of prompts, got text"),
+        (5, {}, TypeError, "prompts must be a sequence of prompts, got 5"),
+        ([[1]], {"state": 5}, TypeError, "state must be a state, or a sequence of them, got 5"),
         ([[1]], {"slots": 1.5}, ValueError, r"slots must be an integer >= 1, got 1\.5"),
         ([[1]], {"max_tokens": True}, ValueError, "max_tokens must be an integer >= 0, got True"),
         ([[1]], {"max_tokens": 1.0}, ValueError, "max_tokens must be an integer >= 0, got 1.0"),

@@ -197,10 +197,13 @@ REFUSED = [
     (dict(rate_scale="1"), ValueError, "rate_scale must be a finite number, got '1'"),
     (dict(rate_scale=np.ones(2)), ValueError, "rate_scale must be a finite number, got array"),
     (dict(decay_dtype="int8"), ValueError, "decay_dtype must be bfloat16, float16, .* got int8"),
+    (dict(decay_dtype="foo"), ValueError, "decay_dtype must be bfloat16, float16, .* got 'foo'"),
+    (dict(residual=np.ones(2, bool)), ValueError, "residual must be a bool, or an array"),
     (dict(implementation="cuda"), ValueError, "must be one of .*'triton', 'xla'.* or None, got 'cuda'"),
 ]
 REFUSED_READOUT = [
     (dict(gate=np.zeros((2, 5, 48), F32)), ValueError, r"gate must have shape .*16\], got \[2, 5, 48\]"),
+    (dict(eps=np.nan), ValueError, "eps must be a finite number, got nan"),
     (dict(r_k=None), TypeError, "r_k must be a floating-point array, got NoneType"),
 ]
 

@@ -85,6 +85,8 @@ REFUSED = [
     (dict(mix_delta=x), ValueError, r"mix_delta must have shape \[M, B, T, C\] = \[1, 2, 3, 4\]"),
     (dict(segment_ids=np.ones((3, 2), int)), ValueError, r"segment_ids must have shape \[B, T\] = \[2, 3\]"),
     (dict(segment_ids=np.ones((2, 3))), TypeError, "segment_ids must be an integer array"),
+    (dict(eps=-1e-5), ValueError, "eps must be >= 0, got -1e-05"),
+    (dict(eps="1e-5"), ValueError, "eps must be a finite number, got '1e-5'"),
     (dict(implementation="cuda"), ValueError, "implementation must be one of"),
 ]
 

@@ -20,6 +20,20 @@ def test_decays_of_any_size_are_finite_and_so_are_their_gradients(dtype):
     assert not dx[4:].any()
 
 
+@pytest.mark.parametrize(
+    "x, base, dtype, error, message",
+    [
+        (jnp.ones((2, 4)), jnp.ones(3), None, ValueError, r"base must have shape \[C\] = \[4\], got \[3\]"),
+        ([1.0], jnp.ones(1), None, TypeError, "x must be a floating-point array, got list"),
+        (jnp.ones(4), jnp.ones(4), "int32", TypeError, "dtype must be floating-point, got int32"),
+        (jnp.ones(4), jnp.ones(4), "foo", TypeError, "dtype must be floating-point, got foo"),
+    ],
+)
+def test_errors_of_decays(x, base, dtype, error, message):
+    with pytest.raises(error, match=message):
+        rwkv6_decay(x, base, dtype)
+
+
 def test_small_numbers_of_float16_keep_their_digits():
     h = jnp.array([2.0**-14, 2.0**-10, -1.0], jnp.float16)
     grad = jax.grad(lambda h: squared_relu(h).sum())(h)

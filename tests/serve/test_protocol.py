@@ -161,6 +161,8 @@ def test_chat():
     found = [(one.role, one.text()) for one in request.messages]
     assert found == [("system", "Short."), ("user", "Good day")]
     assert (request.new_tokens(9), request.top_logprobs()) == (3, 2)
+    del given["logprobs"]
+    assert refused(ChatRequest, json.dumps(given).encode()).param == "top_logprobs"
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,30 @@ def test_steps_must_rise(tmp_path):
             with pytest.raises(ValueError, match=rf"step must be above 10, the last .* got {step}$"):
                 checkpoints.save(step, STATE)
         checkpoints.save(11, STATE)
+        for step in (-1, 12.5, True):
+            with pytest.raises(ValueError, match="step must be an integer >= 0"):
+                checkpoints.save(step, STATE)
     assert last_checkpoint(tmp_path) == tmp_path / "11"
+
+
+def test_an_error_behind_a_save_loses_nothing(tmp_path):
+    with pytest.raises(KeyError), TrainingCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"weight": jnp.ones((300, 300))})
+        raise KeyError("data")
+    assert last_checkpoint(tmp_path) == tmp_path / "1"
+
+
+def test_keys_and_python_numbers(tmp_path):
+    """Keys of random numbers have another dtype on the disk; a new Flax TrainState has the step 0."""
+    state = {"key": jax.random.key(3), "step": 0}
+    with TrainingCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        for wanted in (state, jax.eval_shape(lambda: state)):
+            found, _ = checkpoints.restore(wanted)
+            assert found["step"] == 0 and found["key"].dtype == state["key"].dtype
+            np.testing.assert_array_equal(*map(jax.random.key_data, (found["key"], state["key"])))
+        with pytest.raises(ValueError, match=r"key must have shape \[4\], got \[2\]"):
+            checkpoints.restore({"key": jax.random.key(3, impl="rbg"), "step": 0})
 
 
 def test_a_reader_follows_the_run(tmp_path):

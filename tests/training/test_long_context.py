@@ -105,7 +105,7 @@ def test_all_masked(setup):
     "tokens, options, error, message",
     [
         (TOKENS, {"chunk_size": 7}, ValueError, "multiple of chunk_size = 7, got T = 24"),
-        (TOKENS, {"chunk_size": 0}, ValueError, "chunk_size must be at least 1"),
+        (TOKENS, {"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1"),
         (TOKENS[0], {"chunk_size": 8}, ValueError, "tokens must have shape"),
         (TOKENS * 1.0, {"chunk_size": 8}, TypeError, "tokens must be integers"),
         (TOKENS, {"chunk_size": 8, "mask": jnp.ones((2, 25))}, ValueError, "mask must have shape"),
@@ -123,7 +123,7 @@ def test_errors(setup, tokens, options, error, message):
 
 
 def test_truncation_errors(setup):
-    with pytest.raises(ValueError, match="chunks_per_gradient must be at least 1"):
+    with pytest.raises(ValueError, match="chunks_per_gradient must be an integer >= 1"):
         truncated_value_and_grad(setup[0], chunk_size=8, chunks_per_gradient=0)
     with pytest.raises(ValueError, match=r"chunk_size \* chunks_per_gradient = 8 \* 2, got T = 24"):
         truncated_value_and_grad(setup[0], chunk_size=8, chunks_per_gradient=2)(setup[1], TOKENS)

@@ -110,7 +110,7 @@ def test_broken_metrics(tmp_path, text, message):
 
 def test_metrics_of_steps(tmp_path, monkeypatch):
     """The speed leaves out the first step, which compiles, and the time between `read` and `write_rows`."""
-    now = iter([0.0, 2.0, 5.0, 6.0, 8.0])
+    now = iter([0.0, 2.0, 5.0, 6.0, 8.0, 9.0, 11.0, 12.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     columns = ("step", "loss", "tokens_per_second", "evaluation_loss")
     with StepMetrics(tmp_path, columns, num_params=1) as metrics:
@@ -129,6 +129,11 @@ def test_metrics_of_steps(tmp_path, monkeypatch):
         metrics.add(5, loss=jnp.float32(np.nan), norm=1.0)
         with pytest.raises(FloatingPointError, match="the norm is inf at step 4"):
             metrics.read(tokens=30)
+        metrics.write_rows()  # the error's rows are written already; at 9 s
+        for step in (5, 6):  # a second reading counts the steps behind the first
+            metrics.add(step, loss=1.0)
+            row = metrics.read(tokens=40)  # at 11 and 12 s
+        assert row["tokens_per_second"] == 40 and metrics.throughput.rate == (60 + 60 + 40 + 40) / 8
     text = (tmp_path / "metrics.csv").read_text().split()
     assert text == [",".join(columns), "1,4.0,,", "2,2.0,,", "3,0.5,20.0,0.25", "4,1.0,,"]
 

@@ -65,6 +65,15 @@ def test_float16_is_refused(kind):
         rwkv_optimizer(1.0, kind=kind).init(params)
 
 
+def test_numbers_out_of_range_are_refused():
+    for limit in (-1.0, 0, np.nan):
+        with pytest.raises(ValueError, match="clip_norm must be"):
+            rwkv_optimizer(1.0, clip_norm=limit)
+    for peak, final in ((np.nan, 0.0), (1.0, np.inf), (-1.0, 0.0)):
+        with pytest.raises(ValueError, match=r"(peak|final) must be"):
+            rwkv_schedule(peak, final, 10, 1)
+
+
 def test_clipping_by_the_global_norm():
     """Two steps tell, since Adam forgets the gradient's scale: the clipped one is smaller by 1 / 50."""
     tx = rwkv_optimizer(1.0, weight_decay=0.0)

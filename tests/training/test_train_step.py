@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import small_models as small
+from flax.core import freeze
 
 from fla_jax.parallel import TrainStep, make_mesh
 
@@ -42,6 +43,17 @@ def test_accumulation_of_any_loss(make):
     np.testing.assert_allclose(got, grads["head"]["kernel"], rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(stacked["each"], aux["each"].reshape(4, 2).T, rtol=1e-6)
     assert stacked["largest"].shape == (2,)
+
+
+def test_a_frozen_dict_of_other_arrays_and_a_batch_without_axes():
+    vectors = freeze({"a": jnp.ones(3)})
+    mesh = make_mesh(devices=jax.devices()[:1])
+    step = TrainStep(small.model(7), optax.sgd(1.0), mesh, lambda p, batch: p["a"] @ batch[0], params=vectors)
+    state, value = step(step.start(vectors), step.shard(ROWS))
+    np.testing.assert_allclose(value, ROWS[0].sum(), rtol=1e-6)
+    np.testing.assert_allclose(state.params["a"], 1 - ROWS[0], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"batch must contain arrays \[B, ...\] alone, got"):
+        step.shard((ROWS, np.float32(1)))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ..array_checks import check_shape, floating
+
 MOST = 20.0  # exp(-exp(20)) is 0 already; above 88 exp overflows and the gradient would be inf * 0
 
 
@@ -27,6 +29,10 @@ def rwkv6_decay(
     Returns:
         w [..., C], not above 0.
 
+    Raises:
+        ValueError: ``base`` does not fit ``x``.
+        TypeError: an array or ``dtype`` is not floating-point.
+
     Source: Peng et al. 2024; RWKV-LM ``RWKV-v5/src/model.py``, which has no minimum.
 
     Example:
@@ -35,7 +41,15 @@ def rwkv6_decay(
         >>> rwkv6_decay(jnp.array([[0.0, 30.0]]), jnp.array([0.0, 0.0])).round().tolist()
         [[-1.0, -485165184.0]]
     """
-    return _differentiable(base.astype(x.dtype) + x, jnp.dtype(x.dtype if dtype is None else dtype), x.dtype)
+    x, base = floating("x", x), floating("base", base)
+    check_shape("base", base, x.shape[-1:], "[C]")
+    try:
+        made = jnp.dtype(x.dtype if dtype is None else dtype)
+    except TypeError:
+        made = None
+    if made is None or not jnp.issubdtype(made, jnp.floating):
+        raise TypeError(f"dtype must be floating-point, got {made or dtype}")
+    return _differentiable(base.astype(x.dtype) + x, made, x.dtype)
 
 
 def _decay(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -212,8 +212,13 @@ def rwkv7_keys(
     if x.v_first is not None:
         x = x._replace(v_first=x.v_first.astype(x.v.dtype))
     if residual is not True:
+        if jnp.shape(residual) or getattr(residual, "dtype", None) is None:
+            raise ValueError(f"residual must be a bool, or an array of one without axes, got {residual!r}")
         x = x._replace(residual=jnp.asarray(residual).astype(jnp.int32).reshape(1))
-    decay_name = compute if decay_dtype is None else jnp.dtype(decay_dtype).name
+    try:
+        decay_name = compute if decay_dtype is None else jnp.dtype(decay_dtype).name
+    except TypeError:
+        decay_name = repr(decay_dtype)
     if decay_name not in ("bfloat16", "float16", "float32", compute):
         raise ValueError(f"decay_dtype must be bfloat16, float16, float32 or None, got {decay_name}")
     settings = KeysSettings(

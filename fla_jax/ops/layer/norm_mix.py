@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from ...core.arguments import check_number
 from ...core.context import Context
 from ...core.implementation import Definition, Implementation, Rule, Unsupported
 from ...core.op import Op
@@ -116,7 +117,7 @@ def norm_shift_mix(
         y: [B, T, C] in x's dtype, added to x first: the output of the layer before. None for nothing.
         scale: [C], of the layer norm; None where x is normalised already.
         bias: [C], given where ``scale`` is.
-        eps: Python number, added to the variance.
+        eps: Python number >= 0, added to the variance.
         mix_delta: [M, B, T, C], added to the mixes by token; None for nothing.
         segment_ids: [B, T] integers: a segment begins wherever the id changes.
         normalised: whether to return h.
@@ -144,7 +145,7 @@ def norm_shift_mix(
     """
     inputs = _check(MixInputs(x, tuple(mixes), y, scale, bias, last, mix_delta, segment_ids))
     double = any(array.dtype == jnp.float64 for array in jax.tree.leaves(inputs))
-    settings = Mix(float(eps), normalised, "float64" if double else "float32")
+    settings = Mix(check_number("eps", eps, 0), normalised, "float64" if double else "float32")
     return NORM_SHIFT_MIX(inputs, settings, implementation, sequence_axis)
 
 

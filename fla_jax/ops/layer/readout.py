@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ...core.arguments import check_number
 from ...core.implementation import Definition, Implementation, Rule
 from ...core.op import Op
 from ...core.types import Readout, ReadoutInputs, ReadoutSettings
@@ -72,7 +73,7 @@ def rwkv7_readout(
         scale: [H, N].
         bias: [H, N].
         r_k: [H, N].
-        eps: Python number, added to the variance.
+        eps: Python number >= 0, added to the variance.
 
     Returns:
         [B, T, H, N] in o's dtype.
@@ -92,7 +93,8 @@ def rwkv7_readout(
         tokens=dict(o=o, r=r, k=k, v=v, gate=gate),
         vectors=dict(scale=scale, bias=bias, r_k=r_k),
     )
-    return RWKV7(x, ReadoutSettings(float(eps), False, compute), implementation, sequence_axis).y
+    settings = ReadoutSettings(check_number("eps", eps, 0), False, compute)
+    return RWKV7(x, settings, implementation, sequence_axis).y
 
 
 def rwkv6_readout(
@@ -115,4 +117,5 @@ def rwkv6_readout(
         (1, 8, 2, 16)
     """
     x, compute = check_heads(ReadoutInputs, tokens=dict(o=o, gate=gate), vectors=dict(scale=scale, bias=bias))
-    return RWKV6(x, ReadoutSettings(float(eps), True, compute), implementation, sequence_axis).y
+    settings = ReadoutSettings(check_number("eps", eps, 0), True, compute)
+    return RWKV6(x, settings, implementation, sequence_axis).y
