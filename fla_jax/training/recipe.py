@@ -116,7 +116,8 @@ def rwkv_optimizer(
     """
     if kind not in ("adam", "muon"):
         raise ValueError(f"kind must be 'adam' or 'muon', got {kind!r}")
-    if clip_norm is not None and check_number("clip_norm", clip_norm, 0) == 0:
+    # `optax.inject_hyperparams` passes arrays, which may be traced
+    if not isinstance(clip_norm, jax.Array | None) and check_number("clip_norm", clip_norm, 0) == 0:
         raise ValueError("clip_norm must be above 0, or None for no clipping, got 0")
     scale = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
     if kind == "muon":

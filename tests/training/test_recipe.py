@@ -74,6 +74,14 @@ def test_numbers_out_of_range_are_refused():
             rwkv_schedule(peak, final, 10, 1)
 
 
+def test_hyperparameters_may_be_injected():
+    params = {"a": jnp.zeros(2)}
+    tx = optax.inject_hyperparams(rwkv_optimizer)(0.5, weight_decay=0.0, clip_norm=2.0)
+    updates, state = jax.jit(tx.update)({"a": jnp.array([3.0, -4.0])}, tx.init(params), params)
+    np.testing.assert_allclose(updates["a"], [-0.5, 0.5], rtol=1e-5)
+    assert state.hyperparams["clip_norm"] == 2
+
+
 def test_clipping_by_the_global_norm():
     """Two steps tell, since Adam forgets the gradient's scale: the clipped one is smaller by 1 / 50."""
     tx = rwkv_optimizer(1.0, weight_decay=0.0)
