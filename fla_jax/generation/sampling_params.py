@@ -54,8 +54,8 @@ class SamplingParams:
         banned: tokens that are never chosen (``token_ban``).
         uncounted: tokens that get the presence penalty but are not counted. PIPELINE has blanks, tabs and
             digits here: `fla_jax.generation.uncounted`.
-        seed: of the random choices, from -2**63 to 2**64 - 1, all 64 bits count; None for the
-            number of completions asked for before. With ``n`` the i-th completion has ``seed + i``.
+        seed: of the random choices, from -2**63 to 2**64 - 1, all 64 bits count; None for the number
+            of completions asked for before. With ``n`` the i-th completion has ``seed + i``.
         max_tokens: largest number of new tokens.
         stop_tokens: tokens that end a completion; they are not part of its tokens (``token_stop``).
         stop: texts that end a completion; they are not part of its text. They need a tokenizer.

@@ -89,7 +89,7 @@ class Layer(nn.Module):
         check_mesh(type(self).__name__, x, self.variables)
         check_length("x", x, lengths)
         if segment_ids is not None:
-            _check_integers("segment_ids", segment_ids)
+            check_integers("segment_ids", segment_ids)
             check_shape("segment_ids", segment_ids, x.shape[:2], "[B, T]")
         check_lengths(lengths, x)
         if lengths is not None and segment_ids is not None:
@@ -211,11 +211,12 @@ def check_lengths(lengths: jax.Array | None, x: jax.Array) -> None:
     """Raises ValueError or TypeError unless ``lengths`` fit the batch of ``x`` [B, T, ...]."""
     if lengths is None:
         return
-    _check_integers("lengths", lengths)
+    check_integers("lengths", lengths)
     check_shape("lengths", lengths, x.shape[:1], "[B]")
 
 
-def _check_integers(name: str, x: object) -> None:
+def check_integers(name: str, x: object) -> None:
+    """Raises TypeError unless ``x`` is an array of integers."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{name} must be an integer array, got {dtype or type(x).__name__}")

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ..core.mesh import check_mesh, is_explicit, mesh_axes, reshard, spec_of, vary_alike
 from ..core.names import GATHERED, remat_policy
 from ..layers import RWKVState
-from ..layers.base import LAYER_NORM_EPS, check_lengths, with_axes, zero_beyond
+from ..layers.base import LAYER_NORM_EPS, check_integers, check_lengths, with_axes, zero_beyond
 from ..layers.fp8 import FP8_SCALES, save_all_but_rounded
 from ..layers.lora import check_lora, projection_paths
 from ..layers.norm import Norm
@@ -263,11 +263,8 @@ def _check_tokens(
     if read is None or (tokens is not None and embeddings is not None):
         raise ValueError(f"tokens or embeddings must be given, got {'none' if read is None else 'both'}")
     for what, ids in (("tokens", tokens), ("segment_ids", segment_ids), ("lengths", lengths)):
-        if ids is None:
-            continue
-        dtype = getattr(ids, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-            raise TypeError(f"{what} must be an integer array, got {dtype or type(ids).__name__}")
+        if ids is not None:
+            check_integers(what, ids)
     if embeddings is not None:
         floating("embeddings", embeddings)
     ndim, shape = (2, "[B, T]") if embeddings is None else (3, f"[B, T, C = {C}]")

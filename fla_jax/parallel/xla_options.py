@@ -29,7 +29,7 @@ def overlap_options(collectives_in_flight: int = 1) -> Options:
       stay at 30 MB, because XLA copies combined operands into one array and back.
 
     Raises:
-        ValueError: ``collectives_in_flight`` is not an integer from 1 on.
+        ValueError: ``collectives_in_flight`` is not a positive integer.
 
     Example:
         >>> from fla_jax.parallel import overlap_options

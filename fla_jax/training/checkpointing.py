@@ -85,14 +85,14 @@ class TrainingCheckpoints:
         """Starts to write a checkpoint, and returns once ``state`` may be donated. Waits for the one before.
 
         Args:
-            step: its number, from 0 and above that of the last checkpoint.
+            step: its number, at least 0 and above that of the last checkpoint.
             state: a pytree of arrays.
             data: a JSON object; None for an empty one.
 
         Raises:
-            ValueError: the folder was opened with ``read_only=True``; ``step`` is no integer above the last
-                checkpoint's; or this checkpoint, or the one before, cannot be written, and the message names
-                the last one that is complete.
+            ValueError: the folder was opened with ``read_only=True``; ``step`` is not an integer above that
+                of the last checkpoint; or this checkpoint, or the one before, cannot be written, and the
+                message names the last one that is complete.
         """
         if self._read_only:  # Orbax would write nothing
             raise ValueError(f"read_only must be False to save, got True for {self.folder}")
