@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -204,7 +205,10 @@ class Generator:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError(f"{name} is text, which needs a tokenizer: Generator(..., tokenizer=)")
-            prompt = self.tokenizer.encode(prompt)
+            try:
+                prompt = self.tokenizer.encode(prompt)
+            except UnicodeError as error:
+                raise ValueError(f"{name} is not Unicode text: {error}") from error
         return check_prompt(prompt, self._model.config.vocab_size, name)
 
     def prefix(self, prompt: object) -> Prefix:
@@ -322,7 +326,11 @@ class Generator:
         requests: list[Request] = []
         try:
             for i, prompt in enumerate(prompts):
-                requests.append(self._submit(prompt, rules[i], max_tokens, states[i], keep_state, False))
+                try:
+                    requests.append(self._submit(prompt, rules[i], max_tokens, states[i], keep_state, False))
+                except (ValueError, TypeError) as error:
+                    kind = TypeError if isinstance(error, TypeError) else ValueError
+                    raise kind(re.sub(r"^prompt\b", f"prompts[{i}]", str(error))) from error
                 self._claimed.add(requests[-1])
             while not all(request.done for request in requests):
                 self._advance()

@@ -106,6 +106,15 @@ class Request(_Strict):
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     ignore_eos: bool = False
 
+    @field_validator("stream_options")
+    @classmethod
+    def _check_stream_options(
+        cls, options: StreamOptions | None, info: ValidationInfo
+    ) -> StreamOptions | None:
+        if options is not None and not info.data.get("stream"):
+            raise PydanticCustomError("stream_options", "Input needs stream = true")
+        return options
+
     def wanted_tokens(self) -> tuple[str, int | None]:
         """The parameter that limits the new tokens, and its value; None where the request does not say."""
         return "max_tokens", self.max_tokens

@@ -207,7 +207,7 @@ def test_not_a_number_is_an_error(setup):
 @pytest.mark.parametrize(
     "prompts, options, error, message",
     [
-        ([[1], []], {}, ValueError, "prompt must be a sequence of at least one token"),
+        ([[1], []], {}, ValueError, r"prompts\[1\] must be a sequence of at least one token"),
         ("text", {}, TypeError, "prompts must be a sequence of prompts, got text"),
         (5, {}, TypeError, "prompts must be a sequence of prompts, got 5"),
         ([[1]], {"state": 5}, TypeError, "state must be a state, or a sequence of them, got 5"),

@@ -203,6 +203,8 @@ def test_text_of_bytes_comes_whole():
     pieces = [event.text for event in generator.stream("é", rule)]
     (want,) = generator.generate(["é"], rule)
     assert "".join(pieces) == want.text == bytes(want.tokens.tolist()).decode(errors="replace")
+    with pytest.raises(ValueError, match=r"prompts\[1\] is not Unicode text: .*surrogates"):
+        generator.generate(["a", "\ud800"], rule)
 
 
 def test_a_text_of_bytes_ends_at_byte_0():

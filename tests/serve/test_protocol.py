@@ -100,7 +100,9 @@ def test_null_is_not_given(kind, given, required):
             assert refused(kind, given(**{name: None})).param == required
         else:
             assert parse(kind, given(**{name: None})) == default, name
-    assert not parse(kind, given(stream_options={"include_usage": None})).stream_options.include_usage
+    options = {"stream_options": {"include_usage": None}}
+    assert not parse(kind, given(stream=True, **options)).stream_options.include_usage
+    assert refused(kind, given(**options)).param == "stream_options"
     assert refused(kind, given(stops=None)).code == "unknown_parameter"
 
 
