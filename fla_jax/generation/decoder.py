@@ -100,13 +100,14 @@ class Decoder:
             state_dtype: float32, bfloat16 or float16; None for the model's own, at least float32. Arithmetic
                 is float32 in any case: states are rounded when they are written, once a token.
             weight_dtype: ``"int8"`` or ``"int4"`` rounds the weights of all large matrices, with a float16
-                factor for each group of them along a row; None for the compute dtype. With up to 32 sequences
-                int8 is faster than bfloat16 (24 x 2048 on an H200: 0.79 and 1.06 ms a token of one, 1.69 and
-                1.75 of 32; int4 0.74 of one); with more it is smaller. On a GPU the activations of a single
-                sequence in bfloat16 or float16 are rounded to 16-bit integers, with one scale, for these
-                products.
-            weight_group: size of a group, a power of two from 16 on that divides the widths; None for the
-                largest up to 128, or 32 with "int4".
+                factor for each group of them along a row; None for the compute dtype. The factor's range
+                limits the largest weight of a group: int8 is less exact below 1e-4 and 0 below 4e-6; from
+                8e6 on (int4: 4e5) logits are NaN. With up to 32 sequences int8 is faster than bfloat16 (24 x
+                2048 on an H200: 0.79 and 1.06 ms a token of one, 1.69 and 1.75 of 32; int4 0.74 of one);
+                with more it is smaller. On a GPU the activations of a single sequence in bfloat16 or float16
+                are rounded to 16-bit integers, with one scale, for these products.
+            weight_group: size of a group, a power of two from 16 on that divides the widths, which must be
+                multiples of 64 for either dtype; None for the largest up to 128, or 32 with "int4".
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
@@ -261,7 +262,7 @@ class _Context(NamedTuple):
 def _model_supports(ctx: _Context) -> Unsupported | None:
     if ctx.weight_dtype is None:
         return None
-    return Unsupported(f"weight_dtype must be None with implementation='model', got {ctx.weight_dtype!r}")
+    return Unsupported(f"it has no {ctx.weight_dtype} weights")
 
 
 _IMPLEMENTATIONS: Registry[Candidate[_Context, Callable[[Any], FastStep | ModelStep]]] = Registry(

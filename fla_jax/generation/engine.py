@@ -70,7 +70,7 @@ class Engine:
         self.steps, self.started, self.chosen = STEPS_PER_CALL, 0, 0
         self.decoder, self._model = decoder, decoder.model
         self._params = jax.tree.map(lambda x: x, params)  # the caller may change the dictionaries
-        self._slots = Slots(self._model, self._params, self.slots)
+        self._slots = Slots(decoder, self._params, self.slots)
         self._waiting = PromptQueue()
         self._ready: collections.deque[Prompt] = collections.deque()  # with nothing left to read
         self._rows: list[Row | None] = [None] * self.slots
@@ -137,6 +137,8 @@ class Engine:
         if prompt is None and start is None:
             raise ValueError("prompt must hold at least one token unless state is a GenerationState")
         tokens = None if prompt is None else check_prompt(prompt, self._model.config.vocab_size)
+        if tokens is None and start is not None:
+            start.check(self._model.config.vocab_size)
         waiting = Prompt(tokens, initial, start if tokens is None else None, [], all_tokens)
         seed = self._next if sampling.seed is None else sampling.seed
         for i in range(sampling.n):

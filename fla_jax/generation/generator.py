@@ -47,8 +47,9 @@ _WEIGHTS = (None, "bfloat16", "int8", "int4")
 class Generator:
     """Generates text from a model: batches, streams, and requests that come and go.
 
-    Create it once. Each request has its own `SamplingParams` and returns the tokens that it returns alone.
-    `generate`, `stream` and `results` are loops over `step`. Use it from one thread.
+    Create it once. Each request has its own `SamplingParams` and returns the tokens that it returns alone,
+    but for nearly equal logits in 16 bits, between which rounding decides. `generate`, `stream` and `results`
+    are loops over `step`. Use it from one thread.
 
     Attributes:
         engine: the scheduler.
@@ -111,7 +112,8 @@ class Generator:
         decoder = self._make_decoder(params=params, implementation=implementation)
         self.engine = Engine(params, decoder, slots)
         self._collectors: dict[Row, Collector] = {}
-        self._streams: dict[Request, collections.deque[Event]] = {}
+        # the events of those that are not over, which their `Stream` owns
+        self._streams: dict[Request, weakref.ref[collections.deque[Event]]] = {}
         self._events: collections.deque[Event] = collections.deque()  # that were not returned yet
         self._claimed = weakref.WeakSet[Request]()  # of `generate`, whose events nobody else gets
         self._number = 0
@@ -257,6 +259,9 @@ class Generator:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def _advance(self) -> None:
+        for request, events in self._streams.items():
+            if events() is None:  # nobody reads it any more
+                request.cancel()
         for event in self.engine.step():
             self._take(event)
 
@@ -281,7 +286,11 @@ class Generator:
         if event.completion is not None:
             event.request.completions[event.index] = event.completion
         if event.request in self._streams:
-            self._streams[event.request].append(event)
+            events = self._streams[event.request]()
+            if events is not None:
+                events.append(event)
+            if event.request.done:
+                del self._streams[event.request]
         elif event.request not in self._claimed:
             self._events.append(event)
 
@@ -353,8 +362,9 @@ class Generator:
     ) -> Stream:
         """Continues a prompt token by token, see `Stream` and `submit`."""
         request = self._submit(prompt, sampling, max_tokens, state, True, stepwise=True)
-        events = self._streams[request] = collections.deque()
-        return Stream(request, events, self._advance, functools.partial(self._streams.pop, request, None))
+        events = collections.deque[Event]()
+        self._streams[request] = weakref.ref(events)
+        return Stream(request, events, self._advance)
 
     def update_params(self, params: PyTree, *, in_flight: Literal["finish", "restart"] = "finish") -> None:
         """Replaces the parameters; nothing is compiled again. Cached prefixes are read again.

@@ -57,6 +57,15 @@ class GenerationState(struct.PyTreeNode):
     token_counts: TokenCounts
     step: jax.Array
 
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError unless a row can continue from it without a prompt; does not look at ``rwkv``."""
+        counts, wide = self.token_counts, [1, vocab_size]
+        arrays = {"logits": self.logits, "token_counts.seen": counts.seen, "token_counts.count": counts.count}
+        for name, x in {**arrays, "step": self.step}.items():
+            want = wide if name in arrays else [1]
+            if list(np.shape(x)) != want:
+                raise ValueError(f"state.{name} must have shape {want}, got {list(np.shape(x))}")
+
 
 @dataclasses.dataclass(eq=False)
 class Prompt:

@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..layers.state import RWKVState
-from ..models.causal_lm import RWKVForCausalLM
 from .decode_loop import PLAIN, Chosen, DecodeState, Scores, begin, decode, row_keys
 from .decoder import Decoder
 from .prompts import put_like, take_rows
@@ -28,20 +27,22 @@ class Slots:
         place: the parameters, beside which new arrays are put.
     """
 
-    def __init__(self, model: RWKVForCausalLM, params: PyTree, number: int) -> None:
-        self.number, self._vocab_size, self.place = number, model.config.vocab_size, params
+    def __init__(self, decoder: Decoder, params: PyTree, number: int) -> None:
+        config = decoder.model.config
+        self.number, self._vocab_size, self.place = number, config.vocab_size, params
         # the rules of empty slots need no sorting
         empty = sampling_arrays([SamplingParams.policy()], self._vocab_size)
         rules = jax.tree.map(lambda x: np.repeat(x, number, 0), empty)
         self._rules: SamplingArrays = put_like(params, rules)
-        self._carry: DecodeState | None = None
+        # slots that are over, of the decoder's dtypes: rows may begin with states of others
+        state = put_like(params, decoder.init_state(number))
+        logits = jnp.zeros((number, config.vocab_size), jnp.promote_types(config.dtype, jnp.float32))
+        self._carry = begin(params, put_like(params, logits), state, row_keys([0] * number), 0)
 
     def insert(
         self, rows: list[Row], slots: list[int], sources: Sequence[int], start: GenerationState, size: int
     ) -> None:
         """Puts rows into slots, filled up to ``size``, each with the state of its source in ``start``."""
-        if self._carry is None:
-            self._carry = self._empty(start)
         filling = size - len(rows)
         own = [row.sampling for row in rows] + [SamplingParams.policy()] * filling
         rules = sampling_arrays(own, self._vocab_size)
@@ -61,7 +62,6 @@ class Slots:
 
     def decode(self, decoder: Decoder, count: int, fixed: int | None, scores: Scores, keep: bool) -> Chosen:
         """Starts ``count`` steps of all slots, see `fla_jax.generation.decode_loop.decode`."""
-        assert self._carry is not None
         if scores is not PLAIN:
             self._allow_bias()
         rules = self._rules.replace(bias=None) if scores is PLAIN else self._rules
@@ -71,21 +71,11 @@ class Slots:
 
     def state(self, slot: int) -> GenerationState:
         """A copy of the state in a slot."""
-        assert self._carry is not None
         return _state_of(self._carry, np.array([slot], np.int32))
 
     def halt(self, slot: int) -> None:
         """Ends the row in a slot."""
-        if self._carry is not None:
-            self._carry = _halt(self._carry, np.int32(slot))
-
-    def _empty(self, like: GenerationState) -> DecodeState:
-        """A carry of slots that are over."""
-        zeros = lambda x: jnp.zeros((x.shape[0], self.number, *x.shape[2:]), x.dtype)
-        state = put_like(self.place, jax.tree.map(zeros, like.rwkv))
-        logits = jnp.zeros((self.number, self._vocab_size), like.logits.dtype)
-        keys = row_keys([0] * self.number)
-        return begin(self.place, put_like(self.place, logits), state, keys, 0)
+        self._carry = _halt(self._carry, np.int32(slot))
 
     def _allow_bias(self) -> None:
         if self._rules.bias is None:

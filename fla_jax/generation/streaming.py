@@ -12,7 +12,8 @@ from .rows import GenerationState
 class Stream:
     """The events of a request, one token at a time; an iterator.
 
-    While a token is looked at, the one after it is being computed.
+    While a token is looked at, the one after it is being computed. A stream that nobody refers to any more,
+    after a ``break`` for example, is cancelled by the next step of its generator.
 
     Attributes:
         request: that is streamed.
@@ -37,13 +38,9 @@ class Stream:
     """
 
     def __init__(
-        self,
-        request: Request,
-        events: collections.deque[Event],
-        step: Callable[[], object],
-        close: Callable[[], object],
+        self, request: Request, events: collections.deque[Event], step: Callable[[], object]
     ) -> None:
-        self.request, self._events, self._step, self._close = request, events, step, close
+        self.request, self._events, self._step = request, events, step
         self.state: GenerationState | None = None
 
     @property
@@ -57,7 +54,6 @@ class Stream:
     def __next__(self) -> Event:
         while not self._events:
             if self.request.done:
-                self._close()
                 raise StopIteration
             self._step()
         event = self._events.popleft()

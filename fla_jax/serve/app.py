@@ -36,7 +36,8 @@ class Limits:
     Attributes:
         prompt_tokens: largest length of a prompt.
         new_tokens: largest number of new tokens a completion, also for requests that do not say how many.
-        choices: largest number of completions a request, over all of its prompts.
+        choices: largest number of completions a request, over all of its prompts; never more than the slots
+            and ``waiting`` hold together.
         waiting: completions that may wait for a slot; beyond it, requests get status 429.
         body_bytes: largest body of a request.
         body_seconds: longest time that a client may take to send a body.
@@ -254,8 +255,9 @@ class _Server:
         if longest > limits.prompt_tokens:
             message = f"{param} has {longest} tokens; this server reads {limits.prompt_tokens} at most"
             raise APIError(400, message, param=param, code="context_length_exceeded")
-        if len(rows) * n > limits.choices:
-            message = f"{len(rows)} prompts with n = {n}: {limits.choices} completions at most"
+        most = min(limits.choices, self.worker.slots + limits.waiting)
+        if len(rows) * n > most:
+            message = f"{len(rows)} prompts with n = {n}: {most} completions at most"
             raise APIError(400, message, param="n", code="invalid_value")
 
     async def _counted(self, request: Request, job: Job) -> AsyncGenerator[list[tuple[int, Event]]]:

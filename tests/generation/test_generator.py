@@ -168,6 +168,46 @@ def test_a_stream_goes_on_from_any_token(setup, generator):
         np.testing.assert_array_equal(rest.tokens, whole.tokens[n:])
 
 
+def test_a_stream_that_nobody_reads_is_cancelled(setup):
+    """Its slot is free for others, and no events collect."""
+    generator = Generator(*setup, slots=1)
+    event = next(generator.stream(PROMPTS[2], GREEDY, max_tokens=10**6))
+    request = weakref.ref(event.request)
+    assert request().rows[0].finish_reason is None
+    (want,) = Generator(*setup, slots=1).generate([PROMPTS[0]], GREEDY, max_tokens=5)
+    (got,) = generator.generate([PROMPTS[0]], GREEDY, max_tokens=5)
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    assert event.request.completion.finish_reason == "cancelled"
+    assert [*generator.results()] == [] and not generator.busy
+    del event
+    gc.collect()
+    assert request() is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_states_of_other_dtypes(setup, first):
+    """The first state of a generator does not decide in which dtype others are decoded."""
+    generator, rule = Generator(*setup, slots=2), SamplingParams(seed=5, logprobs=0)
+    (want,) = generator.generate([PROMPTS[0]], rule, max_tokens=9, keep_state=True)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, want.state)
+    other = Generator(*setup, slots=2) if first else generator
+    (rest,) = other.generate([None], rule, max_tokens=4, state=half, keep_state=True)
+    assert len(rest.tokens) == 4 and rest.state.logits.dtype == jnp.float32
+    (got,) = other.generate([PROMPTS[0]], rule, max_tokens=9)
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_allclose(got.logprobs.chosen, want.logprobs.chosen, atol=1e-5)
+
+
+def test_states_of_another_vocabulary(generator):
+    (one,) = generator.generate([[1, 2]], GREEDY, max_tokens=2, keep_state=True)
+    wrong = one.state.replace(logits=one.state.logits[:, :5])
+    with pytest.raises(ValueError, match=r"state\.logits must have shape \[1, 24\], got \[1, 5\]"):
+        generator.submit(None, state=wrong)
+    with pytest.raises(ValueError, match=r"state\.step must have shape \[1\], got \[2\]"):
+        generator.submit(None, state=one.state.replace(step=np.zeros(2, np.int32)))
+    assert not generator.busy
+
+
 def test_stop_strings_across_tokens(letters):
     """The text ends before the stop string, and no event has a part of it."""
     rule = SamplingParams.policy(2.0, seed=1, ignore_eos=True)

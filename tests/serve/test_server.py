@@ -40,6 +40,13 @@ def metric(served, name):
     return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(f"{name} ")))
 
 
+def wait_until_idle(served):
+    until = time.monotonic() + 120
+    while metric(served, "fla_jax_running") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert metric(served, "fla_jax_running") == 0
+
+
 def post(served, path, body, **headers):
     """Status and answer, whatever they are."""
     request = urllib.request.Request(f"{served.url}{path}", body, headers)
@@ -163,18 +170,22 @@ def test_a_client_that_disconnects_frees_its_slots(served, stream):
         else:
             time.sleep(0.3)
         assert metric(served, "fla_jax_running") == 4
-    until = time.monotonic() + 120
-    while metric(served, "fla_jax_running") and time.monotonic() < until:
-        time.sleep(0.05)
-    assert metric(served, "fla_jax_running") == 0
+    wait_until_idle(served)
     assert metric(served, "fla_jax_cancelled_total") == before + 1
 
 
 def test_a_full_queue_refuses(served, client):
-    """128 completions at most, 8 slots and 64 places: 72 fit."""
-    with pytest.raises(openai.RateLimitError, match="queue is full"):
-        client.completions.create(model="tiny", prompt="a", max_tokens=1, n=73)
-    assert client.completions.create(model="tiny", prompt="a", max_tokens=1, n=72).choices[71].index == 71
+    """8 slots and 64 places: 72 fit, and 73 never do."""
+    ask = dict(model="tiny", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="n = 73: 72 completions at most"):
+        client.completions.create(**ask, max_tokens=1, n=73)
+    assert client.completions.create(**ask, max_tokens=1, n=72).choices[71].index == 71
+    long = dict(max_tokens=2000, stream=True, extra_body={"ignore_eos": True})
+    with client.completions.create(**ask, **long, n=72) as busy:
+        next(iter(busy))
+        with pytest.raises(openai.RateLimitError, match="queue is full"):
+            client.completions.create(**ask, max_tokens=1)
+    wait_until_idle(served)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +196,7 @@ def test_a_full_queue_refuses(served, client):
         ("completions", {"prompt": [256]}, 400, "prompt"),
         ("completions", {"prompt": "a" * 70_000}, 400, "prompt"),
         ("completions", {"prompt": "a", "max_tokens": 2001}, 400, "max_tokens"),
-        ("completions", {"prompt": ["a"] * 65, "n": 2}, 400, "n"),
+        ("completions", {"prompt": ["a"] * 37, "n": 2}, 400, "n"),
         ("completions", {"prompt": "a", "model": "other"}, 404, "model"),
         ("completions", {"prompt": "a", "stream": True, "logit_bias": {"256": 1}}, 400, "logit_bias"),
         ("completions", {"prompt": "a", "stop_token_ids": [256]}, 400, "stop_token_ids"),
