@@ -8,7 +8,10 @@ import grain
 import numpy as np
 from jaxtyping import PyTree
 
+from ..core.arguments import check_integer, shown
+
 Batch = dict[str, np.ndarray]
+_MOST_EMPTY = 10**6  # documents without labels, one after the other: in a repeated set the search never ends
 
 
 class PackedDocuments(grain.IterDataset):
@@ -69,7 +72,7 @@ class _Iterator(grain.DatasetIterator):
 
     def _row(self, lane: int) -> Batch:
         """The next row of a lane; behind the last document it has zeros and mask 0."""
-        data, filled, segment = self._dataset, 0, 0
+        data, filled, segment, empty = self._dataset, 0, 0, 0
         names = {"tokens": np.int32, "labels": np.int32, "segment_ids": np.int32, "mask": np.float32}
         row = {name: np.zeros(data.length, dtype) for name, dtype in names.items()}
         if data.carry_state:
@@ -77,11 +80,22 @@ class _Iterator(grain.DatasetIterator):
         while filled < data.length and self._document[lane] < len(data.documents):
             tokens, labels = self._pair(lane)
             begin = self._offset[lane]
+            if begin and begin >= len(labels):
+                raise ValueError(
+                    f"state is of other documents: that at index {self._document[lane]} has {len(labels)} "
+                    f"labels, and the state goes on behind {begin} of them"
+                )
             taken = min(len(labels) - begin, data.length - filled)
             where = slice(filled, filled + taken)
             row["tokens"][where], row["labels"][where] = (x[begin : begin + taken] for x in (tokens, labels))
             row["segment_ids"][where], row["mask"][where] = segment, 1
             filled, segment, self._offset[lane] = filled + taken, segment + (taken > 0), begin + taken
+            empty = 0 if taken else empty + 1
+            if empty == _MOST_EMPTY:
+                raise ValueError(
+                    f"documents must have labels: {empty} of row {data.lanes[lane]} of a batch, one after "
+                    f"the other, have none, the last at index {self._document[lane]}"
+                )
             if self._offset[lane] == len(labels):
                 self._document[lane] += data.num_lanes
                 self._offset[lane] = 0
@@ -102,13 +116,17 @@ class _Iterator(grain.DatasetIterator):
 
     def set_state(self, state: dict[str, PyTree]) -> None:
         """Continues from a place: of these lanes, or of all lanes of a batch, of which it takes these."""
-        lanes, number = self._dataset.lanes, len(state["document"])
-        if number not in (len(lanes), self._dataset.num_lanes):
-            raise ValueError(f"state must be of {len(lanes)} rows of a batch, got one of {number}")
+        lanes, rows = self._dataset.lanes, self._dataset.num_lanes
+        try:
+            both = zip(state["document"], state["offset"], strict=True)
+            places = [(check_integer("document", n, 0), check_integer("offset", x, 0)) for n, x in both]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"state must be what get_state returned, got {shown(state)}") from error
+        if len(places) not in (len(lanes), rows):
+            raise ValueError(f"state must be of {len(lanes)} rows of a batch, got one of {len(places)}")
         # by the documents' numbers: a list of lanes may have any order, also one of all lanes
-        index = {document % self._dataset.num_lanes: i for i, document in enumerate(state["document"])}
-        if missing := sorted(set(lanes) - set(index)):
+        of_lane = {document % rows: (document, offset) for document, offset in places}
+        if missing := sorted(set(lanes) - set(of_lane)):
             raise ValueError(f"state must be of the rows {lanes} of a batch, got none of row {missing[0]}")
-        self._document, self._offset = (
-            [state[name][index[lane]] for lane in lanes] for name in ("document", "offset")
-        )
+        self._document = [of_lane[lane][0] for lane in lanes]
+        self._offset = [of_lane[lane][1] for lane in lanes]

@@ -258,7 +258,9 @@ def pack_documents(
 
     Raises:
         ImportError: grain is not installed.
-        ValueError: an argument is outside of its range. TypeError: ``documents`` is no `grain.MapDataset`.
+        ValueError: an argument is outside of its range. Iterating: a row's next million documents are without
+            labels, or the iterator's state is of other documents. TypeError: ``documents`` is no
+            `grain.MapDataset`.
 
     Example:
         >>> import grain, numpy as np

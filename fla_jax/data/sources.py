@@ -62,9 +62,10 @@ class JsonLines:
         """The document, with an index from 0 to ``len(self) - 1``.
 
         Raises:
+            IndexError: there is no such document.
             ValueError: the line is no JSON object; the message names file and offset.
         """
-        index = check_integer("index", index, 0, len(self) - 1)
+        index = _checked(index, len(self))
         path = self._paths[int(np.searchsorted(self._ends, index, "right"))]
         begin, end = self._spans[index]
         with open(path, "rb") as file:
@@ -74,6 +75,12 @@ class JsonLines:
         if not isinstance(value, dict):
             raise ValueError(f"{path}: the line at offset {begin} must be a JSON object")
         return value
+
+
+def _checked(index: int, number: int) -> int:
+    if (index := check_integer("index", index, 0)) >= number:
+        raise IndexError(f"document {index} of {number}")  # which ends a loop over the source
+    return index
 
 
 def _lines(path: Path) -> np.ndarray:
@@ -169,8 +176,8 @@ class ParquetRows:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> dict[str, PyTree]:
-        """The row, by column, with an index from 0 to ``len(self) - 1``."""
-        index = check_integer("index", index, 0, len(self) - 1)
+        """The row, by column, with an index from 0 to ``len(self) - 1``; IndexError for another one."""
+        index = _checked(index, len(self))
         group = int(np.searchsorted(self._ends, index, "right"))
         with self._lock:
             table = self._table(group)

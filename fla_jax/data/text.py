@@ -203,7 +203,7 @@ def _texts(block: _Block, data: bytes, field: str) -> Iterator[tuple[int, str]]:
 
 def parsed(path: Path, at: int, line: bytes) -> PyTree:
     """The value of a line of JSON; an error has its offset."""
-    text = decoded(path, at, line)
+    text = decoded(path, at, line).removeprefix("\ufeff")  # with which some programs begin a file
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers of too many digits, brackets too deep

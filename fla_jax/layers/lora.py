@@ -69,7 +69,8 @@ def add_lora(
     lora: LoRA = layer.get_variable("lora", name)
     h = x
     if lora.dropout and layer.has_rng("dropout"):
-        is_kept = jax.random.bernoulli(layer.make_rng("dropout"), 1 - lora.dropout, x.shape)
+        drawn = x.shape[0] // sharding.tp, *x.shape[1:]  # one mask for the copies of `to_tp`
+        is_kept = sharding.to_tp(jax.random.bernoulli(layer.make_rng("dropout"), 1 - lora.dropout, drawn))
         h = jnp.where(shard_like(is_kept, x, *range(x.ndim)), x / (1 - lora.dropout), 0)
     h = lora.scale * sharding.dot(h, lora.a.astype(x.dtype), (axes[0], "rank"))
     y = y + sharding.dot(h, lora.b.astype(x.dtype), ("rank", axes[1]))

@@ -11,6 +11,7 @@ import pytest
 from grain import checkpoint as grain_checkpoint
 
 from fla_jax.data import BinIdxWriter, JsonLines, gather_state, open_binidx, pack_documents
+from fla_jax.data import documents as documents_module
 from fla_jax.training import TrainingCheckpoints
 
 LENGTHS = [5, 1, 12, 3, 8, 1, 40, 9, 16, 4, 7]
@@ -108,6 +109,38 @@ def test_resuming(mixed, tmp_path):
         np.testing.assert_equal([next(resumed) for _ in range(7)], want[5:])
     with pytest.raises(ValueError, match="state must be of 4 rows of a batch, got one of 1"):
         ours.set_state({"document": [0], "offset": [0]})
+    for wrong in (
+        {"next_index": 3},
+        {"document": [0, 1, 2, 3], "offset": [0]},
+        {"document": [-4], "offset": [0]},
+    ):
+        with pytest.raises(ValueError, match=r"state must be what get_state returned, got \{'"):
+            ours.set_state(wrong)
+
+
+@pytest.mark.parametrize("length", [5, 20, 33])
+def test_a_state_of_other_documents(length):
+    """The first document had 39 tokens, of which two rows took 32; it has fewer now."""
+    sources = [[np.arange(1, n), *[np.full(30, 7)] * 2] for n in (40, length)]
+    old, new = (iter(pack_documents(grain.MapDataset.source(one), 16, 1)) for one in sources)
+    next(old), next(old)
+    new.set_state(old.get_state())
+    message = f"that at index 0 has {length - 1} labels, and the state goes on behind 32 of them"
+    with pytest.raises(ValueError, match=message):
+        next(new)
+
+
+def test_documents_without_labels(monkeypatch):
+    """Endlessly many of them are an error, also where only one row of a batch has no others."""
+    monkeypatch.setattr(documents_module, "_MOST_EMPTY", 50)
+    texts = grain.MapDataset.source([np.array([1, 2, 3]), np.array([4])]).repeat()
+    message = r"documents must have labels: 50 of row 1 of a batch, .* index 99"
+    with pytest.raises(ValueError, match=message):
+        next(iter(pack_documents(texts.filter(lambda x: len(x) > 1), 4, 2)))
+    with pytest.raises(ValueError, match="documents must have labels"):
+        next(iter(pack_documents(grain.MapDataset.source([np.array([5])]).repeat(), 4, 1, end_token=None)))
+    few = grain.MapDataset.source([np.array([5])] * 40 + [np.array([1, 2])])
+    assert next(iter(pack_documents(few, 4, 1, end_token=None)))["labels"].tolist() == [[2, 0, 0, 0]]
 
 
 def test_the_place_of_a_whole_batch():

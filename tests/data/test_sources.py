@@ -64,8 +64,12 @@ def test_json_lines_that_are_refused(tmp_path):
         assert source[0] == {"x": "y"}
         with pytest.raises(ValueError, match=re.escape(f"{path}") + ".*" + message):
             source[1]
-    with pytest.raises(ValueError, match="index must be an integer from 0 to 1, got 2"):
+    with pytest.raises(IndexError, match="document 2 of 2"):
         source[2]
+    with pytest.raises(ValueError, match="index must be an integer >= 0, got -1"):
+        source[-1]
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"x": 1}\n{"x": 2}\n')
+    assert [*JsonLines(path)] == [{"x": 1}, {"x": 2}]
     path.write_bytes(b"\n\n")
     with pytest.raises(ValueError, match="paths must contain a document, got 1 files without any"):
         JsonLines(path)
@@ -92,8 +96,7 @@ def test_parquet_rows(tmp_path):
     copy = pickle.loads(pickle.dumps(source))
     assert not copy._cache and copy[22] == values[22]
     assert ParquetRows(paths[1], ["n"])[0] == {"n": 10}
-    with pytest.raises(ValueError, match="index must be an integer from 0 to 22, got 23"):
-        source[23]
+    assert [*source] == values
     with pytest.raises(TypeError, match="columns must be a sequence of names, got the string 'text'"):
         ParquetRows(tmp_path / "a.parquet", columns="text")
     with pytest.raises(ValueError, match=r"columns must be of text, n in .*a\.parquet, got 'url'"):

@@ -127,6 +127,31 @@ def tuned():
     return found
 
 
+def dropped():
+    """Errors of a LoRA step with dropout on each mesh against one device, for both models."""
+    found = {}
+    for version in (6, 7):
+        options = dict(implementation="reference", dtype="float64", param_dtype="float64")
+        model = small.model(version, num_layers=1, **options)
+        params, tokens = small.params(model), small.tokens(8, 9)
+        lora = init_lora(params, jax.random.key(0), rank=4, dropout=0.3)
+        lora = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(1), x.shape, x.dtype), lora)
+        meshes = {
+            "one": make_mesh(data=1, devices=jax.devices()[:1]),
+            "auto": make_mesh(fsdp=2, tensor=2, sequence=2),
+            "explicit": make_mesh(fsdp=4, tensor=2, explicit=True),
+        }
+        steps = {}
+        for name, mesh in meshes.items():
+            frozen = jax.device_put(params, parameter_shardings(model, mesh))
+            options = {"params": lora, "frozen": frozen, "metrics": ("loss",), "rng": jax.random.key(7)}
+            step = TrainStep(model, optax.sgd(1.0), mesh, lora_loss(model), **options)
+            state, got = step(step.start(lora), step.shard(tokens))
+            steps[name] = jax.device_get((got, state.params))
+            found[f"{name} {version}"] = small.largest_error(steps[name], steps["one"])
+    return found
+
+
 def report():
     with small.float64():
         return {
@@ -134,4 +159,5 @@ def report():
             "shard_map": in_shard_map(),
             "accumulated": accumulated(),
             "tuned": tuned(),
+            "dropped": dropped(),
         }

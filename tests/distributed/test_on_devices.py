@@ -62,6 +62,7 @@ def test_losses():
     assert len(found["shard_map"]) == 3 and {*found["accumulated"]} == {"auto", "explicit"}
     assert not wrong(found["shard_map"] | found["accumulated"], 1e-12), found
     assert len(found["tuned"]) == 2 and not wrong(found["tuned"], 1e-11), found
+    assert len(found["dropped"]) == 6 and not wrong(found["dropped"], 1e-11), found
     for error, spec in found["batch"].values():
         assert error < 1e-12 and spec[0] == "data"
 
