@@ -260,7 +260,7 @@ class Generator:
 
     def _advance(self) -> None:
         for request, events in self._streams.items():
-            if events() is None:  # nobody reads it any more
+            if events() is None:  # the stream was abandoned
                 request.cancel()
         for event in self.engine.step():
             self._take(event)

@@ -12,8 +12,8 @@ from .rows import GenerationState
 class Stream:
     """The events of a request, one token at a time; an iterator.
 
-    While a token is looked at, the one after it is being computed. A stream that nobody refers to any more,
-    after a ``break`` for example, is cancelled by the next step of its generator.
+    While a token is looked at, the one after it is being computed. A stream without references, after a
+    ``break`` for example, is cancelled by the next step of its generator.
 
     Attributes:
         request: that is streamed.

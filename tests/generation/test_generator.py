@@ -168,7 +168,7 @@ def test_a_stream_goes_on_from_any_token(setup, generator):
         np.testing.assert_array_equal(rest.tokens, whole.tokens[n:])
 
 
-def test_a_stream_that_nobody_reads_is_cancelled(setup):
+def test_an_abandoned_stream_is_cancelled(setup):
     """Its slot is free for others, and no events collect."""
     generator = Generator(*setup, slots=1)
     event = next(generator.stream(PROMPTS[2], GREEDY, max_tokens=10**6))
