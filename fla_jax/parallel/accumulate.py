@@ -71,8 +71,9 @@ def accumulated_value_and_grad(
 
         def add(sums: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
             microbatch, key = xs
-            share = divisor(weight(microbatch)) / total
             (value, aux), (grads, scales) = value_and_grad(trained, microbatch, key)
+            wide = jnp.promote_types(value.dtype, jnp.float32)
+            share = divisor(weight(microbatch)).astype(wide) / total.astype(wide)
             grads = jax.tree.map(lambda total, x: total + share * x, sums[0], grads)
             return (constrain(grads), jax.tree.map(jnp.maximum, sums[1], scales)), (share * value, aux)
 

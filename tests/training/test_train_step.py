@@ -45,6 +45,19 @@ def test_accumulation_of_any_loss(make):
     assert stacked["largest"].shape == (2,)
 
 
+def test_accumulation_in_float64():
+    """Thirds, of whole numbers as weights in float32, are not rounded to float32."""
+    with small.float64():
+        rows, mesh = np.random.default_rng(0).normal(size=(6, 4)), make_mesh(devices=jax.devices()[:1])
+        options = dict(weight=lambda batch: jnp.float32(len(batch)), accumulate=3)
+        square = lambda p, batch: jnp.mean((batch - p["a"]) ** 2)
+        params = {"a": jnp.zeros(4, jnp.float64)}
+        step = TrainStep(small.model(7), optax.sgd(1.0), mesh, square, params=params, **options)
+        state, value = step(step.start(params), rows)
+        np.testing.assert_allclose(value, np.mean(rows**2), rtol=1e-14)
+        np.testing.assert_allclose(state.params["a"], rows.mean(0) / 2, rtol=1e-13)
+
+
 def test_a_frozen_dict_of_other_arrays_and_a_batch_without_axes():
     vectors = freeze({"a": jnp.ones(3)})
     mesh = make_mesh(devices=jax.devices()[:1])
