@@ -65,7 +65,7 @@ class JsonLines:
             IndexError: there is no such document.
             ValueError: the line is no JSON object; the message names file and offset.
         """
-        index = _checked(index, len(self))
+        index = _check_index(index, len(self))
         path = self._paths[int(np.searchsorted(self._ends, index, "right"))]
         begin, end = self._spans[index]
         with open(path, "rb") as file:
@@ -77,7 +77,7 @@ class JsonLines:
         return value
 
 
-def _checked(index: int, number: int) -> int:
+def _check_index(index: int, number: int) -> int:
     if (index := check_integer("index", index, 0)) >= number:
         raise IndexError(f"document {index} of {number}")  # which ends a loop over the source
     return index
@@ -177,7 +177,7 @@ class ParquetRows:
 
     def __getitem__(self, index: int) -> dict[str, PyTree]:
         """The row, by column, with an index from 0 to ``len(self) - 1``; IndexError for another one."""
-        index = _checked(index, len(self))
+        index = _check_index(index, len(self))
         group = int(np.searchsorted(self._ends, index, "right"))
         with self._lock:
             table = self._table(group)

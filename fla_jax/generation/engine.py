@@ -24,6 +24,7 @@ from .rows import (
     PromptQueue,
     Row,
     RowEvent,
+    check_start,
     requeued,
     row_scores,
 )
@@ -128,17 +129,18 @@ class Engine:
         if not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling must be a SamplingParams or None, got {shown(sampling)}")
         check_untraced(state)
-        sampling_arrays([sampling], self._model.config.vocab_size)
+        vocab_size = self._model.config.vocab_size
+        sampling_arrays([sampling], vocab_size)
         start = state if isinstance(state, GenerationState) else None
         initial = state.rwkv if isinstance(state, GenerationState) else state
         if initial is not None:
             check_state(initial, jax.eval_shape(lambda: self._model.init_state(1)))
             check_deleted(state=state)
-        if prompt is None and start is None:
-            raise ValueError("prompt must hold at least one token unless state is a GenerationState")
-        tokens = None if prompt is None else check_prompt(prompt, self._model.config.vocab_size)
-        if tokens is None and start is not None:
-            start.check(self._model.config.vocab_size)
+        tokens = None if prompt is None else check_prompt(prompt, vocab_size)
+        if tokens is None:
+            if start is None:
+                raise ValueError("prompt must hold at least one token unless state is a GenerationState")
+            check_start(start, vocab_size)
         waiting = Prompt(tokens, initial, start if tokens is None else None, [], all_tokens)
         seed = self._next if sampling.seed is None else sampling.seed
         for i in range(sampling.n):

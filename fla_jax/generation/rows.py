@@ -57,14 +57,15 @@ class GenerationState(struct.PyTreeNode):
     token_counts: TokenCounts
     step: jax.Array
 
-    def check(self, vocab_size: int) -> None:
-        """Raises ValueError unless a row can continue from it without a prompt; does not look at ``rwkv``."""
-        counts, wide = self.token_counts, [1, vocab_size]
-        arrays = {"logits": self.logits, "token_counts.seen": counts.seen, "token_counts.count": counts.count}
-        for name, x in {**arrays, "step": self.step}.items():
-            want = wide if name in arrays else [1]
-            if list(np.shape(x)) != want:
-                raise ValueError(f"state.{name} must have shape {want}, got {list(np.shape(x))}")
+
+def check_start(state: GenerationState, vocab_size: int) -> None:
+    """Raises ValueError unless a row can continue from ``state`` without a prompt; ignores its ``rwkv``."""
+    counts = state.token_counts
+    wide = {"logits": state.logits, "token_counts.seen": counts.seen, "token_counts.count": counts.count}
+    wanted = [(name, x, [1, vocab_size]) for name, x in wide.items()]
+    for name, x, shape in (*wanted, ("step", state.step, [1])):
+        if list(np.shape(x)) != shape:
+            raise ValueError(f"state.{name} must have shape {shape}, got {list(np.shape(x))}")
 
 
 @dataclasses.dataclass(eq=False)

@@ -131,8 +131,8 @@ def dropped():
     """Errors of a LoRA step with dropout on each mesh against one device, for both models."""
     found = {}
     for version in (6, 7):
-        options = dict(implementation="reference", dtype="float64", param_dtype="float64")
-        model = small.model(version, num_layers=1, **options)
+        float64 = dict(dtype="float64", param_dtype="float64")
+        model = small.model(version, num_layers=1, implementation="reference", **float64)
         params, tokens = small.params(model), small.tokens(8, 9)
         lora = init_lora(params, jax.random.key(0), rank=4, dropout=0.3)
         lora = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(1), x.shape, x.dtype), lora)
